@@ -24,17 +24,13 @@ from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.evaluators.averaged import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
-from matmix.train.guards.damaged_shards import DamagedShards
-from matmix.train.guards.nan_guard import NanGuard
 from matmix.train.guards.replicas import Replicas
-from matmix.train.guards.spikes import SpikeGuard
+from matmix.train.guards.steps import DamagedShards, NanGuard, SpikeGuard
 from matmix.train.init.start import start_weights
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
-from matmix.train.meters.goodput import Goodput, first_start
-from matmix.train.meters.monitor import Monitor
-from matmix.train.meters.speed import Speedometer
-from matmix.train.meters.stragglers import Stragglers
+from matmix.train.meters.collectives import Stragglers
+from matmix.train.meters.speed import Goodput, Monitor, Speedometer, first_start
 from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import logs, stop

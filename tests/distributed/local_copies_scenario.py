@@ -13,7 +13,7 @@ from messages import Heard
 from matmix.train import loop
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.guards.nan_guard import NanGuard
+from matmix.train.guards.steps import NanGuard
 from matmix.train.process.distributed import barrier
 from matmix.train.recipe import load_config
 

@@ -13,7 +13,7 @@ from nightly import each_value_once, nightly
 from runs import losses, records, run_recipe, weights
 
 from matmix.train import loop
-from matmix.train.callbacks.metrics_file import MetricsFile
+from matmix.train.callbacks.records import MetricsFile
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.errors import NonFiniteError
 from matmix.train.loop import train

@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 from matmix.train.callbacks.base import Callback, Callbacks, Rewind, RunView, StepRecord
-from matmix.train.callbacks.curves import Curves
-from matmix.train.callbacks.housekeeping import DataWait, GarbageCollection, LauncherGone
-from matmix.train.callbacks.metrics_file import MetricsFile
-from matmix.train.callbacks.profiler import Profiler
-from matmix.train.callbacks.progress import Progress
-from matmix.train.callbacks.tensorboard import TensorBoard
-from matmix.train.callbacks.trackers import TRACKERS
+from matmix.train.callbacks.housekeeping import DataWait, GarbageCollection, LauncherGone, Profiler, Progress
+from matmix.train.callbacks.records import Curves, MetricsFile
+from matmix.train.callbacks.trackers.mlflow import MLflow
+from matmix.train.callbacks.trackers.tensorboard import TensorBoard
+from matmix.train.callbacks.trackers.wandb import WandB
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part, read_options
 from matmix.train.process.launched import followed
 
 __all__ = ["Callback", "Callbacks", "Rewind", "RunView", "StepRecord", "make_callbacks"]
+
+
+TRACKERS = {"wandb": WandB, "mlflow": MLflow}
+"""The names that a table [[callback]] gives them."""
 
 
 def make_callbacks(config: RunConfig, rank: int) -> Callbacks:

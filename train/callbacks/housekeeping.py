@@ -1,17 +1,84 @@
-"""Small callbacks: garbage collection, a check that the launcher is alive, a hint about slow data."""
+"""Callbacks of few lines: progress, a hint about slow data, a profiler's trace, garbage collection, and a check that
+the launcher is alive."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
 
-from matmix.train.callbacks.base import Callback, RunView, StepRecord
+import torch
+from tqdm import tqdm
+
+from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+from matmix.train.evaluators.averaged import TITLE, of_averaged
 from matmix.train.process import launched, stop
+from matmix.train.words import duration, short_number
 
 logger = logging.getLogger(__name__)
 
 MUCH_WAITING = 0.5
 """If waiting for data takes more than this share of an interval, a line says so."""
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Callback):
+    """Shows steps, loss, learning rate, tokens or images per second and the time left."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+        self.last_line = 0.0
+
+    def on_start(self, run: RunView) -> None:
+        if sys.stderr.isatty() and run.state.step < run.config.last_step:
+            self.bar = tqdm(
+                total=run.config.last_step,
+                initial=run.state.step,
+                desc=run.path.name,
+                unit="step",
+                dynamic_ncols=True,
+            )
+
+    def on_step(self, run: RunView) -> None:
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_record(self, run: RunView, record: StepRecord) -> None:
+        speed = f"{short_number(record.tokens_per_second)} {record.unit}/s"
+        skipped = math.isnan(record.loss)
+        if self.bar is not None:
+            loss = "all steps skipped" if skipped else f"loss {record.loss:.3f}"
+            self.bar.set_postfix_str(f"{loss}, lr {record.lr:.2e}, {speed}", refresh=False)
+            return
+        now, last = time.monotonic(), run.config.last_step
+        if now - self.last_line < _SECONDS_BETWEEN_LINES and record.step != last:
+            return
+        self.last_line = now
+        left = duration((last - record.step) * record.seconds_per_step)
+        loss = "all steps since the last record skipped" if skipped else f"loss {record.loss:.4f}"
+        logger.info(
+            f"step {record.step}/{last}  {loss}  lr {record.lr:.2e}  "
+            f"grad norm {record.grad_norm:.3g}  {speed}  {left} left"
+        )
+
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        def words(found: Mapping[str, float]) -> str:
+            return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(found))
+
+        averaged = f"; {TITLE}: {words(found)}" if (found := of_averaged(metrics)) else ""
+        logger.info(f"step {run.state.step}: {words(metrics)}{averaged}")
+
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
+        if self.bar is not None:
+            self.bar.update(run.state.step - self.bar.n)
+
+    def on_end(self, run: RunView) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
 
 class GarbageCollection(Callback):
@@ -81,3 +148,37 @@ class DataWait(Callback):
             f"(now {run.config.data.workers}) or data.prefetch (now {run.config.data.prefetch}), "
             "or put the data on a faster disk"
         )
+
+
+class Profiler(Callback):
+    """Traces `logging.profile_steps` steps from `logging.profile_start` into RUN/profile/step-N.json."""
+
+    def __init__(self, start: int, steps: int) -> None:
+        self.start, self.steps = start, steps
+        self.profile: torch.profiler.profile | None = None
+
+    def on_start(self, run: RunView) -> None:
+        self._begin(run)
+
+    def on_step(self, run: RunView) -> None:
+        if self.profile is not None and run.state.step == self.start + self.steps - 1:
+            self._finish(run)
+        self._begin(run)
+
+    def on_end(self, run: RunView) -> None:
+        if self.profile is not None:
+            self._finish(run)
+
+    def _begin(self, run: RunView) -> None:
+        if self.profile is None and run.state.step + 1 == self.start:
+            self.profile = torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True)
+            self.profile.__enter__()
+
+    def _finish(self, run: RunView) -> None:
+        profile, self.profile = self.profile, None
+        profile.__exit__(None, None, None)
+        folder = run.path / "profile"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"step-{self.start:08d}.json"
+        profile.export_chrome_trace(str(path))
+        logger.info(f"profiler trace of steps {self.start} to {run.state.step} written to {path}")

@@ -1,10 +1,27 @@
-"""The records of a run, as metrics.jsonl and trackers of experiments have them."""
+"""The records of a run: the form in which metrics.jsonl and trackers of experiments get them, metrics.jsonl itself, and
+curves.png, the picture that is drawn from it."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import json
+import logging
+import math
+import os
 from typing import Any
 
+from matmix.data.artifacts import parse_json, read_json_lines
+from matmix.data.storage.files import set_aside, write_atomic
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
+from matmix.train.evaluators.averaged import PREFIX as EMA
+from matmix.train.evaluators.averaged import TITLE
+from matmix.train.evaluators.context import PREFIX
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 100_000  # records kept in memory while they cannot be written; some 50 MB
+_SMOOTH = 0.05  # share of the records over which the training loss of the picture is averaged
 
 
 class Recorder(Callback):
@@ -26,3 +43,186 @@ class Recorder(Callback):
         if rewind.kind == "restore":
             told = {"difference": rewind.step, "restores": run.state.restores}
         self.take(run, {"kind": rewind.kind, "step": run.state.step, **told})
+
+
+class MetricsFile(Recorder):
+    """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice.
+
+    Nothing here is needed to go on with a run: a damaged file is moved aside, and what a full disk refuses is written
+    once there is room.
+    """
+
+    tries_again = True
+
+    def __init__(self) -> None:
+        self._waiting: list[str] = []  # lines not written yet, in order
+        self._stale: _Stand | None = None  # where the run stood when the file began to hold what comes again
+
+    def on_start(self, run: RunView) -> None:
+        self._stale = _Stand.of(run)
+        self._write(run)
+
+    def on_rewind(self, run: RunView, rewind: Rewind) -> None:
+        self._stale = _Stand.of(run)
+        self._waiting = [line for line in self._waiting if self._stale.includes(json.loads(line))]
+        super().on_rewind(run, rewind)
+
+    def take(self, run: RunView, record: dict[str, Any]) -> None:
+        self._waiting.append(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+        del self._waiting[:-_MOST_WAITING]
+        self._write(run)
+
+    def on_end(self, run: RunView) -> None:
+        if self._waiting:
+            self._write(run)
+
+    def _drop_what_comes_again(self, run: RunView, stand: _Stand) -> None:
+        kept, damaged = self._read(stand)
+        if damaged:
+            logger.warning(
+                f"{self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
+                f"what can be read of it is kept (the run does not need it)"
+            )
+        if damaged or self.path.exists():
+            write_atomic(self.path, "".join(line + "\n" for line in kept))
+
+    def _read(self, stand: _Stand) -> tuple[list[str], int]:
+        """The lines that stay, and the number of the first one that is no record, or 0. A last one that is cut off is
+        what a kill leaves behind."""
+        raw = self.path.read_bytes() if self.path.exists() else b""
+        kept, damaged = [], 0
+        for number, line in enumerate(lines := raw.splitlines(), start=1):
+            try:
+                record = parse_json(line, self.path)
+                if stand.includes(record):
+                    kept.append(line.decode())
+            except (ValueError, LookupError, TypeError, AttributeError):
+                if number < len(lines) or raw.endswith(b"\n"):
+                    damaged = damaged or number
+        return kept, damaged
+
+    def _write(self, run: RunView) -> None:
+        """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
+        cannot; both are then tried again later."""
+        self.path = run.path / "metrics.jsonl"
+        if self._stale is not None:
+            self._drop_what_comes_again(run, self._stale)
+            self._stale = None
+        if not self._waiting:
+            return
+        with self.path.open("ab", buffering=0) as file:
+            end, content = file.seek(0, os.SEEK_END), "".join(self._waiting).encode()
+            try:
+                if file.write(content) != len(content):
+                    raise OSError("the disk is full")
+            except OSError:
+                file.truncate(end)
+                raise
+        if len(self._waiting) > 1:
+            logger.info(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
+        self._waiting.clear()
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinity, and most of its readers refuse them."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stand:
+    """The position of a run when it begins or goes back to a checkpoint."""
+
+    step: int
+    rewinds: int
+    restores: int
+    evaluated: bool
+
+    @classmethod
+    def of(cls, run: RunView) -> _Stand:
+        state = run.state
+        return cls(state.step, state.rewinds, state.restores, run.metrics.get("step") == state.step)
+
+    def includes(self, record: dict[str, Any]) -> bool:
+        """Whether a record is of a step that was done before this position. Raises for a line that is no record."""
+        happened = {"train": True, "validation": self.evaluated}
+        happened["rewind"] = record.get("rewinds", 0) <= self.rewinds
+        happened["restore"] = record.get("restores", 0) <= self.restores
+        return record["step"] < self.step or (record["step"] == self.step and happened[record["kind"]])
+
+
+class Curves(Callback):
+    """Draws once, after the last step. matplotlib is loaded then; until then this costs nothing."""
+
+    def __init__(self) -> None:
+        self.evaluated = False
+
+    def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        self.evaluated = True
+
+    def on_end(self, run: RunView) -> None:
+        # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
+        ended = run.state.step == run.config.last_step and not run.stop_agreed
+        picture = run.path / "curves.png"
+        if ended and (self.evaluated or not picture.exists()):
+            write_atomic(picture, draw(read_json_lines(run.path / "metrics.jsonl")))
+
+
+def draw(records: list[dict[str, Any]]) -> bytes:
+    """A PNG of the records of a run: losses over the steps and, where evaluations say so, over the position."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    # Null where every step was skipped, or a loss left the range of floats.
+    training = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
+    evaluations = [record for record in records if record["kind"] == "validation"]
+    validation = [record for record in evaluations if record.get("loss") is not None]
+    measured = [record for record in evaluations if position_losses(record)]
+    figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
+    left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
+
+    steps, losses = [record["step"] for record in training], [record["loss"] for record in training]
+    left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    left.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
+    places, evaluated = [record["step"] for record in validation], [record["loss"] for record in validation]
+    left.plot(places, evaluated, "o-", color="tab:red", markersize=5, label="validation")
+    averaged = [(record["step"], record[EMA + "loss"]) for record in validation if record.get(EMA + "loss") is not None]
+    if averaged:
+        left.plot(*zip(*averaged, strict=True), "s--", color="tab:green", markersize=4, label=f"validation, {TITLE}")
+    left.set_xlabel("step")
+    left.set_ylabel("loss (nats per target)")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in rest:
+        shown = [measured[0], measured[-1]] if len(measured) > 1 else measured
+        for record, look in zip(shown, ("o--", "o-")[-len(shown) :], strict=True):
+            found = position_losses(record)
+            label = f"step {record['step']}"
+            if "context_gain" in record:
+                label += f": context gain {record['context_gain']:.2f}"
+            if "mixing_gain" in record:
+                label += f", without mixing {record['mixing_gain']:+.2f}"
+            # By the beginnings of the bins, which then stand at equal distances.
+            places = [begin.bit_length() - 1 for begin, _, _ in found]
+            axes.plot(places, [loss for *_, loss in found], look, label=label)
+        ticks = {begin.bit_length() - 1: name for record in shown for begin, name, _ in position_losses(record)}
+        axes.set_xticks(list(ticks), list(ticks.values()))
+        axes.set_xlabel("tokens of the document up to the predicting one")
+        axes.set_ylabel("validation loss (nats per target)")
+    for axes in (left, *rest):
+        axes.grid(True, alpha=0.3, linewidth=0.6)
+        axes.legend(fontsize=9)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def position_losses(record: dict[str, Any]) -> list[tuple[int, str, float]]:
+    """(first position, its bin as it is named, loss) of an evaluation."""
+    names = [name.removeprefix(PREFIX) for name in record if name.startswith(PREFIX)]
+    found = [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
+    return [entry for entry in found if entry[2] is not None]
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    window = max(1, round(_SMOOTH * len(values)))
+    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    return [sum(part) / len(part) for part in parts]

@@ -88,3 +88,8 @@ def sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchang
         part = 2 * (copies - 1) / copies
         found.append(Exchange("all-reduce of gradients", part * sizes.parameters / shard, copies, ranks))
     return found
+
+
+def parts_to_save(engine: EngineConfig, ranks: int) -> int:
+    """Returns into how many parts so many ranks cut what they save."""
+    return ranks if engine.kind == "deepspeed" else MeshShape.of(engine, ranks).parts

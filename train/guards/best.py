@@ -1,4 +1,4 @@
-"""Remembers which evaluation was the best, keeps its checkpoint, and ends a run that gets no better."""
+"""Remembers which evaluation was the best, and ends a run that gets no better."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ logger = logging.getLogger(__name__)
 
 
 class BestEvaluation:
-    """What it knows is the same on all ranks, and part of the checkpoints: a run that was started again stops where
-    one that went on does."""
+    """The best evaluation so far and the number of those since. Both are the same on all ranks and part of the
+    checkpoints: a run that was started again stops where one that went on does."""
 
     def __init__(self, config: EvaluationConfig, known: Iterable[Metric]) -> None:
         """known: the metrics that evaluations find. Raises ValueError (one line) where `config` names none of them."""
         self.patience, self.metric = config.patience, None
         if config.best:
-            found = {metric.name: metric for metric in known}
-            if config.best not in found:
-                near = difflib.get_close_matches(config.best, found, n=1, cutoff=0.0)
+            by_name = {metric.name: metric for metric in known}
+            if config.best not in by_name:
+                near = difflib.get_close_matches(config.best, by_name, n=1, cutoff=0.0)
                 raise ValueError(
                     f'evaluation.best = "{config.best}" is no metric of this run; the nearest is "{near[0]}"'
                 )
-            self.metric = found[config.best]
+            self.metric = by_name[config.best]
         self.step, self.value, self.waited = -1, math.nan, 0
 
     @property
     def stops(self) -> bool:
-        """Whether so many evaluations in a row as `evaluation.patience` says were no better."""
+        """Returns whether the last `evaluation.patience` evaluations were no better."""
         return bool(self.patience) and self.waited >= self.patience
 
     def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes note of an evaluation; one in which the metric was not measured does not count."""
+        """Compares an evaluation with the best one; an evaluation without the metric does not count."""
         if self.metric is None or (value := metrics.get(self.metric.name)) is None:
             return
         sign = 1 if self.metric.higher_is_better else -1
@@ -52,20 +52,20 @@ class BestEvaluation:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """JSON-serialisable; None where there is nothing to remember."""
+        """Returns what it remembers, JSON-serialisable; None where that is nothing."""
         if self.step < 0:
             return None
         return {"metric": self.metric.name, "step": self.step, "value": self.value, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Takes up what a checkpoint remembers, where it is of the same metric."""
+        """Takes up what a checkpoint remembers of the same metric."""
         self.step, self.value, self.waited = -1, math.nan, 0
         if state and self.metric is not None and state.get("metric") == self.metric.name:
             self.step, self.value, self.waited = state["step"], state["value"], state["waited"]
 
 
 def is_out_of_patience(config: EvaluationConfig, remembered: Any) -> bool:
-    """Whether a run whose summary has this as its best evaluation has ended by `evaluation.patience`."""
+    """Returns whether a run has ended by `evaluation.patience`; remembered: the best evaluation of its summary."""
     if not (config.patience and isinstance(remembered, dict) and remembered.get("metric") == config.best):
         return False
     waited = remembered.get("waited")

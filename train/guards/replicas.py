@@ -1,10 +1,10 @@
-"""Do all ranks that hold copies of a tensor hold the same bits? A device or a memory that changes some of them says
+"""Compares the bits of tensors that several ranks hold copies of. A device or a memory that changes some of them says
 nothing, and the copies then train apart.
 
 Every rank sums up what it holds on its device (`fingerprint`), the sums are gathered (a few bytes a rank), and only
-where they differ are the tensors looked at one by one, to say which rank and which of its tensors it is. What exactly
-one rank holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with; it has the norm of the
-gradients (`engine.clipping`), the checksums of checkpoints, and no more.
+where they differ are the tensors compared one by one, to name the rank and its tensors. A part that one rank alone
+holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with: only the norm of the gradients
+(`engine.clipping`) and the checksums of checkpoints watch over it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from matmix.train.config import FaultsConfig
 from matmix.train.engine.base import Engine
 from matmix.train.errors import ReplicaError
-from matmix.train.guards.rewind import RewindableRun, go_back
+from matmix.train.guards.steps import RewindableRun, go_back
 from matmix.train.process.distributed import gather_objects
 from matmix.train.process.launched import as_ranges, node_name
 
@@ -29,7 +29,8 @@ _NAMED = 3  # tensors in a message
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Two numbers of 64 bits, (2,) on `device`, for the bits of all tensors in their order; the host does not wait.
+    """Returns two numbers of 64 bits, (2,) on `device`, made from the bits of all tensors in their order. The host does
+    not wait.
 
     One element that changes always changes them, and so do two that change places within a piece of 16 MiB. Of other
     changes one in 2^64 would not.
@@ -49,7 +50,8 @@ def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.
 
 
 def _pieces(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """The bytes of all tensors, one after the other, in pieces of `_PIECE`; the last one is filled up with zeros."""
+    """Yields the bytes of all tensors, one after the other, in pieces of `_PIECE`; the last one is filled up with
+    zeros."""
     held: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -74,8 +76,8 @@ class Replicas:
         self.same_at = -1  # the last step after which all copies were the same
 
     def find_difference(self, step: int) -> str | None:
-        """Which rank differs after `step`, and in what; None if all copies are the same. On all ranks, with the same
-        result; nothing is done twice for a step."""
+        """Returns which rank differs after `step`, and in what, in words; None if all copies are the same. Called on
+        all ranks, with the same result; a step is compared once."""
         if self.engine.world_size == 1 or step == self.same_at:
             return None
         engine = self.engine
@@ -89,17 +91,18 @@ class Replicas:
         return self._describe()
 
     def _describe(self) -> str:
-        """The ranks whose tensors differ from the majority, in words."""
+        """Returns the ranks whose tensors differ from the majority, in words."""
         engine = self.engine
         parts = {f"{engine.mesh.part_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
         parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
         mine = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
         reports = gather_objects((node_name(), mine))
-        return describe([fingerprints for _, fingerprints in reports], [node for node, _ in reports])
+        nodes, fingerprints = zip(*reports, strict=True)
+        return describe(fingerprints, nodes)
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any], difference: str) -> Iterator[Any]:
-        """Ends the run, or puts it back to its newest checkpoint, as `faults.on_replica_difference` says; the batches
-        from there. No checkpoint holds what differs: each was saved after a comparison.
+        """Ends the run, or puts it back to its newest checkpoint and returns the batches from there, as
+        `faults.on_replica_difference` says. No checkpoint holds what differs: each was saved after a comparison.
 
         Raises ReplicaError where the run is to stop, has no checkpoint, or went back `faults.max_rewinds` times.
         """
@@ -122,15 +125,17 @@ class Replicas:
         return go_back(run, batches, newest, "restore", words)
 
 
-def describe(found: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:
-    """Says which ranks hold other values than the majority, and in which tensors. found: for each rank the fingerprints
-    of its tensors, by "<which ranks have it>.<name>"; nodes: the node of each rank."""
-    having = [{key.partition(".")[0] for key in fingerprints} for fingerprints in found]
+def describe(fingerprints: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:
+    """Says which ranks hold other values than the majority, and in which tensors.
+
+    fingerprints: for each rank those of its tensors, by "<part of the model, or all>.<name>"; nodes: of the ranks.
+    """
+    parts = [{key.partition(".")[0] for key in own} for own in fingerprints]
     odd: dict[int, list[str]] = {}
     unclear: dict[tuple[int, ...], list[str]] = {}
-    for key in dict.fromkeys(key for fingerprints in found for key in fingerprints):
+    for key in dict.fromkeys(key for own in fingerprints for key in own):
         part, _, name = key.partition(".")
-        held = {rank: fingerprints.get(key) for rank, fingerprints in enumerate(found) if part in having[rank]}
+        held = {rank: own.get(key) for rank, own in enumerate(fingerprints) if part in parts[rank]}
         (usual, votes), *others = Counter(held.values()).most_common()
         if others and 2 * votes > len(held):
             for rank, value in held.items():

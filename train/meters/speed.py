@@ -1,4 +1,5 @@
-"""Counts what a reporting interval did: loss sums, tokens or images, seconds, time spent waiting for data."""
+"""Measures what the interval between two records did: losses, tokens or images, time, and the states of mixers; and
+where the time of the whole run went."""
 
 from __future__ import annotations
 
@@ -7,16 +8,23 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
 
-from matmix.train.meters.collectives import CollectiveClock
-from matmix.train.meters.stragglers import Times
+from matmix.data.storage.files import write_atomic
+from matmix.train.engine.base import Engine
+from matmix.train.meters.collectives import CollectiveClock, Times
 
 Arithmetic = Literal["bf16", "tf32", "fp32"]
-"""What matrix products compute in."""
+"""The number format of matrix products."""
+
+CAUSES = ("useful", "data", "saves", "evaluation", "skipped", "restarts", "rewinds", "other")
+"""useful: steps that count (with their waits for other ranks); data: waits for it; saves: what they keep training
+waiting; skipped: steps that were not finite; restarts: starts, and what was lost since the checkpoint they go on from;
+rewinds: the same for going back within a start; other: records, comparisons of copies."""
 
 
 def _peaks(bf16: float, tf32: float, fp32: float) -> dict[Arithmetic, float]:
@@ -39,17 +47,15 @@ PEAK_FLOPS = {
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """What matrix products compute in where `engine.precision` is this: float32 ones in tf32 where torch is set so in
-    this process (`torch.set_float32_matmul_precision`, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1), which it is not by
-    itself."""
+    """Returns what matrix products compute in at this `engine.precision`. Those of float32 use tf32 only where this
+    process sets torch so (`torch.set_float32_matmul_precision`, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1)."""
     if precision == "bf16":
         return "bf16"
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense FLOP/s of a CUDA device in what a run of this `engine.precision` computes in, or None where that is not
-    known."""
+    """Returns the dense FLOP/s of a CUDA device at this `engine.precision`, or None where that is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -83,10 +89,9 @@ class StepRecord:
     unit: str = "tokens"  # what is counted: `Task.unit`
 
     def numbers(self) -> dict[str, float]:
-        """All numbers of the record that have a value: `means` by their own names, counters by the name of what they
-        count, norms of clipping groups under
-        "grad_norm/<group>", the scalars of mixers under "monitor/blocks.<i>.<name>", others under "ranks/" and
-        "goodput/"."""
+        """Returns all numbers of the record that have a value: `means` by their own names, counters by the name of what
+        they count, norms of clipping groups under "grad_norm/<group>", the scalars of mixers under
+        "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
         numbers: dict[str, float] = {}
         values = dataclasses.asdict(self)
         unit = values.pop("unit")
@@ -104,13 +109,14 @@ class Speedometer:
     """Collects sums between records. Time spent in `paused` (evaluation, saving) is not counted."""
 
     def __init__(
-        self, forward_flops: float, device: torch.device, world_size: int, precision: str, unit: str = "tokens"
+        self, forward_flops: float, device: torch.device, devices: int, precision: str, unit: str = "tokens"
     ) -> None:
-        """forward_flops: of one token, or of what else `unit` says is counted; precision: that of the engine."""
+        """forward_flops: of one token, or of what else `unit` says is counted; devices: how many work on the run;
+        precision: that of the engine."""
         self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
-        self.device, self.world_size = device, world_size
+        self.device = device
         peak = peak_flops(device, precision)
-        self.peak = None if peak is None else peak * world_size
+        self.peak = None if peak is None else peak * devices
         self.collectives = CollectiveClock(device)
         self.start()
 
@@ -125,7 +131,7 @@ class Speedometer:
 
     @contextlib.contextmanager
     def stepping(self, *, sample: bool) -> Iterator[None]:
-        """Context around a step; sample: whether a record follows."""
+        """Measures the step inside; sample: a record follows it."""
         self.begun += 1
         with self.collectives.measure(sample=sample):
             yield
@@ -150,12 +156,12 @@ class Speedometer:
         self.steps += 1
 
     def own_times(self) -> Times:
-        """Seconds per step of the interval so far: in all, waiting for data, and in collectives."""
+        """Returns the seconds per step of the interval so far: in all, waiting for data, and in collectives."""
         steps = max(self.begun, 1)
         return (time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step()
 
     def record(self, **others: Any) -> StepRecord:
-        """The interval's record; a new interval begins. others: the fields of the record that are not measured here."""
+        """Returns the interval's record and begins a new interval; others: the fields that are not measured here."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         speed = self.tokens / seconds
         record = StepRecord(
@@ -177,3 +183,121 @@ class Speedometer:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         return psutil.Process().memory_info().rss / 2**30
+
+
+class Monitor:
+    """Collects the scalars that a model's mixers report of their forward passes (`model.monitor()`), over
+    micro-batches, steps and ranks. Names that end in "_max" combine by maximum, others by mean; a NaN or an infinity of
+    any micro-batch on any rank stays. Models without such values cost nothing.
+
+    Collecting costs three small operations on the device per micro-batch, however many layers there are, and never
+    waits for it: values come to the host, and ranks exchange them, only for a record and after a step that failed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.names: tuple[str, ...] = ()
+        self.step: list[torch.Tensor] = []  # of the step's micro-batches, each (names,)
+        self.start_interval()
+
+    def start_interval(self) -> None:
+        self.largest: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+        self.count = 0
+
+    def start_step(self) -> None:
+        self.step.clear()
+
+    def collect(self) -> None:
+        """Collects after a forward pass; called before its backward pass, which may run forward passes again."""
+        values = self.engine.module.monitor()
+        if not values:
+            return
+        self.names = tuple(values)
+        stacked = torch.stack(list(values.values())).detach()
+        self.step.append(stacked)
+        if self.largest is None or self.total is None:
+            self.largest, self.total = stacked, stacked.double()
+        else:
+            self.largest, self.total = torch.maximum(self.largest, stacked), self.total + stacked
+        self.count += 1
+
+    def of_step(self) -> dict[str, float]:
+        """Returns the values of the step so far, by layer. Called on all ranks."""
+        if not self.step:
+            return {}
+        stacked = torch.stack(self.step)
+        return self._over_ranks(stacked.amax(0), stacked.double().mean(0))
+
+    def of_interval(self) -> dict[str, float]:
+        """Returns the values since the last call, by layer. Called on all ranks."""
+        if self.largest is None or self.total is None:
+            return {}
+        values = self._over_ranks(self.largest, self.total / self.count)
+        self.start_interval()
+        return values
+
+    def _over_ranks(self, largest: torch.Tensor, mean: torch.Tensor) -> dict[str, float]:
+        # Gathered and not reduced: what a maximum makes of a NaN differs between communication libraries.
+        gathered = self.engine.all_gather(torch.stack([largest.double(), mean]))
+        largest_of_all, mean_of_all = gathered[:, 0].amax(0).tolist(), gathered[:, 1].mean(0).tolist()
+        pairs = zip(self.names, largest_of_all, mean_of_all, strict=True)
+        return {name: high if name.endswith("_max") else mean for name, high, mean in pairs}
+
+
+class Goodput:
+    """An account in which every second of wall-clock time since the run's first start appears once, under one of
+    `CAUSES`.
+
+    It is part of the checkpoints and ends at a save. A start from a checkpoint books the time since then as restart:
+    steps that are done again, time without a process, and the start itself.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self.mark = time.monotonic()
+
+    def begin(self, since: float) -> None:
+        """Begins the account of a run without a checkpoint; since: when the run first started, seconds since 1970."""
+        self.seconds = dict.fromkeys(CAUSES, 0.0)
+        self._lose_since(since, "restarts")
+
+    def spend(self, cause: str) -> None:
+        """Books the time since the last call under this cause."""
+        now = time.monotonic()
+        self.seconds[cause] += now - self.mark
+        self.mark = now
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of each cause in the time since the run's first start, and this time as "seconds"."""
+        total = sum(self.seconds.values())
+        return {"seconds": total, **{cause: spent / max(total, 1e-9) for cause, spent in self.seconds.items()}}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the account for a checkpoint, JSON-serialisable."""
+        return {"seconds": dict(self.seconds), "until": time.time()}
+
+    def load_state_dict(self, state: dict[str, Any] | None, lost_to: str) -> None:
+        """Goes on with the account of a checkpoint, if it holds one; lost_to: the cause under which the time since its
+        save is booked."""
+        known = state["seconds"] if state else {}
+        self.seconds = {cause: float(known.get(cause, 0.0)) for cause in CAUSES}
+        self._lose_since(state["until"] if state else time.time(), lost_to)
+
+    def _lose_since(self, since: float, cause: str) -> None:
+        # Hosts' clocks may be apart; an account never shrinks.
+        self.seconds[cause] += max(time.time() - since, 0.0)
+        self.mark = time.monotonic()
+
+
+def first_start(run_dir: Path, *, write: bool) -> float:
+    """Returns when the run was first started, in seconds since 1970, as RUN/launch/begun tells; where that is missing,
+    when this process was. write: makes that file. Storage that fails costs the file only."""
+    path, mine = run_dir / "launch" / "begun", psutil.Process().create_time()
+    with contextlib.suppress(OSError, ValueError):
+        return min(float(path.read_text(encoding="ascii")), mine)
+    if write:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, f"{mine:.3f}\n")
+    return mine

@@ -11,8 +11,8 @@ from pathlib import Path
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
+from matmix.train.engine.costs import parts_to_save
 from matmix.train.engine.kinds import KINDS
-from matmix.train.engine.mesh import MeshShape
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import Arithmetic, arithmetic
@@ -59,7 +59,7 @@ class Risk:
 def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float, stall: float | None = None) -> Risk:
     """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
     if stall is None:
-        parts = plan.ranks if config.engine.kind == "deepspeed" else MeshShape.of(config.engine, plan.ranks).parts
+        parts = parts_to_save(config.engine, plan.ranks)
         # Weights and moments; every rank copies its part.
         tensors = 1 + len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay)
         stall = tensors * FLOAT * plan.parameters / parts / (cluster.host_gb_per_s * GB)

@@ -11,7 +11,7 @@ from runs import losses, run_recipe
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.errors import NonFiniteError
-from matmix.train.guards.nan_guard import NanGuard
+from matmix.train.guards.steps import NanGuard
 
 EACH_STEP = ("--checkpoint.every", "1", "--checkpoint.keep-last", "9")
 

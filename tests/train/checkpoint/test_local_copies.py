@@ -17,8 +17,7 @@ from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.guards.nan_guard import NanGuard
-from matmix.train.guards.spikes import SpikeGuard
+from matmix.train.guards.steps import NanGuard, SpikeGuard
 from matmix.train.run import lease
 from matmix.train.run.outcome import local_folder, newest_saved
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from matmix.model import build_model, initialize
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
-from matmix.train.callbacks import curves
+from matmix.train.callbacks import records as records_module
 from matmix.train.command import _closing_words
 from matmix.train.engine import build_engine
 from matmix.train.evaluators import ablation, evaluate, make_evaluators
@@ -293,7 +293,7 @@ def test_a_run_leaves_its_picture(dataset, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(curves, "write_atomic", full_disk)
+    monkeypatch.setattr(records_module, "write_atomic", full_disk)
     assert run_recipe("debug_mru", dataset, tmp_path / "other", *options).finished
     assert json.loads((tmp_path / "other" / "summary.json").read_text())["step"] == 8
 
@@ -301,4 +301,4 @@ def test_a_run_leaves_its_picture(dataset, tmp_path, monkeypatch):
 def test_records_of_older_runs_are_drawn_too():
     plain = [{"kind": "train", "step": 1, "loss": 3.0}, {"kind": "validation", "step": 1, "loss": 2.0}]
     nan = [{"kind": "train", "step": 2, "loss": float("nan")}, {"kind": "rewind", "step": 1}]
-    assert curves.draw(plain + nan).startswith(b"\x89PNG")
+    assert records_module.draw(plain + nan).startswith(b"\x89PNG")

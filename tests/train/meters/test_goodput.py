@@ -8,15 +8,15 @@ import pytest
 from runs import records, run_recipe
 
 from matmix.launch.jobs.status import time_lines
-from matmix.train.meters import goodput
-from matmix.train.meters.goodput import CAUSES, Goodput, first_start
+from matmix.train.meters import speed
+from matmix.train.meters.speed import CAUSES, Goodput, first_start
 
 
 class _Clock:
     def __init__(self, monkeypatch) -> None:
         self.now, self.wall = 1000.0, 5e8
-        monkeypatch.setattr(goodput.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(goodput.time, "time", lambda: self.wall)
+        monkeypatch.setattr(speed.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(speed.time, "time", lambda: self.wall)
 
     def pass_(self, seconds: float) -> None:
         self.now += seconds

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from matmix.model import build_model
 from matmix.train import loop
 from matmix.train.errors import NonFiniteError
-from matmix.train.guards.nan_guard import find_overflow
-from matmix.train.meters.monitor import Monitor
+from matmix.train.guards.steps import find_overflow
+from matmix.train.meters.speed import Monitor
 from matmix.train.recipe import load_config
 from matmix.train.tasks.token_prediction import TokenPrediction
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from matmix.train.meters import collectives
-from matmix.train.meters.collectives import CollectiveClock
-from matmix.train.meters.stragglers import RECORDS, Stragglers, numbers, own_times
+from matmix.train.meters.collectives import RECORDS, CollectiveClock, Stragglers, numbers, own_times
 
 EVEN = [(0.1, 0.001, 0.01)] * 4  # step, data, collectives
 

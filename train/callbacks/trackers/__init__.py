@@ -1,7 +1,63 @@
-"""Trackers of experiments at other services: Weights & Biases, MLflow. A recipe names one as a callback."""
+"""What trackers of experiments share: the names of numbers, and the run at the service that a run goes on with."""
 
-from matmix.train.callbacks.trackers.mlflow import MLflow
-from matmix.train.callbacks.trackers.wandb import WandB
+from __future__ import annotations
 
-TRACKERS = {"wandb": WandB, "mlflow": MLflow}
-"""By the names that a table [[callback]] gives them."""
+import importlib.util
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from matmix.data.artifacts import read_json
+from matmix.data.storage.files import set_aside, write_atomic
+from matmix.train.callbacks.base import RunView
+from matmix.train.run.directory import TRACKED
+
+logger = logging.getLogger(__name__)
+
+
+def check_installed(package: str, extra: str) -> None:
+    """Raises ValueError (one line) where a package that an extra brings is not there."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f'callback "{extra}" needs {package}, which is not installed: in the clone of matmix, pip install -c '
+            f"constraints.txt -e '.[{extra}]'"
+        )
+
+
+def numbers(record: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a record as "<kind>/<name>", without the step; what is NaN or infinite is a gap in its curve."""
+    kind = record["kind"]
+    found = {f"{kind}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
+    return {name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
+
+
+def read_id(folder: Path, where: str) -> str | None:
+    """The id that the run in `folder` has at a service, None where it was never there. where: the service and the
+    project in it."""
+    return _read(folder).get(where)
+
+
+def keep_id(folder: Path, where: str, name: str) -> None:
+    """Keeps the id for the next start. Raises OSError."""
+    write_atomic(folder / TRACKED, json.dumps({**_read(folder), where: name}, indent=1) + "\n")
+
+
+def _read(folder: Path) -> dict[str, str]:
+    path = folder / TRACKED
+    try:
+        found = read_json(path)
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+            raise ValueError
+        return found
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        logger.warning(f"{path} is damaged and moved to {set_aside(path).name}; trackers begin new runs")
+        return {}
+
+
+def ended(run: RunView) -> bool:
+    """Whether the run has done all of its steps."""
+    return run.state.step == run.config.last_step

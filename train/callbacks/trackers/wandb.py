@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from matmix.train.callbacks.base import RunView
 from matmix.train.callbacks.records import Recorder
-from matmix.train.callbacks.trackers.base import check_installed, ended, keep_id, numbers, read_id
+from matmix.train.callbacks.trackers import check_installed, ended, keep_id, numbers, read_id
 from matmix.train.recipe import config_to_dict
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,213 @@
+"""Guards against bad steps: gradients that are NaN or infinite, losses that jump, shards that are damaged. They skip,
+go back to a checkpoint, or stop the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
+from matmix.train.callbacks.base import Rewind, RunView
+from matmix.train.config import FaultsConfig
+from matmix.train.errors import LossSpikeError, NonFiniteError
+from matmix.train.process.distributed import gather_objects
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
+Words = Callable[[int, int, int], str]
+
+
+class NanGuard:
+    """Counts skipped steps, in which the engine left weights and moments unchanged, and stops the run after `limit` in
+    a row."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_a_row = 0
+
+    def after_step(self, run: RunView) -> None:
+        """Raises NonFiniteError if the step just done was the last one of `limit`."""
+        if run.step_was_finite:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        step, (where, advice) = run.state.step, find_overflow(run)
+        logger.info(
+            f"step {step}: {f'{where}; ' if where else ''}"
+            f"loss {run.last_loss:.4g}, gradient norm {run.last_norm:.4g}: "
+            f"step skipped, weights unchanged ({self.in_a_row} in a row, the run stops at {self.limit})"
+            f"{f'; {advice}' if where else ''}"
+        )
+        if self.in_a_row >= self.limit:
+            saved = max(run.saved_steps(), default=None)
+            newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"
+            raise NonFiniteError(
+                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {step}"
+                f"{f', where {where}' if where else ''}); {newest}; {advice}"
+            )
+
+    def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
+        """Warns of a validation loss that is NaN or infinite."""
+        if math.isfinite(metrics.get("loss", 0.0)):
+            return
+        mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
+        advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
+        logger.warning(
+            f"the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
+            f"model leaves the range of floats; {advice}"
+        )
+
+
+def find_overflow(run: RunView) -> tuple[str, str]:
+    """Returns which layer's states were the first, from the bottom, to leave the range of floats in the last step (""
+    if none did, or none is watched), and what to do."""
+    for name, value in run.monitored.items():  # in the order of the layers
+        _, index, short = name.split(".", 2)  # blocks.<index>.<name of the value>
+        mixer = run.engine.module.blocks[int(index)].mixer
+        # Minus infinity is the logarithm of states of zeros.
+        if math.isnan(value) or value >= mixer.monitor_limits.get(short, math.inf):
+            break
+    else:
+        return "", _ADVICE
+    kind, _ = run.config.model.layer_kinds()[int(index)]
+    construction = getattr(mixer.config, "construction", None)
+    kind = f"{kind}, construction {construction}" if construction else kind
+    happened = "left the range of float32"
+    if math.isfinite(value):
+        happened = f"grew to a log-norm of {value:.3g}, where their squares leave the range of float32"
+    return f"the states of layer {index} ({kind}) {happened}", mixer.overflow_advice() or _ADVICE
+
+
+class SpikeGuard:
+    """Sends the run back to its newest checkpoint where a loss is far above the median of the last ones, and on with
+    other data. Off unless `faults.spike_factor` is set.
+
+    Such spikes come from a few bad batches meeting the weights of the moment; PaLM (arXiv 2204.02311, section 5.1)
+    found that the same weights with other batches, and the same batches with other weights, pass. The losses are the
+    same on all ranks and part of the checkpoints: a run that was started again finds the spikes of one that went on.
+    """
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self.config = config
+        self.losses: deque[float] = deque(maxlen=config.spike_window)
+
+    def state_dict(self) -> list[float] | None:
+        """Returns the losses, JSON-serialisable; None where the guard is off."""
+        return list(self.losses) if self.config.spike_factor else None
+
+    def load_state_dict(self, state: list[float] | None) -> None:
+        self.losses = deque(state or (), maxlen=self.config.spike_window)
+
+    def sees_spike(self, run: RunView) -> bool:
+        """Returns whether the loss of the step just done is a spike; else remembers it. Steps that were not finite were
+        skipped and do not count."""
+        config, loss = self.config, run.last_loss
+        if not config.spike_factor or not run.step_was_finite:
+            return False
+        full = len(self.losses) == config.spike_window
+        if full and loss > config.spike_factor * statistics.median(self.losses):
+            return True
+        self.losses.append(loss)
+        return False
+
+    def go_back(self, run: RewindableRun, batches: Iterator[Any]) -> Iterator[Any]:
+        """Puts the run back to its newest checkpoint and the data after what was read, and returns the batches from
+        there. Without a checkpoint the run goes on as it is. Raises LossSpikeError after `faults.max_rewinds` times.
+        """
+        loss, rewinds = run.last_loss, run.state.rewinds
+        factor = loss / statistics.median(self.losses)
+        seen = f"step {run.state.step}: loss {loss:.4g} is {factor:.3g} times the median of {len(self.losses)} steps"
+        newest = run.newest_checkpoint()
+        if newest is None:
+            self.losses.append(loss)
+            logger.info(f"{seen}; there is no checkpoint to go back to, training goes on")
+            return batches
+        if rewinds >= self.config.max_rewinds:
+            raise LossSpikeError(
+                f"{seen}, and the run has gone back {rewinds} times already (faults.max_rewinds): "
+                "try a lower optimizer.lr or a smaller optimizer.max_grad_norm, or look at the data; "
+                f"the newest checkpoint, {newest.name}, is from before the spike"
+            )
+
+        def words(count: int, first: int, last: int) -> str:
+            return (
+                f"{seen}: back to {newest.name}, leaving out the samples {first} to {last} "
+                f"(rewind {count} of {self.config.max_rewinds})"
+            )
+
+        return go_back(run, batches, newest, "rewind", words)
+
+
+class RewindableRun(RunView, Protocol):
+    """A run that can be put back to one of its checkpoints."""
+
+    loader: Loader
+
+    def newest_checkpoint(self) -> Path | None:
+        """Returns the newest valid one, the same on all ranks. Called on all of them."""
+        ...
+
+    def load(self, newest: Path, *, lost_to: str) -> Any:
+        """Puts everything where a checkpoint has it. Called on all ranks."""
+        ...
+
+    def went_back(self, rewind: Rewind) -> None:
+        """Tells the callbacks, and begins a new interval of the records."""
+        ...
+
+
+def go_back(
+    run: RewindableRun, batches: Iterator[Any], checkpoint: Path, kind: Literal["rewind", "restore"], words: Words
+) -> Iterator[Any]:
+    """Puts the run back to a checkpoint and returns the batches from there: a restore reads the same data again, a
+    rewind goes on with the data after what was read.
+
+    words: makes the line for the log from the number of this rewind or restore, and from the first and the last of the
+    samples that a rewind leaves out.
+    """
+    state, read = run.state, run.loader.samples
+    batches.close()
+    run.load(checkpoint, lost_to="rewinds")
+    first = run.loader.samples
+    if kind == "rewind":
+        run.loader.samples, run.state.rewinds = read, state.rewinds + 1
+        count = run.state.rewinds
+    else:
+        run.state.restores = count = state.restores + 1
+    logger.log(logging.WARNING if kind == "restore" else logging.INFO, words(count, first, read - 1))
+    run.went_back(Rewind(state.step, kind))
+    return iter(run.loader)
+
+
+class DamagedShards:
+    """Collects the damaged shards that the micro-batches of all ranks report (`data.skip_damaged`), and tells of each
+    once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._new: dict[str, str] = {}
+
+    def count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
+        """Returns the numbers of this rank's rows without data and of shards that nobody has been told of. The run
+        counts the sum of the first over all ranks and calls `share` where that of the second is not 0."""
+        self._new = {
+            where: why
+            for batch in micro_batches
+            for where, why in batch.damaged.items()
+            if where not in self._told
+        }  # fmt: skip
+        return sum(batch.n_damaged for batch in micro_batches), len(self._new)
+
+    def share(self) -> None:
+        """Tells of the new ones of all ranks. Called on all ranks."""
+        reasons = {where: why for new in gather_objects(self._new) for where, why in new.items()}
+        for where in sorted(reasons.keys() - self._told):
+            logger.warning(f"leaving out the sequences of a damaged shard: {reasons[where]}")
+        self._told |= reasons.keys()
