@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.jobs.records import append_line, read_url
+from matmix.launch.jobs.launches import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.run.outcome import Outcome, job_of, local_folder, newest_saved, read_last_step, read_outcomes
 

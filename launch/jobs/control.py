@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matmix.data.shell import shell_line
 from matmix.launch.jobs import attempts
-from matmix.launch.jobs.records import Job, find_home, read_jobs
+from matmix.launch.jobs.launches import Job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.status import Home, local_process, runs_of

@@ -15,7 +15,7 @@ from matmix.data.storage.files import first_free
 from matmix.launch.jobs import attempts, snapshot
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
-from matmix.launch.jobs.records import Job, add_job, launch_home, note_url
+from matmix.launch.jobs.launches import Job, add_job, launch_home, note_url
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.node_folders import make_own_folder

@@ -17,7 +17,7 @@ import tyro
 
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.attempts import describe, read_attempts
-from matmix.launch.jobs.records import Job, find_home, read_jobs, read_url, run_folder
+from matmix.launch.jobs.launches import Job, find_home, read_jobs, read_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.train.recipe_files import read_toml
 from matmix.train.words import duration

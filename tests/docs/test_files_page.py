@@ -14,7 +14,7 @@ from runs import run_recipe
 from matmix.data.formats.base import ShardInfo
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo, TokenizerInfo
 from matmix.launch.jobs.attempts import PastAttempt
-from matmix.launch.jobs.records import Job
+from matmix.launch.jobs.launches import Job
 from matmix.train.evaluators import EVALUATORS
 from matmix.train.meters import collectives
 from matmix.train.meters.speed import Goodput, StepRecord

@@ -22,7 +22,7 @@ from cluster import Cluster, wait_until
 
 from matmix.launch.cli import main
 from matmix.launch.jobs.attempts import PastAttempt, read_attempts
-from matmix.launch.jobs.records import read_jobs
+from matmix.launch.jobs.launches import read_jobs
 from matmix.train.checkpoint.manager import CheckpointManager
 
 # A run of some seconds, so that there is time to act once a step of it has been seen; its step takes 10 to 20 ms.

@@ -11,7 +11,7 @@ from comparisons import ENTRIES, TINY
 from slurm_runs import PATIENT, STEPS, SlurmRun, assert_undisturbed, matmix
 from stories import tells
 
-from matmix.launch.jobs.records import preparation_home, read_jobs
+from matmix.launch.jobs.launches import preparation_home, read_jobs
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
 # -- chains and cancelled jobs ---------------------------------------------------------------------------------------

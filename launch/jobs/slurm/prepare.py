@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.prepare.parts import missing_parts
-from matmix.launch.jobs.records import Job, preparation_home
+from matmix.launch.jobs.launches import Job, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.slurm.submit import Submission, render_job, submit_scripts

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.shell import shell_line
-from matmix.launch.jobs.records import Job, add_job, launch_home, note_url, run_folder
+from matmix.launch.jobs.launches import Job, add_job, launch_home, note_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import directives, mounts, render

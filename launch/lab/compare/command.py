@@ -9,7 +9,7 @@ import tyro
 
 from matmix.data.shell import shell_line
 from matmix.launch.glue.settings import Column
-from matmix.launch.jobs.records import launch_home
+from matmix.launch.jobs.launches import launch_home
 from matmix.launch.jobs.slurm import submit as slurm
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison

@@ -18,7 +18,7 @@ from matmix.launch.jobs.attempts import (
     mark_cancelled,
     read_attempts,
 )
-from matmix.launch.jobs.records import note_url
+from matmix.launch.jobs.launches import note_url
 from matmix.train.run.outcome import local_folder, outcome_path, step_path
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from matmix.launch.jobs.records import launch_home
+from matmix.launch.jobs.launches import launch_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.submit import plan_launch
 from matmix.launch.jobs.sweep import parse_sweep

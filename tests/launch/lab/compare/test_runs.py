@@ -14,7 +14,7 @@ from comparisons import ENTRIES, TINY, VARIANTS, csv_rows
 from runs import records
 
 from matmix.launch.cli import main
-from matmix.launch.jobs.records import Job
+from matmix.launch.jobs.launches import Job
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.submit import plan_configs
 from matmix.launch.jobs.status import runs_of
