@@ -12,10 +12,10 @@ from pathlib import Path
 
 from matmix.data.shell import shell_line
 from matmix.data.storage.files import first_free
-from matmix.launch.jobs import attempts, snapshot
+from matmix.launch.jobs import attempts, launches
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES
-from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.launch.jobs.launches import Job, add_job, launch_home, note_url
+from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_ranks
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.node_folders import make_own_folder
@@ -47,13 +47,13 @@ class Local:
         check_counts(self, "nproc")
         config = checked(load_config(self.recipe, rest), self.nproc)
         home = launch_home(config.run_dir)
-        launch, command = snapshot.new_launch_id(home), list(typed)
+        launch, command = launches.new_launch_id(home), list(typed)
         job = Job(kind="local", launch=launch, command=command, nproc=self.nproc, max_restarts=self.max_restarts)
         folder = home / "launch" / job.launch
         if self.dry_run:
             print(f"{job.nproc} x {shell_line(*_command(folder))}")
             return 0
-        snapshot.take_snapshot(folder)
+        launches.take_snapshot(folder)
         write_config(config, folder / "config.toml")
         note_url(home, config.run_dir)
         return run_local(home, job)

@@ -11,7 +11,7 @@ import pytest
 from matmix.data.storage.private import check_named, private_folder, standard_folder
 from matmix.data.storage.remote import SCRATCH_VARIABLE, scratch_folder
 from matmix.data.storage.storage import Storage
-from matmix.launch.jobs.environment import defaults
+from matmix.launch.jobs.rank import defaults
 
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 OTHER_USER = 54321

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.prepare.parts import missing_parts
-from matmix.launch.jobs.launches import Job, preparation_home
+from matmix.launch.jobs.launches import Job, new_launch_id, preparation_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import array_option
 from matmix.launch.jobs.slurm.submit import Submission, render_job, submit_scripts
-from matmix.launch.jobs.snapshot import new_launch_id
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 

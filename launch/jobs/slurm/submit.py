@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.shell import shell_line
-from matmix.launch.jobs.launches import Job, add_job, launch_home, note_url, run_folder
+from matmix.launch.jobs.launches import Job, add_job, launch_home, new_launch_id, note_url, run_folder, take_snapshot
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.script import directives, mounts, render
-from matmix.launch.jobs.snapshot import new_launch_id, take_snapshot
 from matmix.launch.jobs.sweep import Point
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from matmix.launch.jobs.environment import defaults, interface_towards
-from matmix.launch.jobs.rank import find_run_dir, log_path, rank_variables
+from matmix.launch.jobs.rank import defaults, find_run_dir, interface_towards, log_path, rank_variables
 from matmix.train.run.outcome import local_folder
 
 SLURM = {

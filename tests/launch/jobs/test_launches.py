@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from matmix.launch.jobs import snapshot
+from matmix.launch.jobs import launches
 
 
 def run_python(code: str, path: Path, **variables: str) -> str:
@@ -18,9 +18,9 @@ def run_python(code: str, path: Path, **variables: str) -> str:
 
 def test_the_copied_code_is_what_runs(tmp_path):
     folder = tmp_path / "launch" / "1"
-    snapshot.take_snapshot(folder)
+    launches.take_snapshot(folder)
     copied = folder / "code" / "matmix"
-    assert sorted(path.name for path in copied.iterdir()) == ["__init__.py", *sorted(snapshot.ROOMS)]
+    assert sorted(path.name for path in copied.iterdir()) == ["__init__.py", *sorted(launches.ROOMS)]
     assert not list(copied.rglob("__pycache__"))
     assert (copied / "train" / "recipes" / "debug_mru.toml").is_file()
     assert (copied / "launch" / "jobs" / "slurm" / "templates" / "train.sbatch").is_file()
@@ -39,10 +39,10 @@ def test_the_copied_code_is_what_runs(tmp_path):
 
 def test_a_copy_can_be_copied_again_without_git(tmp_path):
     """As from a wheel: package folders somewhere, no working copy around them."""
-    snapshot.copy_code(tmp_path / "code")
+    launches.copy_code(tmp_path / "code")
     code = (
-        "from pathlib import Path; from matmix.launch.jobs import snapshot; "
-        f"snapshot.take_snapshot(Path({str(tmp_path / 'second')!r}))"
+        "from pathlib import Path; from matmix.launch.jobs import launches; "
+        f"launches.take_snapshot(Path({str(tmp_path / 'second')!r}))"
     )
     run_python(code, tmp_path / "code", GIT_CEILING_DIRECTORIES=str(tmp_path))
     assert (tmp_path / "second" / "code" / "matmix" / "model" / "config.py").is_file()
@@ -53,7 +53,7 @@ def test_a_copy_can_be_copied_again_without_git(tmp_path):
 def test_changes_are_kept_as_a_patch(tmp_path):
     """In a working copy of its own: the one that runs the tests may be clean or not."""
     copy = tmp_path / "copy"
-    snapshot.copy_code(tmp_path / "code")
+    launches.copy_code(tmp_path / "code")
     shutil.move(tmp_path / "code" / "matmix", copy)
 
     def git(*words: str) -> str:
@@ -64,7 +64,7 @@ def test_changes_are_kept_as_a_patch(tmp_path):
     git("init", "-q")
     git("add", "launch", "train/process/exits.py")
     git("commit", "-qm", "first")
-    code = "from matmix.launch.jobs.snapshot import describe_revision as d; r, p = d(); print(r); print(p.decode())"
+    code = "from matmix.launch.jobs.launches import describe_revision as d; r, p = d(); print(r); print(p.decode())"
     (tmp_path / "import").mkdir()
     (tmp_path / "import" / "matmix").symlink_to(copy)
     clean = run_python(code, tmp_path / "import")
@@ -79,7 +79,7 @@ def test_changes_are_kept_as_a_patch(tmp_path):
 
 def test_a_copy_in_a_foreign_repository_has_no_revision(tmp_path):
     """The HEAD of a repository that happens to lie around the code says nothing of the code."""
-    snapshot.copy_code(tmp_path / "code")
+    launches.copy_code(tmp_path / "code")
     git = [
         "git",
         "-C",
@@ -95,12 +95,12 @@ def test_a_copy_in_a_foreign_repository_has_no_revision(tmp_path):
         subprocess.run([*git, *words], check=True)
     code = "from matmix.train.run.revision import git_revision; print(repr(git_revision()))"
     assert run_python(code, tmp_path / "code") == "''"
-    code = "from matmix.launch.jobs.snapshot import describe_revision; print(describe_revision()[0])"
+    code = "from matmix.launch.jobs.launches import describe_revision; print(describe_revision()[0])"
     assert "not from a git working copy" in run_python(code, tmp_path / "code")
 
 
 def test_launches_of_the_same_second_have_different_names(tmp_path):
-    first = snapshot.new_launch_id(tmp_path)
+    first = launches.new_launch_id(tmp_path)
     (tmp_path / "launch" / first).mkdir(parents=True)
     (tmp_path / "launch" / f"{first}-2").mkdir(parents=True)
-    assert snapshot.new_launch_id(tmp_path) not in (first, f"{first}-2")
+    assert launches.new_launch_id(tmp_path) not in (first, f"{first}-2")
