@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.data.cores import cores
+from matmix.data.cores import threads_of_each
 from matmix.launch.jobs.slurm.rank import rank_variables
 from matmix.train.process import console, once
 from matmix.train.process.begin import begin_training
@@ -81,11 +81,6 @@ _EVERYWHERE = {
     # torch's warnings on sockets that connect at a second try alarm for nothing.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-
-
-def threads_of_each(ranks: int) -> int:
-    """Threads of each rank, so that its node's ranks share the cores; each would otherwise start one for every core."""
-    return max(1, cores() // max(1, ranks))
 
 
 def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
