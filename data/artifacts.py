@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,3 +168,9 @@ def _problem(name: object, nested: bool) -> str | None:
 def _shown(name: object) -> str:
     text = ascii(name)
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def shell_line(*words: object) -> str:
+    """`words` as one line for a POSIX shell, which reads it back as these words: those with spaces or other characters
+    that mean something to the shell are quoted. Placeholders that a person is to replace, such as RUN, stay plain."""
+    return shlex.join(map(str, words))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.train.arguments import Recipe
 
 if TYPE_CHECKING:

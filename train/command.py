@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from matmix.data.artifacts import panics_as_errors, read_json_lines
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import panics_as_errors, read_json_lines, shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
 from matmix.train.process.console import exit_code, guarded, is_expected, one_line
@@ -103,7 +102,7 @@ def _closing_words(config: RunConfig, result: Result) -> str:
         how = f"at step {result.step} of {config.steps} as stop_step says, saved"
         return f"Stopped {how}. Without stop_step it goes on from there."
     from matmix.train.evaluators import make_evaluators
-    from matmix.train.evaluators.averaged import TITLE, averaged_metrics, of_averaged
+    from matmix.train.evaluators.base import TITLE, averaged_metrics, of_averaged
 
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import OutOfMemoryError, PeerError, RunFailure
 

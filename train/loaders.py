@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from matmix.data.loading.facts import Facts
 from matmix.data.loading.loader import Loader
+from matmix.data.loading.rows import Facts
 from matmix.data.synthetic import GENERATED
 from matmix.model.config import ModelConfig
 from matmix.train.config import RunConfig

@@ -21,7 +21,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine, make_mesh
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
-from matmix.train.evaluators.averaged import averaged_metrics
+from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.replicas import Replicas

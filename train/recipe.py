@@ -13,8 +13,7 @@ from typing import Any
 import dacite
 import tomli_w
 
-from matmix.data.artifacts import errors_in_one_line
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import errors_in_one_line, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.model.architecture import ARCHITECTURES

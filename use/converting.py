@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import sync_directory
 from matmix.data.storage.remote import is_url
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, write_manifest

@@ -12,7 +12,7 @@ from matmix.data.examples.base import Examples
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.train.config import RunConfig
-from matmix.train.evaluators.scores import in_order
+from matmix.train.evaluators.validation import in_order
 from matmix.train.init.start import load_start
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from matmix.data.artifacts import artifact_name, artifact_path
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import artifact_name, artifact_path, shell_line
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint

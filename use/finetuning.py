@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.model import ARCHITECTURES
 from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.train.config import RunConfig

@@ -17,7 +17,7 @@ from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig
 from matmix.model.mixers.convolutions.short import Convolution
 from matmix.train.config import RunConfig
-from matmix.train.evaluators.averaged import of_averaged
+from matmix.train.evaluators.base import of_averaged
 from matmix.train.plugins import find_part
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.trained import Trained

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from matmix.benchmarks.measuring.settings import RESULTS, device_name, device_of, slug
-from matmix.data.parent_process import end_with
+from matmix.data.processes import end_with
 
 PARTS = {"correctness": "correctness", "sweep": "sweep", "kernels": "times", "peers": "peers"}
 """Name -> module of this package, in the order in which they run."""

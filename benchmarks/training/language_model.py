@@ -19,8 +19,8 @@ import torch
 from matmix.benchmarks.measuring.settings import Settings
 from matmix.benchmarks.measuring.suite import Case
 from matmix.benchmarks.training.steps import run_steps, step_parser, steps_of
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.model import ModelConfig, build_model
 from matmix.train.config import ObjectiveConfig
 from matmix.train.recipe import load_config

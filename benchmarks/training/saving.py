@@ -34,7 +34,7 @@ from matmix.train.config import ObjectiveConfig
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero
-from matmix.train.tasks.causal_lm import CausalLM
+from matmix.train.tasks.token_prediction import CausalLM
 
 _VOCABULARY, _LAYERS, _TOKENS = 8192, 8, 16
 _TASK = CausalLM(ObjectiveConfig())

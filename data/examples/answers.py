@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from matmix.data.config import ExamplesConfig
-from matmix.data.examples.base import Example, Examples
-from matmix.data.examples.encoding import Document, Encoder
-from matmix.data.examples.labels import as_list
-from matmix.data.labels import IGNORED
+from matmix.data.examples.base import Document, Encoder, Example, Examples, as_list
+from matmix.data.loading.masking import IGNORED
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,144 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from matmix.data.config import ExamplesConfig
-from matmix.data.examples.encoding import Document, Encoder
-from matmix.data.examples.labels import Classes
 from matmix.data.examples.readers import read_rows
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
+from matmix.data.tokenizer import Tokenizer
+
+
+def as_list(cell: Any, separator: str | None = None) -> list[Any]:
+    """The items of a cell: of a list, or of a text by `separator` (None = white space)."""
+    if isinstance(cell, list | tuple):
+        return list(cell)
+    return [item.strip() for item in str(cell).split(separator) if item.strip()]
+
+
+def name_of(value: Any) -> str:
+    """A class as text, however the file has it."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+class Classes:
+    """Names of classes in the order of the model's outputs."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+
+    @classmethod
+    def found(cls, values: Iterable[Any]) -> Classes:
+        """The classes among the labels of the training examples: sorted, numbers by their size."""
+        names = {name_of(value) for value in values}
+        return cls(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def number(self, value: Any, where: Callable[[], str]) -> int:
+        """Raises ValueError (one line) for a class that there is not."""
+        name = name_of(value)
+        if (number := self._numbers.get(name)) is None:
+            near = difflib.get_close_matches(name, self.names, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else f"known: {', '.join(self.names[:20])}"
+            raise ValueError(
+                f'{where()}: label "{name}" is not among the {len(self)} classes of the training examples; {hint}'
+            )
+        return number
+
+
+def read_number(value: Any, where: str) -> float:
+    """A value to predict. Raises ValueError (one line) for what is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = np.nan
+    if not np.isfinite(number):
+        raise ValueError(f"{where}: label {value!r} is not a number")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One sequence of tokens."""
+
+    ids: np.ndarray
+    """int64 (L,)."""
+    types: np.ndarray
+    """int64 (L,): 1 for the tokens of the second text and the special token behind it, else 0."""
+    starts: tuple[int, ...] = ()
+    """Position of the first token of each text."""
+    kept: tuple[int, ...] = ()
+    """Number of tokens of each text that were not cut off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoder:
+    """Puts tokens of texts together. prefix, suffix: special tokens around each, or None."""
+
+    tokenizer: Tokenizer
+    prefix: int | None
+    suffix: int | None
+    max_length: int
+    truncate: bool
+    pad_id: int = field(default=0)
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, without special ones."""
+        return self.tokenizer.encode_batch(list(texts))
+
+    def words(self, words: Sequence[str], *, first: bool = True) -> list[list[int]]:
+        """The tokens of each word of a text, of which there may be none. first: the text begins with them."""
+        return self.tokens([word if first and number == 0 else f" {word}" for number, word in enumerate(words)])
+
+    def document(self, parts: Sequence[Sequence[int]], where: str) -> Document:
+        """One or two texts with their special tokens; `where` names them in errors.
+
+        Raises ValueError (one line) where they are too long and not to be cut.
+        """
+        lengths = [len(part) for part in parts]
+        around = (self.prefix is not None) + (self.suffix is not None) * len(parts)
+        room = self.max_length - around
+        if sum(lengths) > room and not self.truncate:
+            raise ValueError(
+                f"{where}: {sum(lengths) + around} tokens with the special ones, but data.seqlen = {self.max_length}; "
+                "shorten the text, raise data.seqlen, or set data.examples.truncate = true"
+            )
+        lengths = longest_first(lengths, max(room, 0))
+        ids: list[int] = [] if self.prefix is None else [self.prefix]
+        types, starts = [0] * len(ids), []
+        for number, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+            starts.append(len(ids))
+            ids += part[:length]
+            if self.suffix is not None:
+                ids.append(self.suffix)
+            types += [number] * (len(ids) - len(types))
+        if not ids:  # no model meets an empty document
+            ids, types = [self.pad_id], [0]
+        return Document(np.array(ids, np.int64), np.array(types, np.int64), tuple(starts), tuple(lengths))
+
+    @property
+    def padding(self) -> Document:
+        """The document of an example that there is not."""
+        return Document(np.array([self.pad_id], np.int64), np.zeros(1, np.int64))
+
+
+def longest_first(lengths: Sequence[int], room: int) -> list[int]:
+    """Lengths cut until their sum is at most `room`, always the longest one first, of equals the last."""
+    lengths = list(lengths)
+    while (over := sum(lengths) - room) > 0:
+        longest = max(range(len(lengths)), key=lambda i: (lengths[i], i))
+        others = [length for i, length in enumerate(lengths) if i != longest]
+        lengths[longest] -= min(over, max(1, lengths[longest] - max(others, default=0)))
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 Sample n of the training split is picture p[(n mod N) div r] of epoch n div N, where N is the number of pictures, r the
 number of repeats and p the order of that epoch (`matmix.data.loading.order`). Of several datasets, `Mixture` gives each
 group of r samples to one of them, and n is then a number among the samples of that dataset alone. A sample is augmented
-with what is drawn from (seed, epoch, n), and mixed as `matmix.data.images.mixing` says; a partner that is not in the
-micro-batch is read, too. Evaluation reads the pictures in order, without augmentation, and fills the last global batch
-with empty ones.
+with what is drawn from (seed, epoch, n), and mixed as `matmix.data.images.transforms` says; a partner that is not in
+the micro-batch is read, too. Evaluation reads the pictures in order, without augmentation, and fills the last global
+batch with empty ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ import torch
 from matmix.data.config import ImagesConfig
 from matmix.data.formats.base import DamagedShard, unpack
 from matmix.data.images.decode import UnreadablePicture, decode
-from matmix.data.images.mixing import Mix, draw_mix, partner_of, soft_target
-from matmix.data.images.randomness import borrowed_generators, seed_generators
-from matmix.data.images.transforms import Transform, make_transform
-from matmix.data.labels import IGNORED
+from matmix.data.images.transforms import (
+    Mix,
+    Transform,
+    borrowed_generators,
+    draw_mix,
+    make_transform,
+    partner_of,
+    seed_generators,
+    soft_target,
+)
 from matmix.data.loading.batch import Batch, image_batch
-from matmix.data.loading.mixture import Mixture
-from matmix.data.loading.order import Order
+from matmix.data.loading.masking import IGNORED
+from matmix.data.loading.order import Mixture, Order
 from matmix.data.loading.rows import Failure, errors_as_failures
 from matmix.data.rng import AUGMENTATION, generator
 from matmix.data.splits.reader import TokenShards

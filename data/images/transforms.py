@@ -1,18 +1,49 @@
-"""From a decoded picture to what the model reads: augmentation in training, resizing and a central crop in evaluation.
+"""From a decoded picture to what the model reads: augmentation in training, resizing and a central crop in evaluation,
+and mixup and CutMix of the pictures of a global batch.
 
-The transforms are timm's (`create_transform`) and torchvision's. They draw from the global generators
-(`matmix.data.images.randomness`).
+The transforms are timm's (`create_transform`) and torchvision's, which draw from the global generators of Python, numpy
+and torch. In a global batch of G samples, position i is mixed with i + r or i - r: stretches of r = `repeats` positions
+(1 without repeated augmentation, so that neighbours form pairs) are paired, and copies of a picture never meet each
+other. A position without a partner (at the end of an odd batch) stays as it is. How a pair is mixed is drawn from
+(seed, step), or with mode "pair" from (seed, number of the pair): the same however the batch is divided over ranks and
+micro-batches. The formulas are timm's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 from matmix.data.config import ImagesConfig
+from matmix.data.rng import MIXING, generator
+
+
+@contextlib.contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """Gives the global generators (on the CPU) back as they were: a reading process may be the training process."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def seed_generators(source: np.random.Generator) -> None:
+    """Sets all three to what the next number of `source` says."""
+    seed = int(source.integers(1 << 63))
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs as well
+
 
 Transform = Callable[[Image.Image], torch.Tensor]
 
@@ -119,3 +150,58 @@ class _Channels:
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         return self.transform(image.convert(self.mode))[: self.kept].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """How one picture is mixed with its partner."""
+
+    share: float
+    """Of the picture itself in the result and in the target; 1 = not mixed."""
+    box: tuple[int, int, int, int] | None = None
+    """CutMix: top, bottom, left and right of what comes from the partner. None = mixup."""
+
+    def apply(self, image: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
+        """The mixture of two pictures, each (C, H, W)."""
+        if self.box is None:
+            return image * self.share + partner * (1.0 - self.share)
+        top, bottom, left, right = self.box
+        mixed = image.clone()
+        mixed[:, top:bottom, left:right] = partner[:, top:bottom, left:right]
+        return mixed
+
+
+def partner_of(sample: int, global_batch: int, repeats: int) -> int | None:
+    """The number of the sample that is mixed with `sample`, in the same global batch."""
+    place = sample % global_batch
+    other = place + repeats if place % (2 * repeats) < repeats else place - repeats
+    return sample - place + other if other < global_batch else None
+
+
+def draw_mix(config: ImagesConfig, seed: int, sample: int, global_batch: int) -> Mix:
+    """How `sample` and its partner are mixed. To be called where the global generators are borrowed."""
+    from timm.data.mixup import cutmix_bbox_and_lam
+
+    item = sample // global_batch
+    if config.mix_mode == "pair":
+        partner = partner_of(sample, global_batch, config.repeats)
+        item = sample if partner is None else min(sample, partner)
+    seed_generators(generator(seed, 0, MIXING, item))
+    if np.random.rand() >= config.mix_probability:
+        return Mix(1.0)
+    cut = config.cutmix > 0
+    if config.mixup > 0 and config.cutmix > 0:
+        cut = np.random.rand() < config.mix_switch
+    alpha = config.cutmix if cut else config.mixup
+    share = float(np.random.beta(alpha, alpha))
+    if not cut:
+        return Mix(share)
+    box, share = cutmix_bbox_and_lam((config.channels, config.size, config.size), share)
+    return Mix(float(share), tuple(int(edge) for edge in box))
+
+
+def soft_target(label: int, classes: int, smoothing: float) -> torch.Tensor:
+    """float32 (classes,): 1 for the class, of which `smoothing` is spread evenly over all."""
+    target = torch.full((classes,), smoothing / classes)
+    target[label] = 1.0 - smoothing + smoothing / classes
+    return target

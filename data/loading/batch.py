@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 
 
 @dataclass(slots=True)

@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.facts import Facts
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
-from matmix.data.loading.rows import Failure, Rows
+from matmix.data.loading.rows import Facts, Failure, Rows
 
 
 class _Plan:

@@ -1,21 +1,24 @@
 """Masked-language-model batches: which positions are predicted, and what the model sees there.
 
-BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordinary token of a sample is
-chosen with `probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share`
-by a token drawn from the ordinary vocabulary (never a special or unused id), and the rest are left as
-they are. Special tokens and padding are never chosen.
+BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordinary token of a sample is chosen with
+`probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share` by a token drawn from the
+ordinary vocabulary (never a special or unused id), and the rest are left as they are. Special tokens and padding are
+never chosen.
 
-The draws of a sample come from a generator keyed by (seed, epoch, sample) (`matmix.data.rng`), three
-numbers for each position in order, so neither rank nor worker nor batch size nor the other samples of
-the batch change them.
+The draws of a sample come from a generator keyed by (seed, epoch, sample), three numbers for each position in order, so
+neither rank nor worker nor batch size nor the other samples of the batch change them.
 """
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from matmix.data.labels import IGNORED
 from matmix.data.rng import MASKS, generator
+
+IGNORED = -100
+"""Label of a position that is not predicted (the `ignore_index` of torch's cross-entropy)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

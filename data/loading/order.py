@@ -1,22 +1,30 @@
-"""In which order the documents of a split are read in an epoch.
+"""Where sample n of the training lies: arithmetic on n, with no state but the number of the next sample.
 
-With shuffling, an epoch permutes the shards, takes them `shuffle_block` at a time, and permutes the
-documents inside each such block; so any one moment needs only one block's shards (remote ones are
-fetched one after another), and yet documents from all over the split meet. Without shuffling it is the
-order of the files. Empty documents are left out. Each remaining document counts its tokens plus its
-special tokens (prefix, suffix): its *size*. Everything above is a function of (lengths, shuffle_block,
-seed, epoch) and is made when it is asked for:
+`Mixture` maps n to a dataset, an epoch of that dataset and a slot in that epoch. Of one dataset with N sequences,
+sample n is slot n mod N of epoch n div N. Of several with weights, samples come in periods of P = 65,536, in which
+dataset d has c_d places: its share of P by largest remainders (at least one), spread evenly, the k-th at (k + 1/2) /
+c_d of the period. So every stretch of samples, a global batch too, holds the datasets in the right proportion, and each
+of them is read in its own epochs, each sequence once an epoch. An epoch of the mixture is, by convention, as many
+samples as the datasets have sequences together. Reading once over (evaluation) takes the datasets one after another;
+weights play no part.
+
+`Order` says in which order an epoch reads the documents of a dataset. With shuffling, it permutes the shards, takes
+them `shuffle_block` at a time, and permutes the documents in each such block: any moment needs only one block's shards,
+and yet documents from all over the split meet. Without, it is the order of the files. Empty documents are left out.
+Each other document counts its tokens plus its special tokens (prefix, suffix): its *size*.
 
     epoch:  | block 0                       | block 1              | ...
             | doc doc doc doc doc doc doc   | doc doc doc doc doc  |
     token   0                               token_starts[1]        token_starts[2]     ... token_starts[-1]
 
 Sizes add up to the same total in every epoch, so a token's place in the epoch is a plain number;
-`packing` cuts sequences out of that line.
+`matmix.data.loading.packing` cuts sequences out of that line.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -115,3 +123,60 @@ class Order:
             order = generator(self.seed, epoch, DOCUMENTS, number).permutation(len(index))
             index, shard, sizes = index[order], shard[order], sizes[order]
         return Block(shard, index, np.cumsum(sizes))
+
+
+PERIOD = 1 << 16
+
+
+class Mixture:
+    """sizes: sequences in one epoch of each dataset. weights: positive, any scale; None reads all once
+    over."""
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.samples_per_epoch = int(self.sizes.sum())
+        self._ends = np.cumsum(self.sizes)
+        self.counts = None
+        if weights is not None and len(sizes) > 1:
+            self.counts = quotas(weights, PERIOD)
+            self._dataset, self._rank = interleave(self.counts)
+
+    def epoch(self, samples: np.ndarray) -> np.ndarray:
+        """Epoch of the mixture for each sample number."""
+        return samples // self.samples_per_epoch
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(dataset, epoch of that dataset, slot in that epoch), each int64 (n,), of sample numbers int64
+        (n,)."""
+        if self.counts is not None:
+            period, place = np.divmod(samples, PERIOD)
+            dataset = self._dataset[place]
+            number = period * self.counts[dataset] + self._rank[place]
+            return dataset, *np.divmod(number, self.sizes[dataset])
+        epoch, place = np.divmod(samples, self.samples_per_epoch)
+        dataset = np.searchsorted(self._ends, place, side="right")
+        return dataset, epoch, place - (self._ends - self.sizes)[dataset]
+
+
+def quotas(weights: Sequence[float], period: int) -> np.ndarray:
+    """int64 (n,): shares of `period` in proportion to weights, by largest remainders, each at least 1."""
+    shares = np.asarray(weights, dtype=np.float64)
+    if len(shares) > period:
+        raise ValueError(f"a mixture may have at most {period} datasets, got {len(shares)}")
+    exact = shares / shares.sum() * period
+    counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+    while (missing := period - int(counts.sum())) != 0:
+        step = int(np.sign(missing))
+        # Give to the one furthest below its share, or take from the one furthest above that can spare one.
+        error = np.where(counts + step >= 1, (exact - counts) * step, -np.inf)
+        counts[np.argmax(error)] += step
+    return counts
+
+
+def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Spreads counts[d] places of each dataset d evenly: (dataset at each place, places of it before),
+    int64."""
+    dataset = np.repeat(np.arange(len(counts)), counts)
+    rank = np.concatenate([np.arange(c) for c in counts])
+    order = np.lexsort((dataset, (2 * rank + 1) / (2 * counts[dataset])))
+    return dataset[order], rank[order]

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from matmix.data.artifacts import one_line
-from matmix.data.parent_process import end_with, follow_parent
+from matmix.data.processes import end_with, follow_parent
 
 _IGNORED = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2})
 _END = signal.SIGURG

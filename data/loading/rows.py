@@ -1,20 +1,21 @@
-"""Micro-batches from the numbers of their samples; reading processes make them."""
+"""What a modality gives to a loader: rows, which make micro-batches from the numbers of their samples in the reading
+processes, and facts about the data."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from matmix.data.artifacts import panics_as_errors
-from matmix.data.formats.base import DamagedShard
-from matmix.data.loading.batch import Batch, causal_batch, masked_batch
-from matmix.data.loading.masking import Masker
-from matmix.data.loading.mixture import Mixture
-from matmix.data.loading.packing import Packing
+from matmix.data.config import DataConfig
 from matmix.data.storage.remote import RemoteError
+
+if TYPE_CHECKING:
+    from matmix.data.loading.batch import Batch
+    from matmix.data.tokenizer import Tokenizer
 
 
 class Failure:
@@ -58,59 +59,33 @@ def errors_as_failures(
     return wrapped
 
 
-class TokenRows:
-    """`Rows` of prepared text. With `skip_damaged`, samples that need a damaged shard are rows of padding, too."""
+class Facts:
+    """What a model, its config and an evaluation need to know of the data. A modality sets what it has, as an attribute
+    or a property; the defaults say that there is no such thing."""
 
-    def __init__(
-        self,
-        packings: list[Packing],
-        mixture: Mixture,
-        masker: Masker | None,
-        *,
-        packing: str,
-        pad_id: int,
-        limit: int | None,
-        skip_damaged: bool = False,
-    ) -> None:
-        self.packings = packings
-        self.mixture = mixture
-        self.masker = masker
-        self.packing = packing
-        self.pad_id = pad_id
-        self.limit = limit
-        self.skip_damaged = skip_damaged
+    tokenizer: Tokenizer | None = None
+    vocab_size: int = 0
+    """Number of the tokenizer's ids."""
+    token_histogram: np.ndarray | None = None
+    """int64 (vocab_size,): how often each id is a target in the training split, in any unit."""
+    bytes_per_target: float | None = None
+    """UTF-8 bytes of the text for each token that a causal pass over the split predicts."""
+    outputs: int | None = None
+    """Number of classes or values that a classifier predicts for each sample."""
+    outputs_words: str = ""
+    """A clause that says how many these are, for messages."""
+    classes: tuple[str, ...] = ()
+    """Names in the order of the outputs."""
+    class_counts: np.ndarray | None = None
+    """int64 (classes,): samples of each class in the split."""
+    chance_accuracy: float | None = None
+    """Accuracy of the best constant guess of a token, where guesses are scored."""
+    token_types: bool = False
+    """Batches come with two types of tokens."""
 
-    @property
-    def samples_per_epoch(self) -> int:
-        return self.mixture.samples_per_epoch
+    def fill(self, data: DataConfig) -> DataConfig:
+        """Returns `data` with what exports and scores need long after the data, such as names of classes.
 
-    @errors_as_failures
-    def __getitems__(self, samples: list[int]) -> Batch | Failure:
-        return self.batch(np.asarray(samples, dtype=np.int64))
-
-    def batch(self, samples: np.ndarray) -> Batch:
-        """The micro-batch of sample numbers int64 (B,)."""
-        width = self.packings[0].width
-        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
-        begins = np.zeros((len(samples), width), dtype=bool)
-        counts = np.zeros(len(samples), dtype=np.int64)
-        n_damaged, damaged = 0, {}
-        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
-        for row, sample in enumerate(samples.tolist()):
-            if self.limit is None or sample < self.limit:
-                packing = self.packings[dataset[row]]
-                try:
-                    counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
-                except DamagedShard as error:
-                    if not self.skip_damaged:
-                        raise
-                    tokens[row], begins[row] = self.pad_id, False
-                    n_damaged += 1
-                    damaged.setdefault(error.where, str(error))
-        if self.masker is None:
-            batch = causal_batch(tokens, begins, counts, packing=self.packing)
-        else:
-            input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
-            batch = masked_batch(input_ids, labels, begins, counts, packing=self.packing)
-        batch.n_damaged, batch.damaged = n_damaged, damaged
-        return batch
+        Raises ValueError (one line) where the config names others.
+        """
+        return data

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.facts import Facts
+from matmix.data.loading.rows import Facts
 from matmix.data.modalities.base import Modality, Opened, Reading
 from matmix.data.modalities.examples import LabelledExamples
 from matmix.data.modalities.pictures import Pictures

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from matmix.data.config import DataConfig, datasets_of
-from matmix.data.loading.facts import Facts
+from matmix.data.loading.rows import Facts
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.storage.remote import is_url
 

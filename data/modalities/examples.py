@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.facts import Facts
+from matmix.data.loading.rows import Facts
 from matmix.data.modalities.base import Modality, Opened, Reading
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def open_examples(kind: type[Examples], data: DataConfig, split: str, tokenizer:
 
     Raises FileNotFoundError or ValueError (one line) for files that cannot be used.
     """
-    from matmix.data.examples.encoding import Encoder
+    from matmix.data.examples.base import Encoder
     from matmix.data.tokenizer import Tokenizer
 
     options = data.examples

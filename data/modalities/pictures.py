@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from matmix.data.config import DataConfig, datasets_of
-from matmix.data.loading.facts import Facts
+from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading
 from matmix.data.splits.reader import open_pictures

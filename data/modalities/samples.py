@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matmix.data.config import DataConfig
-from matmix.data.loading.facts import Facts
 from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.rows import Facts
 from matmix.data.modalities.base import Modality, Opened, Reading
 from matmix.data.rng import GENERATED_TRAINING, GENERATED_VALIDATION, generator
 from matmix.data.synthetic import GENERATED, GeneratedSamples, make_generated

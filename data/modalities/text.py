@@ -12,16 +12,18 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig
-from matmix.data.loading.facts import Facts
+from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import Masker, MaskingConfig
-from matmix.data.loading.mixture import Mixture
+from matmix.data.loading.order import Mixture
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
+from matmix.data.loading.rows import Facts, Failure, errors_as_failures
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading
 from matmix.data.splits.reader import TokenShards, open_dataset
 from matmix.data.storage.files import sha256_of
 
 if TYPE_CHECKING:
+    from matmix.data.loading.batch import Batch
     from matmix.data.tokenizer import Tokenizer
 
 
@@ -63,8 +65,6 @@ class Text(Modality):
 
     def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
         """masking: makes masked-LM batches; None = causal ones."""
-        from matmix.data.loading.rows import TokenRows
-
         sources = self.datasets(data, reading.split)
         if not sources:
             raise ValueError(
@@ -111,6 +111,66 @@ class Text(Modality):
         }
         around = (data.prefix != "none") + (data.suffix != "none")
         return Opened(rows, TextFacts([one.manifest for one in shards], shards, around), fingerprint)
+
+
+class TokenRows:
+    """`Rows` of prepared text. With `skip_damaged`, samples that need a damaged shard are rows of padding, too."""
+
+    def __init__(
+        self,
+        packings: list[Packing],
+        mixture: Mixture,
+        masker: Masker | None,
+        *,
+        packing: str,
+        pad_id: int,
+        limit: int | None,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.packings = packings
+        self.mixture = mixture
+        self.masker = masker
+        self.packing = packing
+        self.pad_id = pad_id
+        self.limit = limit
+        self.skip_damaged = skip_damaged
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.mixture.samples_per_epoch
+
+    @errors_as_failures
+    def __getitems__(self, samples: list[int]) -> Batch | Failure:
+        return self.batch(np.asarray(samples, dtype=np.int64))
+
+    def batch(self, samples: np.ndarray) -> Batch:
+        """The micro-batch of sample numbers int64 (B,)."""
+        from matmix.data.loading.batch import causal_batch, masked_batch
+
+        width = self.packings[0].width
+        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
+        begins = np.zeros((len(samples), width), dtype=bool)
+        counts = np.zeros(len(samples), dtype=np.int64)
+        n_damaged, damaged = 0, {}
+        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
+        for row, sample in enumerate(samples.tolist()):
+            if self.limit is None or sample < self.limit:
+                packing = self.packings[dataset[row]]
+                try:
+                    counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
+                except DamagedShard as error:
+                    if not self.skip_damaged:
+                        raise
+                    tokens[row], begins[row] = self.pad_id, False
+                    n_damaged += 1
+                    damaged.setdefault(error.where, str(error))
+        if self.masker is None:
+            batch = causal_batch(tokens, begins, counts, packing=self.packing)
+        else:
+            input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
+            batch = masked_batch(input_ids, labels, begins, counts, packing=self.packing)
+        batch.n_damaged, batch.damaged = n_damaged, damaged
+        return batch
 
 
 def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, shuffle: bool, causal: bool) -> Packing:

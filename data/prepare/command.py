@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.cores import cores
 from matmix.data.formats import make_format
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.config import PrepareConfig
@@ -31,6 +30,7 @@ from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
 from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
 from matmix.data.prepare.validation import usable_fraction
 from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
+from matmix.data.processes import cores
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.arrays import read_vector
-from matmix.data.artifacts import errors_in_one_line
+from matmix.data.artifacts import errors_in_one_line, shell_line
 from matmix.data.formats import make_format
 from matmix.data.formats.base import Shard, ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
@@ -34,7 +34,6 @@ from matmix.data.prepare.workspace import (
     read_histogram,
     write_histogram,
 )
-from matmix.data.shell import shell_line
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
 from matmix.data.storage.remote import refuse_secrets

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matmix.data.artifacts import one_line, parse_json
+from matmix.data.artifacts import one_line, parse_json, shell_line
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.sources import Position, Source
 from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
-from matmix.data.shell import shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 

@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from matmix.data.artifacts import panics_as_errors
-from matmix.data.parent_process import follow_parent
 from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of
 from matmix.data.prepare.sources import Chunk
 from matmix.data.prepare.validation import in_validation
+from matmix.data.processes import follow_parent
 from matmix.data.tokenizer import Tokenizer
 
 _Chunk = TypeVar("_Chunk")

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import shell_line
 from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare.sources import Source
 from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, read_histogram
-from matmix.data.shell import shell_line
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 from matmix.data.tokenizer import Tokenizer

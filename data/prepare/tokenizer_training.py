@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.parent_process import end_with
+from matmix.data.processes import end_with
 from matmix.data.progress import WaitingReport
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 

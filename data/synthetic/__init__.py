@@ -10,9 +10,8 @@ from matmix.data.config import SyntheticConfig
 from matmix.data.synthetic.base import GeneratedSamples, Puzzle
 from matmix.data.synthetic.copying import SelectiveCopying
 from matmix.data.synthetic.listops import ListOps
-from matmix.data.synthetic.parity import Parity
 from matmix.data.synthetic.recall import MultiQueryRecall
-from matmix.data.synthetic.word_problems import A5, S3, S5
+from matmix.data.synthetic.word_problems import A5, S3, S5, Parity
 
 __all__ = ["GENERATED", "GeneratedSamples", "Puzzle", "SyntheticConfig", "make_generated"]
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from matmix.data.config import SyntheticConfig
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 
 
 class GeneratedSamples(abc.ABC):

@@ -6,6 +6,8 @@ S5 are all permutations of 3 and 5 things, A5 the even ones of 5. S3 is solvable
 circuits (attention, recurrences whose matrices commute) cannot compute their products at any length.
 """
 
+from __future__ import annotations
+
 from functools import cache
 from itertools import permutations
 from typing import ClassVar
@@ -88,3 +90,21 @@ class A5(WordProblem):
 
 class S5(WordProblem):
     degree = 5
+
+
+class Parity(Puzzle):
+    """The word problem of the group with two elements, the least state there is.
+
+    Any length; bits are fair, so half of the answers are 1.
+    """
+
+    bidirectional_form = False
+    tokens = ("0", "1")
+    answers = range(2)
+
+    def check(self, seqlen: int) -> None:
+        pass
+
+    def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
+        ids[:] = draw.integers(2, size=len(ids))
+        labels[:] = np.cumsum(ids) % 2

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from matmix.data.artifacts import shell_line
 from matmix.data.config import ExamplesConfig
-from matmix.data.examples.labels import Classes, read_number
+from matmix.data.examples.base import Classes, read_number
 from matmix.data.examples.readers import read_rows
-from matmix.data.shell import shell_line
 from matmix.launch.glue.tasks import TASKS, GlueTask
 
 _OF_MICROSOFT = "msr_paraphrase_train.txt"

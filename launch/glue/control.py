@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from matmix.data.examples.labels import name_of
+from matmix.data.examples.base import name_of
 from matmix.data.modalities.examples import open_examples
 from matmix.train.config import RunConfig
 from matmix.train.tasks.base import Predicted

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.jobs import attempts
 from matmix.launch.jobs.launches import Job, find_home, read_jobs
 from matmix.launch.jobs.slurm import scheduler

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import first_free
 from matmix.launch.jobs import attempts, launches
 from matmix.launch.jobs.attempts import DEFAULT_MAX_REQUEUES

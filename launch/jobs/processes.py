@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from matmix.data.cores import threads_of_each
+from matmix.data.processes import threads_of_each
 from matmix.train.process import launched
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.process.launched import SECRET_VARIABLE, STORE_VARIABLE

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matmix.data.cores import threads_of_each
+from matmix.data.processes import threads_of_each
 from matmix.launch.jobs.slurm.rank import rank_variables
 from matmix.train.process import console, once
 from matmix.train.process.begin import begin_training

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command, run_agent, run_here
 from matmix.launch.jobs.rank import way_to
 from matmix.train.arguments import Recipe, check_overrides

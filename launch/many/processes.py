@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from matmix.data.cores import cores, threads_of_each
+from matmix.data.processes import cores, threads_of_each
 from matmix.train.process import launched, stop
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.data.config import DataConfig
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 from matmix.data.modalities import build_loader
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.kernels.mru.norms import log_norms

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
-from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.modalities import MODALITIES, build_loader
 from matmix.data.synthetic import GENERATED, Puzzle, SyntheticConfig, make_generated
 from matmix.data.synthetic.listops import evaluate

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.train import loop
 from matmix.train.engine import mesh
 from matmix.train.engine.fsdp import FsdpEngine

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 
-from matmix.data.examples.encoding import Encoder
+from matmix.data.examples.base import Encoder
 from matmix.model import build_model
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_export

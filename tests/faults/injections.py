@@ -305,7 +305,7 @@ def clock_offset(seconds: float) -> None:
 
 def slow_reader(seconds: float) -> None:
     """Every micro-batch takes this much longer to read."""
-    from matmix.data.loading.rows import TokenRows
+    from matmix.data.modalities.text import TokenRows
 
     read = TokenRows.__getitems__
 

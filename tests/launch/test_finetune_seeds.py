@@ -14,7 +14,7 @@ import pytest
 from labelled import texts, write_jsonl
 from runs import losses, run_recipe, weights
 
-from matmix.data.cores import cores
+from matmix.data.processes import cores
 from matmix.launch.cli import main
 from matmix.train.loop import train
 from matmix.train.process.exits import EXIT_STOPPED

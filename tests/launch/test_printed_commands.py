@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import matmix
+from matmix.data.artifacts import shell_line
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.config import PrepareConfig
-from matmix.data.shell import shell_line
 from matmix.launch.cli import TREE, VERBS
 from matmix.launch.tree import Branch
 from matmix.train.command import _closing_words

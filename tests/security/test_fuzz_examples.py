@@ -14,8 +14,7 @@ from mutations import fuzz, mutated, works_or_is_one_line
 
 from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
-from matmix.data.examples.texts import ClassTexts, MultiLabelTexts, ValueTexts
-from matmix.data.examples.words import Words
+from matmix.data.examples.texts import ClassTexts, MultiLabelTexts, ValueTexts, Words
 from matmix.data.modalities.examples import open_examples
 
 

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
-from matmix.train.evaluators.averaged import TITLE, of_averaged
+from matmix.train.evaluators.base import TITLE, of_averaged
 from matmix.train.process import launched, stop
 from matmix.train.words import duration, short_number
 

@@ -14,8 +14,8 @@ from typing import Any
 from matmix.data.artifacts import parse_json, read_json_lines
 from matmix.data.storage.files import set_aside, write_atomic
 from matmix.train.callbacks.base import Callback, Rewind, RunView, StepRecord
-from matmix.train.evaluators.averaged import PREFIX as EMA
-from matmix.train.evaluators.averaged import TITLE
+from matmix.train.evaluators.base import PREFIX as EMA
+from matmix.train.evaluators.base import TITLE
 from matmix.train.evaluators.context import PREFIX
 
 logger = logging.getLogger(__name__)

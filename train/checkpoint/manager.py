@@ -16,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from matmix.data.artifacts import read_json
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
 from matmix.train.checkpoint.generators import read_generators, restore_generators

@@ -10,12 +10,10 @@ from matmix.data.loading.loader import Loader
 from matmix.train.config import EvaluatorConfig, RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.ablation import MixingGain
-from matmix.train.evaluators.averaged import as_averaged
-from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted
+from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted, as_averaged
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
-from matmix.train.evaluators.scores import Scores
-from matmix.train.evaluators.validation import ValidationLoss
+from matmix.train.evaluators.validation import Scores, ValidationLoss
 from matmix.train.plugins import find_part, read_options
 from matmix.train.tasks.base import Task
 

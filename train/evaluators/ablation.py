@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.model.blocks import Block
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluation, Evaluator

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from matmix.data.artifacts import panics_as_errors
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import panics_as_errors, shell_line
 from matmix.train.errors import RendezvousError
 from matmix.train.process.heartbeat import beat, others_at_work
 from matmix.train.process.rendezvous import Meeting, meet, patience

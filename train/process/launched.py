@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import Iterable
 
-from matmix.data.parent_process import end_with
+from matmix.data.processes import end_with
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.storage.remote import is_url
 
 

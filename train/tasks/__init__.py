@@ -6,17 +6,15 @@ from matmix.data.modalities import MODALITIES
 from matmix.model.config import ModelConfig
 from matmix.train.plugins import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
-from matmix.train.tasks.causal_lm import CausalLM
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.finetuning.classification import MultiLabel, SequenceClassification
+from matmix.train.tasks.finetuning.classification import MultiLabel, Regression, SequenceClassification
 from matmix.train.tasks.finetuning.embedding import Embedding
 from matmix.train.tasks.finetuning.multiple_choice import MultipleChoice
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
-from matmix.train.tasks.finetuning.regression import Regression
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
 from matmix.train.tasks.image_classification import ImageClassification
 from matmix.train.tasks.masked_image import MaskedImage
-from matmix.train.tasks.masked_lm import MaskedLM
+from matmix.train.tasks.token_prediction import CausalLM, MaskedLM
 
 __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task", "unit_of"]
 

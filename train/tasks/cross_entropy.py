@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 
 _CHUNK_BYTES = 32 * 2**20  # float32 logits alive at once on CPU; larger chunks were not faster, smaller ones were
 

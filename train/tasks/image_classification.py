@@ -12,8 +12,7 @@ from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.loader import Loader
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
-from matmix.train.tasks.finetuning.base import labelled
-from matmix.train.tasks.finetuning.classes import MOST_FREQUENT
+from matmix.train.tasks.finetuning.base import MOST_FREQUENT, labelled
 from matmix.train.tasks.metrics import as_controls
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 2}

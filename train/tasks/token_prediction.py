@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
+from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.train.tasks.base import Costs, Loss, Metric, Task, forward
 from matmix.train.tasks.cross_entropy import RowCrossEntropy, linear_cross_entropy, row_cross_entropy
 
@@ -67,3 +70,45 @@ def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
 def _targets(batch: Batch) -> Tensor:
     labels = batch.labels.flatten()
     return labels if batch.select is None else labels[batch.select]
+
+
+class CausalLM(TokenPrediction):
+    """Each token is predicted from those before it."""
+
+    architectures = ("language_model",)
+    metrics = (Metric(name="bits_per_byte", title="bits per byte", unit="bits per byte", digits=3),)
+
+    def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
+        metrics = super().measures(means, loader)
+        if (size := loader.facts.bytes_per_target) is not None:
+            metrics["bits_per_byte"] = means["loss"] / math.log(2) / size
+        return metrics
+
+
+class MaskedLM(TokenPrediction):
+    """Some tokens are hidden and predicted from those on both sides."""
+
+    architectures = ("encoder",)
+    accuracy = "masked_accuracy"
+    metrics = (Metric(name="masked_accuracy", title="masked accuracy", unit="%", higher_is_better=True, digits=1),)
+
+    def asks(self, split: str) -> dict[str, MaskingConfig]:
+        return {"masking": self.objective.masking if split == "train" else self.objective.evaluation_masking}
+
+    def example_batch(self, inputs: torch.Tensor) -> Batch:
+        select = torch.arange(max(1, int(inputs.numel() * self.target_share)))
+        labels = torch.full_like(inputs, IGNORED)
+        labels.view(-1)[select] = inputs.view(-1)[select]
+        return dataclasses.replace(super().example_batch(inputs), labels=labels, select=select)
+
+    @property
+    def target_share(self) -> float:
+        return self.objective.masking.probability
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        if "chance_accuracy" in metrics:
+            return super().summary(metrics)
+        return [
+            f"Validation loss {metrics['loss']:.4f} nats per token (masked), "
+            f"accuracy of masked tokens {metrics['masked_accuracy']:.1%}."
+        ]

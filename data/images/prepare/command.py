@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.cores import cores
 from matmix.data.formats import make_format
 from matmix.data.formats.base import PICTURES
 from matmix.data.images.prepare.base import Chunk, Source
@@ -38,6 +37,7 @@ from matmix.data.prepare.pool import work_in_order
 from matmix.data.prepare.sources import Position
 from matmix.data.prepare.upload import make_at_url
 from matmix.data.prepare.workspace import KEPT_EXAMPLES, SPLITS, Progress, Workspace
+from matmix.data.processes import cores
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.remote import is_url

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.data.artifacts import shell_line
 from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, ImagesInfo, Manifest, SplitInfo
 from matmix.data.prepare.workspace import Progress
-from matmix.data.shell import shell_line
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.jobs.processes import check_counts
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.jobs.sweep import parse_sweep

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.jobs.slurm.options import SlurmOptions
 
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")

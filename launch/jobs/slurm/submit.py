@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.jobs.launches import Job, add_job, launch_home, new_launch_id, note_url, run_folder, take_snapshot
 from matmix.launch.jobs.slurm import scheduler
 from matmix.launch.jobs.slurm.options import SlurmOptions

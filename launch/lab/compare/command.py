@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.glue.settings import Column
 from matmix.launch.jobs.launches import launch_home
 from matmix.launch.jobs.slurm import submit as slurm

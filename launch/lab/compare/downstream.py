@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.glue.training import train
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.lab.compare.finetuned import Finetuned, ScoreColumn, Scores

@@ -30,7 +30,7 @@ from matmix.launch.lab.compare.width import headdims
 from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
 from matmix.launch.many.table import markdown
 from matmix.model.config import ModelConfig
-from matmix.train.evaluators.averaged import averaged_metrics
+from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.launch.lab.plan.estimate import (
     ASSUMED_EFFICIENCY,
     USABLE,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import dacite
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.train.arguments import unknown_key
 from matmix.train.meters.speed import PEAK_FLOPS, Arithmetic
 from matmix.train.recipe_files import read_toml

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.storage.remote import is_url
 from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
 from matmix.launch.lab.show_mixer.image_pages import chosen_place, draw_image_pages

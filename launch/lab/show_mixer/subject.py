@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from matmix.data.shell import shell_line
+from matmix.data.artifacts import shell_line
 from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 CUT_MARK = "(?#special tokens)"
-"""How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.unspelled` knows it."""
+"""How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.tokenizer` knows it."""
 
 # Our names of special tokens -> those of transformers.
 _TOKEN_NAMES = {

@@ -9,10 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
-from matmix.data.examples.encoding import longest_first
-from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts
-from matmix.data.examples.words import Words
-from matmix.data.labels import IGNORED
+from matmix.data.examples.base import longest_first
+from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts, Words
+from matmix.data.loading.masking import IGNORED
 from matmix.data.modalities.examples import open_examples
 
 CLS, SEP = 4, 5

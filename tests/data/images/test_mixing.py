@@ -8,8 +8,7 @@ import torch
 from timm.data import Mixup
 
 from matmix.data.config import ImagesConfig
-from matmix.data.images.mixing import draw_mix, partner_of, soft_target
-from matmix.data.images.randomness import borrowed_generators, seed_generators
+from matmix.data.images.transforms import borrowed_generators, draw_mix, partner_of, seed_generators, soft_target
 from matmix.data.rng import MIXING, generator
 
 

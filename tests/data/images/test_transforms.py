@@ -7,8 +7,7 @@ from pictures import pixels
 from PIL import Image
 
 from matmix.data.config import ImagesConfig
-from matmix.data.images.randomness import borrowed_generators, seed_generators
-from matmix.data.images.transforms import make_transform
+from matmix.data.images.transforms import borrowed_generators, make_transform, seed_generators
 
 PICTURE = Image.fromarray(pixels(7, 40, 30))
 

@@ -9,8 +9,7 @@ import torch
 from labelled import texts, write_jsonl, write_tokenizer
 
 from matmix.data.config import DataConfig, ExamplesConfig
-from matmix.data.examples.texts import ClassTexts
-from matmix.data.examples.words import Words
+from matmix.data.examples.texts import ClassTexts, Words
 from matmix.data.modalities import build_loader
 
 

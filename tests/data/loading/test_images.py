@@ -14,7 +14,7 @@ from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import decode
 from matmix.data.images.prepare.command import prepare_images
 from matmix.data.images.prepare.config import PrepareImagesConfig
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import MODALITIES, build_loader
 from matmix.data.splits.reader import open_pictures

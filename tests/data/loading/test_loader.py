@@ -13,10 +13,9 @@ import torch
 
 from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
-from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.modalities import build_loader
 from matmix.data.prepare.command import PrepareConfig, prepare
 

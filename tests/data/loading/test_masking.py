@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from matmix.data.labels import IGNORED
-from matmix.data.loading.masking import Masker, MaskingConfig
+from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig
 from matmix.data.rng import DOCUMENTS, MASKS, generator
 
 MASK, SPECIAL, VOCAB = 6, list(range(7)), 200

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from matmix.data.loading.mixture import PERIOD, Mixture, interleave, quotas
+from matmix.data.loading.order import PERIOD, Mixture, interleave, quotas
 
 
 def test_one_dataset_is_its_own_order():

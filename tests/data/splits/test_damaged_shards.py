@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from matmix.data.config import DataConfig
-from matmix.data.labels import IGNORED
-from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
 

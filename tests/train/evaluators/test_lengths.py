@@ -7,7 +7,7 @@ import pytest
 import torch
 from runs import losses, records, weights
 
-from matmix.data.labels import IGNORED
+from matmix.data.loading.masking import IGNORED
 from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.subject import fresh
 from matmix.model import build_model, initialize

@@ -10,8 +10,8 @@ import pytest
 from sklearn import metrics
 from sklearn.dummy import DummyClassifier, DummyRegressor
 
-from matmix.data.examples.labels import Classes
-from matmix.data.labels import IGNORED
+from matmix.data.examples.base import Classes
+from matmix.data.loading.masking import IGNORED
 from matmix.train.tasks import TASKS
 from matmix.train.tasks.base import Metric, Predicted
 from matmix.train.tasks.config import ObjectiveConfig

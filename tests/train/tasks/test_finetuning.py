@@ -12,16 +12,16 @@ from labelled import entities, write_jsonl, write_recipe, write_task
 from runs import losses, records, weights
 from sklearn import metrics
 
-from matmix.data.examples.labels import Classes
-from matmix.data.labels import IGNORED
+from matmix.data.examples.base import Classes
 from matmix.data.loading.batch import Batch
-from matmix.train.evaluators.scores import in_order
+from matmix.data.loading.masking import IGNORED
+from matmix.train.evaluators.validation import in_order
 from matmix.train.loaders import make_loader
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.finetuning.classes import ClassOptions, calibration_error, class_cost
+from matmix.train.tasks.finetuning.base import ClassOptions, calibration_error, class_cost
 from matmix.train.tasks.finetuning.classification import MultiLabel
 from matmix.train.tasks.finetuning.question_answering import exact_match, overlap_f1
 from matmix.train.tasks.finetuning.token_classification import TokenClassification, entity_scores

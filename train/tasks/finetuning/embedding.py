@@ -14,12 +14,12 @@ from torch import Tensor
 
 from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import TextPairs
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.train.engine.mesh import Mesh
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
-from matmix.train.tasks.finetuning.regression import correlations
+from matmix.train.tasks.finetuning.classification import correlations
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,15 @@ from matmix.data.examples.texts import Choices
 from matmix.data.loading.batch import Batch
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask, each, with_labels
-from matmix.train.tasks.finetuning.classes import (
+from matmix.train.tasks.finetuning.base import (
     CALIBRATION,
     ClassOptions,
+    ExampleTask,
     calibration_error,
     class_cost,
+    each,
     most_frequent,
+    with_labels,
 )
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.data.examples.answers import Answers
-from matmix.data.labels import IGNORED
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.masking import IGNORED
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from matmix.data.config import DataConfig
-from matmix.data.examples.base import Examples
-from matmix.data.examples.labels import as_list, name_of
-from matmix.data.examples.words import Words
-from matmix.data.labels import IGNORED
+from matmix.data.examples.base import Examples, as_list, name_of
+from matmix.data.examples.texts import Words
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
+from matmix.data.loading.masking import IGNORED
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import ExampleTask
-from matmix.train.tasks.finetuning.classes import MOST_FREQUENT, ClassOptions, class_cost, most_frequent
+from matmix.train.tasks.finetuning.base import MOST_FREQUENT, ClassOptions, ExampleTask, class_cost, most_frequent
 
 _SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 _ENTITIES = ("B-", "I-")

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however it ended."""
+"""The cores of this machine, and processes that end with the one that started them, however it ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,17 @@ import os
 import sys
 
 _PR_SET_PDEATHSIG = 1
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of_each(processes: int) -> int:
+    """Returns the threads of each of so many processes, so that they share the cores; each would otherwise start one
+    for every core."""
+    return max(1, cores() // max(1, processes))
 
 
 def end_with(parent: int, number: int) -> bool:
