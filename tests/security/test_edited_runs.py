@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import losses, run_recipe
+from runs import losses, records, run_recipe
 
 from matmix.launch.generate import Generate
 from matmix.train.entry import main
@@ -144,16 +144,16 @@ def test_a_damaged_summary_is_written_again(dataset, whole, tmp_path, bad) -> No
 
 
 def test_records_of_a_full_disk_are_written_later(dataset, whole, tmp_path, monkeypatch, capsys) -> None:
-    from matmix.train.callbacks import records
+    from matmix.train.callbacks.records import MetricsFile
 
-    write = records.MetricsFile._write
+    write = MetricsFile._write
 
     def full(callback, trainer) -> None:
         if 2 <= trainer.state.step < 6:
             raise OSError(28, "No space left on device")
         write(callback, trainer)
 
-    monkeypatch.setattr(records.MetricsFile, "_write", full)
+    monkeypatch.setattr(MetricsFile, "_write", full)
     run_recipe("debug_mru", dataset, tmp_path / "run")
     said = capsys.readouterr().err
     assert said.count("MetricsFile cannot write") == 1
