@@ -21,21 +21,17 @@ if __name__ == "kernels":
     else:
         __file__, __path__ = None, []
 else:
-    from matmix.kernels.compiler import import_compiler_late
     from matmix.kernels.gated_norm.op import gated_norm
     from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
     from matmix.kernels.matrix_product.op import matrix_product_scan
-    from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused
-    from matmix.kernels.mru.step import mru_step
-    from matmix.kernels.scan_layer.op import scan_layer, scan_layer_is_fused
+    from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused, mru_step
+    from matmix.kernels.registration import finish_registration
+    from matmix.kernels.scan_layer.op import scan_layer
     from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
     from matmix.kernels.semiseparable.step import semiseparable_step
-    from matmix.kernels.short_conv.op import short_conv
-    from matmix.kernels.short_conv.step import short_conv_step
-    from matmix.kernels.transforms import register_transforms
+    from matmix.kernels.short_conv.op import short_conv, short_conv_step
 
-    register_transforms()
-    import_compiler_late()
+    finish_registration()
 
     __all__ = [
         "gated_norm",
@@ -47,7 +43,6 @@ else:
         "mru_step",
         "quasiseparable_scan",
         "scan_layer",
-        "scan_layer_is_fused",
         "semiseparable_scan",
         "semiseparable_step",
         "short_conv",

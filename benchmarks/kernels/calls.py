@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
-from matmix.kernels.scan_layer.form import LayerForm
+from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_floating, check_shape
 from matmix.kernels.gated_norm.chunked import norm_backward, norm_forward
+from matmix.kernels.registration import register
 
 
 def gated_norm(
@@ -20,7 +22,7 @@ def gated_norm(
     group_size: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """rmsnorm(x) * weight * silu(gate), normalised first, then gated.
+    """Returns rmsnorm(x) * weight * silu(gate): normalised first, then gated.
 
     Args:
         x: (..., d).
@@ -45,60 +47,60 @@ def gated_norm(
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"{op}: group_size is {group_size}; use a divisor of the width {x.shape[-1]}")
     check_backend(op, backend, x)
-    return torch.ops.matmix.gated_norm(x, weight, gate, eps, group_size, backend)
+    return _gated_norm(Inputs(x, weight, gate, eps, group_size, backend)).y
 
 
-@torch.library.custom_op("matmix::gated_norm", mutates_args=())
-def _gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str) -> Tensor:
-    run = implementation("gated_norm", "forward", norm_forward, backend, x)
-    return run(x, weight, gate, eps, group_size)
+class Inputs(NamedTuple):
+    """What matmix::gated_norm takes."""
+
+    x: Tensor
+    weight: Tensor
+    gate: Tensor
+    eps: float
+    group_size: int | None
+    backend: str
 
 
-@_gated_norm.register_fake
-def _(x, *args):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class Outputs(NamedTuple):
+    """What matmix::gated_norm returns."""
+
+    y: Tensor
 
 
-@torch.library.custom_op("matmix::gated_norm_backward", mutates_args=())
-def _gated_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("gated_norm", "backward", norm_backward, backend, x)
-    return run(dy, x, weight, gate, eps, group_size)
+class Gradients(NamedTuple):
+    """What matmix::gated_norm_backward returns."""
+
+    x: Tensor
+    weight: Tensor
+    gate: Tensor
 
 
-@_gated_norm_backward.register_fake
-def _(dy, x, weight, gate, eps, group_size, backend):
-    dx, dgate = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, gate))
-    return dx, torch.empty_like(weight), dgate
+def _forward(given: Inputs) -> Outputs:
+    run = implementation("gated_norm", "forward", norm_forward, given.backend, given.x)
+    return Outputs(run(*given[:5]))
 
 
-def _setup(ctx, inputs, output):
-    x, weight, gate, ctx.eps, ctx.group_size, ctx.backend = inputs
-    ctx.save_for_backward(x, weight, gate)
+def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
+    run = implementation("gated_norm", "backward", norm_backward, given.backend, given.x)
+    return Gradients(*run(cotangents.y, *given[:5]))
 
 
-def _gradient(ctx, dy):
-    grads = torch.ops.matmix.gated_norm_backward(dy, *ctx.saved_tensors, ctx.eps, ctx.group_size, ctx.backend)
-    return *grads, None, None, None
-
-
-_gated_norm.register_autograd(_gradient, setup_context=_setup)
+def _like(given: Inputs) -> Outputs:
+    return Outputs(torch.empty_like(given.x, memory_format=torch.contiguous_format))
 
 
 # Operations per element. Convention: one for each addition, multiplication, division and exponential; what is done
 # once per group (the root) is left out, and so is what only one backend does (reading twice, padding).
-_FORWARD_FLOPS = 2 + 2 + 3 + 2
+FORWARD_FLOPS = 2 + 2 + 3 + 2
 """Squares and their sum; scale and weight; the gate's sigmoid (exp, add, divide); gate times that, product."""
-_BACKWARD_FLOPS = 3 + 3 + 3 + 2 + 2 + 3 + 7
+BACKWARD_FLOPS = 3 + 3 + 3 + 2 + 2 + 3 + 7
 """Normed x again; sigmoid; dy gate sigmoid weight; weight's sums; sums along the group; dx; dgate."""
 
 
-@register_flop_formula(torch.ops.matmix.gated_norm)
-def _(x_shape, *args, **kwargs) -> int:
-    return _FORWARD_FLOPS * x_shape.numel()
+def _flops(given: Inputs, *, backward: bool) -> int:
+    return (BACKWARD_FLOPS if backward else FORWARD_FLOPS) * given.x.numel()
 
 
-@register_flop_formula(torch.ops.matmix.gated_norm_backward)
-def _(dy_shape, x_shape, *args, **kwargs) -> int:
-    return _BACKWARD_FLOPS * x_shape.numel()
+_gated_norm = register(
+    "gated_norm", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops
+)

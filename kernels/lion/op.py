@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, takes_triton, triton_form
 from matmix.kernels.checks import (
@@ -18,7 +18,8 @@ from matmix.kernels.checks import (
 )
 from matmix.kernels.lion.chunked import lion_mixer_torch
 from matmix.kernels.lion.features import FEATURE_MAPS
-from matmix.kernels.semiseparable.arguments import no_kernel_for, none_if_absent, or_empty
+from matmix.kernels.registration import register
+from matmix.kernels.semiseparable.arguments import no_kernel_for
 from matmix.kernels.semiseparable.flops import scan_flops
 from matmix.kernels.semiseparable.form import ScanForm
 
@@ -90,97 +91,72 @@ def lion_mixer(
             qkv, gates, nheads=nheads, feature_map=feature_map, gate_offset=gate_offset,
             forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens, return_row_sums=return_row_sums,
         )  # fmt: skip
-    y, row_sum, *_ = torch.ops.matmix.lion_mixer(
-        qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps)
+    y, row_sum, *_ = _lion_mixer(
+        Inputs(qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps))
     )
     return (y.flatten(-2), row_sum) if return_row_sums else y.flatten(-2)
 
 
-@torch.library.custom_op("matmix::lion_mixer", mutates_args=())
-def _lion_mixer(
-    qkv: Tensor,
-    gates: Tensor | None,
-    cu_seqlens: Tensor | None,
-    nheads: int,
-    feature_map: str,
-    gate_offset: int,
-    forward_gate_offset: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+class Inputs(NamedTuple):
+    """What matmix::lion_mixer takes; see `lion_mixer`."""
+
+    qkv: Tensor
+    gates: Tensor | None
+    cu_seqlens: Tensor | None
+    nheads: int
+    feature_map: str
+    gate_offset: int
+    forward_gate_offset: int
+    eps: float
+
+
+class Outputs(NamedTuple):
+    """What matmix::lion_mixer returns."""
+
+    y: Tensor
+    row_sum: Tensor
+    rest: Tensor | None
+    """What rounding took off y; see `ScanOutput`."""
+    decays: Tensor | None
+    """Log-decays (2, ...) of both directions, float32."""
+
+
+class Gradients(NamedTuple):
+    """What matmix::lion_mixer_backward returns."""
+
+    qkv: Tensor
+    gates: Tensor | None
+
+
+def _forward(given: Inputs) -> Outputs:
     fused = triton_form("lion_mixer")
-    form = fused.LionForm(nheads, feature_map, gate_offset, forward_gate_offset, eps)
-    y, row_sum, rest, decays = fused.forward(qkv, gates, form, cu_seqlens)
-    return y, row_sum, *or_empty(qkv, rest, decays)
+    qkv, gates, cu_seqlens, *form = given
+    return Outputs(*fused.forward(qkv, gates, fused.LionForm(*form), cu_seqlens))
 
 
-@_lion_mixer.register_fake
-def _(qkv, gates, cu_seqlens, nheads, *options):
-    shape = (*qkv.shape[:2], nheads)
-    y = qkv.new_empty(*shape, qkv.shape[2] // 3 // nheads)
-    rest = torch.empty_like(y) if qkv.itemsize < 4 else qkv.new_empty(0)
-    decays = qkv.new_empty(0) if gates is None else gates.new_empty(2, *gates.shape, dtype=torch.float32)
-    return y, qkv.new_empty(shape, dtype=torch.float32), rest, decays
+def _like(given: Inputs) -> Outputs:
+    qkv, gates = given.qkv, given.gates
+    shape = (*qkv.shape[:2], given.nheads)
+    y = qkv.new_empty(*shape, qkv.shape[2] // 3 // given.nheads)
+    rest = torch.empty_like(y) if qkv.itemsize < 4 else None
+    decays = None if gates is None else gates.new_empty(2, *gates.shape, dtype=torch.float32)
+    return Outputs(y, qkv.new_empty(shape, dtype=torch.float32), rest, decays)
 
 
-@torch.library.custom_op("matmix::lion_mixer_backward", mutates_args=())
-def _lion_mixer_backward(
-    dy: Tensor,
-    drow_sum: Tensor | None,
-    y: Tensor,
-    row_sum: Tensor,
-    rest: Tensor | None,
-    decays: Tensor | None,
-    qkv: Tensor,
-    gates: Tensor | None,
-    cu_seqlens: Tensor | None,
-    nheads: int,
-    feature_map: str,
-    gate_offset: int,
-    forward_gate_offset: int,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
     fused = triton_form("lion_mixer")
-    form = fused.LionForm(nheads, feature_map, gate_offset, forward_gate_offset, eps)
-    return or_empty(qkv, *fused.backward(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, form, cu_seqlens))
+    qkv, gates, cu_seqlens, *form = given
+    dy = torch.zeros_like(outputs.y) if cotangents.y is None else cotangents.y
+    return Gradients(*fused.backward(dy, cotangents.row_sum, *outputs, qkv, gates, fused.LionForm(*form), cu_seqlens))
 
 
-@_lion_mixer_backward.register_fake
-def _(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, *options):
-    dgates = qkv.new_empty(0) if gates is None else torch.empty_like(gates, memory_format=torch.contiguous_format)
-    return torch.empty_like(qkv, memory_format=torch.contiguous_format), dgates
-
-
-def _setup(ctx, inputs, output):
-    qkv, gates, cu_seqlens, *ctx.options = inputs
-    y, row_sum, rest, decays = output
-    ctx.mark_non_differentiable(rest, decays)
-    # No zeros in place of the gradients that these have not.
-    ctx.set_materialize_grads(False)
-    kept = (y, row_sum, rest if rest.numel() else None, decays if decays.numel() else None)
-    ctx.save_for_backward(*kept, qkv, gates, cu_seqlens)
-
-
-def _gradient(ctx, dy, drow_sum, *_):
-    y, *others = ctx.saved_tensors
-    dy = torch.zeros_like(y) if dy is None else dy
-    dqkv, dgates = torch.ops.matmix.lion_mixer_backward(dy, drow_sum, y, *others, *ctx.options)
-    return dqkv, none_if_absent(dgates, others[4]), None, *[None] * len(ctx.options)
-
-
-_lion_mixer.register_autograd(_gradient, setup_context=_setup)
-
-
-def _flops(qkv, nheads: int, *, backward: bool) -> int:
-    batch, seqlen, width = qkv
-    vectors = (batch, seqlen, nheads, width // 3 // nheads)
+def _flops(given: Inputs, *, backward: bool) -> int:
+    batch, seqlen, width = given.qkv
+    vectors = (batch, seqlen, given.nheads, width // 3 // given.nheads)
     return scan_flops(vectors, vectors, 2, ScanForm(normalize=True), None, backward=backward)
 
 
-@register_flop_formula(torch.ops.matmix.lion_mixer)
-def _(qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
-    return _flops(qkv, nheads, backward=False)
-
-
-@register_flop_formula(torch.ops.matmix.lion_mixer_backward)
-def _(dy, drow_sum, y, row_sum, rest, decays, qkv, gates, cu_seqlens, nheads, *args, **kwargs) -> int:
-    return _flops(qkv, nheads, backward=True)
+_lion_mixer = register(
+    "lion_mixer", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    without_gradient=("rest", "decays"), kept=lambda given: Outputs._fields,
+)  # fmt: skip

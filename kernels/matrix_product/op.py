@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
@@ -12,6 +13,7 @@ from matmix.kernels.matrix_product.backward import product_backward
 from matmix.kernels.matrix_product.chunked import reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
+from matmix.kernels.registration import register
 
 
 def matrix_product_scan(
@@ -63,7 +65,7 @@ def matrix_product_scan(
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
     check_backend(op, backend, x)
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final, _ = torch.ops.matmix.matrix_product_scan(x, initial_state, cu_seqlens, chunk_size, backend)
+    h, final, _ = _matrix_product(Inputs(x, initial_state, cu_seqlens, chunk_size, backend))
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None else final.flip(0)
@@ -83,77 +85,63 @@ def check_state(
         raise ValueError(f"{op}: {name} has dtype {state.dtype}; states are {wanted}: convert it with .float()")
 
 
-@torch.library.custom_op("matmix::matrix_product_scan", mutates_args=())
-def _matrix_product(
-    x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "forward", product_forward, backend, x)
-    return run(x, initial_state, cu_seqlens, chunk_size)
+class Inputs(NamedTuple):
+    """What matmix::matrix_product_scan takes."""
+
+    x: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    chunk_size: int | None
+    backend: str
 
 
-@_matrix_product.register_fake
-def _(x, initial_state, cu_seqlens, chunk_size, backend):
+class Outputs(NamedTuple):
+    """What matmix::matrix_product_scan returns."""
+
+    h: Tensor
+    final: Tensor
+    products: Tensor
+    """The products of chunks, for the backward pass; shaped as the form that runs likes it."""
+
+
+class Gradients(NamedTuple):
+    """What matmix::matrix_product_scan_backward returns."""
+
+    x: Tensor
+    initial_state: Tensor | None
+
+
+def _forward(given: Inputs) -> Outputs:
+    run = implementation("matrix_product_scan", "forward", product_forward, given.backend, given.x)
+    return Outputs(*run(*given[:4]))
+
+
+def _like(given: Inputs) -> Outputs:
+    x, cu_seqlens = given.x, given.cu_seqlens
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = x.new_empty((rows, *x.shape[2:]), dtype=dtype)
-    if takes_triton(backend, x):
+    if takes_triton(given.backend, x):
         from matmix.kernels.matrix_product.fused import products_like as products_of_kernels
 
         products = products_of_kernels(x, cu_seqlens)
     else:
-        products = products_like(x, chunk_size)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), final, products
+        products = products_like(x, given.chunk_size)
+    return Outputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
 
 
-@torch.library.custom_op("matmix::matrix_product_scan_backward", mutates_args=())
-def _matrix_product_backward(
-    dh: Tensor | None,
-    dfinal: Tensor | None,
-    x: Tensor,
-    h: Tensor,
-    products: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    run = implementation("matrix_product_scan", "backward", product_backward, backend, x)
-    dx, dinitial = run(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size)
-    return dx, x.new_empty(0) if dinitial is None else dinitial
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+    run = implementation("matrix_product_scan", "backward", product_backward, given.backend, given.x)
+    x, *others = given[:4]
+    return Gradients(*run(cotangents.h, cotangents.final, x, outputs.h, outputs.products, *others))
 
 
-@_matrix_product_backward.register_fake
-def _(dh, dfinal, x, h, products, initial_state, cu_seqlens, chunk_size, backend):
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return dx, x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+def _flops(given: Inputs, *, backward: bool) -> int:
+    batch, seqlen, heads, order, _ = given.x
+    return 2 * (3 if backward else 2) * batch * seqlen * heads * order**3
 
 
-def _setup(ctx, inputs, output):
-    x, initial_state, cu_seqlens, ctx.chunk_size, ctx.backend = inputs
-    h, _, products = output
-    ctx.save_for_backward(x, h, products, initial_state, cu_seqlens)
-    ctx.mark_non_differentiable(products)
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx, dh, dfinal, _):
-    x, h, products, initial_state, cu_seqlens = ctx.saved_tensors
-    dx, dinitial = torch.ops.matmix.matrix_product_scan_backward(
-        dh, dfinal, x, h, products, initial_state, cu_seqlens, ctx.chunk_size, ctx.backend
-    )
-    return dx, None if initial_state is None else dinitial, None, None, None
-
-
-_matrix_product.register_autograd(_gradient, setup_context=_setup)
-
-
-@register_flop_formula(torch.ops.matmix.matrix_product_scan)
-def _(x_shape, *args, **kwargs) -> int:
-    batch, seqlen, heads, order, _ = x_shape
-    return 2 * 2 * batch * seqlen * heads * order**3
-
-
-@register_flop_formula(torch.ops.matmix.matrix_product_scan_backward)
-def _(dh_shape, dfinal_shape, x_shape, *args, **kwargs) -> int:
-    batch, seqlen, heads, order, _ = x_shape
-    return 2 * 3 * batch * seqlen * heads * order**3
+_matrix_product = register(
+    "matrix_product_scan", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    without_gradient=("products",), kept=lambda given: ("h", "products"),
+)  # fmt: skip

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation, takes_triton, tell_fallback
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
-from matmix.kernels.mru.chunked import chosen, composed_mixer, mixer_backward, mixer_forward
+from matmix.kernels.mru.chunked import (
+    chosen,
+    composed_mixer,
+    made_elements,
+    mixer_backward,
+    mixer_forward,
+    state_matrices,
+)
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, element_columns, state_elements
 from matmix.kernels.mru.norms import EVERY, summary
+from matmix.kernels.registration import register
 
 FUSED = ("affine", "identity_plus", "ldu", "cayley")
 """Constructions that the fused form knows."""
@@ -86,8 +94,8 @@ def mru_mixer(
         tell_fallback("mru_mixer", backend, elements, why_not)
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
     if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
-        y, final, norms, _ = torch.ops.matmix.mru_mixer(
-            elements, w_down, w_up, initial_state, cu_seqlens, construction, backend
+        y, final, norms, _ = _mru_mixer(
+            Inputs(elements, w_down, w_up, initial_state, cu_seqlens, construction, backend)
         )
         norms = summary(norms) if return_log_norms else norms
     else:
@@ -151,111 +159,155 @@ def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, constructi
     return heads, order, w_up.shape[1]
 
 
-@torch.library.custom_op("matmix::mru_mixer", mutates_args=())
-def _mru_mixer(
+def mru_step(
     elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    why_not = no_kernel(elements, w_down, construction, w_up)
-    run = implementation("mru_mixer", "forward", mixer_forward, backend, elements, why_not)
-    return run(elements, w_down, w_up, initial_state, cu_seqlens, construction)
+    state: Tensor,
+    w_down: Tensor | None = None,
+    *,
+    w_up: Tensor | None = None,
+    construction: str = "cayley",
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """H_t = H_{t-1} X_t for one token, and with a projection also y_t = H_t w_down[head].
+
+    What `matrix_product_scan` and `mru_mixer` do to a sequence, by the same ops; the cost of a token does not depend
+    on how many came before.
+
+    Args:
+        elements: (batch, nheads, E), E = `state_elements(construction, o)`; with `w_up` the token's chunks
+            (batch, nheads, o, d_chunk).
+        state: H_{t-1}, (batch, nheads, o, o) float32; left as it is.
+        w_down: (nheads, o, d_c), or None.
+        w_up: (nheads, d_chunk, o), or None.
+        construction: as in `mru_mixer`.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        H_t (batch, nheads, o, o) float32; with `w_down` (y_t, H_t), y_t (batch, nheads, o, d_c) typed like the
+        elements.
+
+    Raises:
+        ValueError: a shape, dtype, device or option does not fit.
+    """
+    op = "mru_step"
+    if state is None:
+        raise ValueError(f"{op}: state is None; give the identity, torch.eye(o), for the first token")
+    check_floating(op, elements=elements, state=state, w_down=w_down, w_up=w_up)
+    check_backend(op, backend, elements)
+    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    if state.dim() != 4 or state.shape[-1] != state.shape[-2] or state.shape[-1] not in ORDERS:
+        allowed = ", ".join(map(str, ORDERS))
+        raise ValueError(
+            f"{op}: state has shape {tuple(state.shape)}; expected (batch, nheads, o, o), o one of {allowed}"
+        )
+    batch, heads, order, _ = state.shape
+    expected = (batch, *token_shape(op, heads, order, w_up, construction))
+    if tuple(elements.shape) != expected:
+        raise ValueError(
+            f"{op}: elements have shape {tuple(elements.shape)}; expected {expected}, as the state is "
+            f"{tuple(state.shape)} and the construction {construction}"
+        )
+    check_state(op, state, elements, tuple(state.shape), "state")
+    if w_down is not None and (w_down.dim() != 3 or w_down.shape[:2] != (heads, order)):
+        raise ValueError(
+            f"{op}: w_down has shape {tuple(w_down.shape)}; expected ({heads}, {order}, d_c), as the state"
+        )
+    if w_down is not None:
+        y, state = mru_mixer(
+            elements.unsqueeze(1),
+            w_down,
+            w_up=w_up,
+            construction=construction,
+            initial_state=state,
+            return_final_state=True,
+            backend=backend,
+        )
+        return y.squeeze(1), state
+    check_finite(op, elements=elements, state=state, w_up=w_up)
+    x = state_matrices(made_elements(elements, w_up, construction), construction, order).unsqueeze(1)
+    return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]
 
 
-@_mru_mixer.register_fake
-def _(elements, w_down, w_up, initial_state, cu_seqlens, construction, backend):
+class Inputs(NamedTuple):
+    """What matmix::mru_mixer takes; see `mru_mixer`."""
+
+    elements: Tensor
+    w_down: Tensor
+    w_up: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    construction: str
+    backend: str
+
+    @property
+    def why_not(self) -> str:
+        return no_kernel(self.elements, self.w_down, self.construction, self.w_up)
+
+
+class Outputs(NamedTuple):
+    """What matmix::mru_mixer returns."""
+
+    y: Tensor
+    final: Tensor
+    norms: Tensor
+    """Log-norms (n, nheads) of some states."""
+    edges: Tensor
+    """States at the edges of chunks, for the backward pass; empty where the PyTorch form runs."""
+
+
+class Gradients(NamedTuple):
+    """What matmix::mru_mixer_backward returns."""
+
+    elements: Tensor
+    w_down: Tensor
+    w_up: Tensor | None
+    initial_state: Tensor | None
+
+
+def _forward(given: Inputs) -> Outputs:
+    run = implementation("mru_mixer", "forward", mixer_forward, given.backend, given.elements, given.why_not)
+    return Outputs(*run(*given[:6]))
+
+
+def _like(given: Inputs) -> Outputs:
+    elements, w_down, cu_seqlens = given.elements, given.w_down, given.cu_seqlens
     batch, seqlen, heads = elements.shape[:3]
     _, order, width = w_down.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = elements.new_empty((batch, seqlen, heads, order, width))
     dtype = torch.promote_types(elements.dtype, torch.float32)
     final = elements.new_empty((rows, heads, order, order), dtype=dtype)
-    if not no_kernel(elements, w_down, construction, w_up) and takes_triton(backend, elements):
+    if not given.why_not and takes_triton(given.backend, elements):
         from matmix.kernels.mru.fused import edges_like
 
-        return y, final, *edges_like(elements, w_down, cu_seqlens)
+        return Outputs(y, final, *edges_like(elements, w_down, cu_seqlens))
     norms = elements.new_empty((batch * (seqlen // EVERY) + rows, heads), dtype=torch.float32)
-    return y, final, norms, elements.new_empty(0, dtype=torch.float32)
+    return Outputs(y, final, norms, elements.new_empty(0, dtype=torch.float32))
 
 
-@torch.library.custom_op("matmix::mru_mixer_backward", mutates_args=())
-def _mru_mixer_backward(
-    dy: Tensor | None,
-    dfinal: Tensor | None,
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    edges: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    why_not = no_kernel(elements, w_down, construction, w_up)
-    run = implementation("mru_mixer", "backward", mixer_backward, backend, elements, why_not)
-    delements, dw_down, *optional = run(
-        dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, construction
-    )
-    return delements, dw_down, *(elements.new_empty(0) if x is None else x for x in optional)
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+    run = implementation("mru_mixer", "backward", mixer_backward, given.backend, given.elements, given.why_not)
+    elements, w_down, w_up, *others = given[:6]
+    return Gradients(*run(cotangents.y, cotangents.final, elements, w_down, w_up, outputs.edges, *others))
 
 
-@_mru_mixer_backward.register_fake
-def _(dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, construction, backend):
-    def like(x: Tensor | None) -> Tensor:
-        return elements.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    return like(elements), like(w_down), like(w_up), like(initial_state)
-
-
-def _setup(ctx, inputs, output):
-    elements, w_down, w_up, initial_state, cu_seqlens, ctx.construction, ctx.backend = inputs
-    _, _, norms, edges = output
-    ctx.save_for_backward(elements, w_down, w_up, edges, initial_state, cu_seqlens)
-    ctx.mark_non_differentiable(norms, edges)
-    ctx.set_materialize_grads(False)
-
-
-def _gradient(ctx, dy, dfinal, *_):
-    elements, w_down, w_up, edges, initial_state, cu_seqlens = ctx.saved_tensors
-    delements, dw_down, dw_up, dinitial = torch.ops.matmix.mru_mixer_backward(
-        dy, dfinal, elements, w_down, w_up, edges, initial_state, cu_seqlens, ctx.construction, ctx.backend
-    )
-    dw_up, dinitial = None if w_up is None else dw_up, None if initial_state is None else dinitial
-    return delements, dw_down, dw_up, dinitial, None, None, None
+def _flops(given: Inputs, *, backward: bool) -> int:
+    """Forward: chunk products, states and the projection; each builds X once. Backward: chunk products and sums,
+    states, cotangents and gradients of X, of which those of the elements take two more; the projection back twice, and
+    its own gradient. Elements from chunks: twice forward, twice backward with the two gradients of that."""
+    batch, seqlen, heads = given.elements[:3]
+    _, order, width = given.w_down
+    products, projections = (5, 3) if backward else (2, 1)
+    if given.construction not in PRODUCTLESS:
+        # Built twice. An elimination takes order^3 multiply-adds, a product of triangles is counted as a dense one.
+        products += 4 if backward else 2
+    total = 2 * batch * seqlen * heads * order**2 * (products * order + projections * width)
+    if given.w_up is not None:
+        total += 2 * (4 if backward else 2) * math.prod(given.elements) * given.w_up[2]
+    return total
 
 
-_mru_mixer.register_autograd(_gradient, setup_context=_setup)
-
-
-@register_flop_formula(torch.ops.matmix.mru_mixer)
-def _(elements_shape, w_down_shape, w_up_shape, initial, cu_seqlens, construction, *args, **kwargs) -> int:
-    """Chunk products, states and the projection; each builds X once."""
-    made = _per_token(elements_shape, w_down_shape, construction, built=2, products=2, projections=1)
-    return made + _from_chunks(elements_shape, w_up_shape, products=2)
-
-
-@register_flop_formula(torch.ops.matmix.mru_mixer_backward)
-def _(
-    dy, dfinal, elements_shape, w_down_shape, w_up_shape, edges, initial, cu_seqlens, construction, *args, **kwargs
-) -> int:
-    """Chunk products and sums, states, cotangents and gradients of X, of which those of the elements take two more;
-    the projection back twice, and its own gradient; elements from chunks twice, and the two gradients of that."""
-    products = 5 + (0 if construction in PRODUCTLESS else 2)
-    made = _per_token(elements_shape, w_down_shape, construction, built=2, products=products, projections=3)
-    return made + _from_chunks(elements_shape, w_up_shape, products=4)
-
-
-def _per_token(elements_shape, w_down_shape, construction: str, *, built: int, products: int, projections: int) -> int:
-    batch, seqlen, heads = elements_shape[:3]
-    _, order, width = w_down_shape
-    # An elimination takes order^3 multiply-adds, a product of triangles is counted as a dense one.
-    products += 0 if construction in PRODUCTLESS else built
-    return 2 * batch * seqlen * heads * order**2 * (products * order + projections * width)
-
-
-def _from_chunks(chunks_shape, w_up_shape, *, products: int) -> int:
-    return 0 if w_up_shape is None else 2 * products * math.prod(chunks_shape) * w_up_shape[2]
+_mru_mixer = register(
+    "mru_mixer", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    without_gradient=("norms", "edges"), kept=lambda given: ("edges",),
+)  # fmt: skip

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.kernels.gated_norm.definition import gated_norm_definition
-from matmix.kernels.scan_layer.form import LayerForm
+from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 from matmix.kernels.short_conv.definition import short_conv_definition
 

@@ -1,26 +1,18 @@
 """The semiseparable (SSD, causal) and quasiseparable (Hydra, LION, bidirectional) scans as ops: checks, backend choice,
-registration with PyTorch.
-
-Registered custom ops stay whole under torch.compile, can be named in selective activation checkpointing, and
-are seen by FLOP counters.
-"""
+registration with PyTorch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import check_chunk_size
-from matmix.kernels.semiseparable.arguments import (
-    check_form,
-    check_scan,
-    empty_like_each,
-    no_kernel,
-    none_if_absent,
-    or_empty,
-)
+from matmix.kernels.registration import register
+from matmix.kernels.semiseparable.arguments import check_form, check_scan, no_kernel
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import scan_dtype
@@ -87,102 +79,88 @@ def semiseparable_scan(
     )
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v, no_kernel(v, q))
-    y, final = torch.ops.matmix.semiseparable_scan(
-        v,
-        q,
-        k,
-        log_decay,
-        input_scale,
-        diagonal,
-        initial_state,
-        cu_seqlens,
-        return_final_state,
-        chunk_size,
-        backend,
-    )
+    y, final = _semiseparable(
+        CausalInputs(
+            v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size,
+            backend,
+        )
+    )  # fmt: skip
     return (y, final) if return_final_state else y
 
 
-@torch.library.custom_op("matmix::semiseparable_scan", mutates_args=())
-def _semiseparable(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    final_state: bool,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    run = implementation("semiseparable_scan", "forward", scan_forward, backend, v, no_kernel(v, q))
-    side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-    y, _, final, _ = run(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
-    return y, *or_empty(v, final)
+class CausalInputs(NamedTuple):
+    """What matmix::semiseparable_scan takes; see `semiseparable_scan`."""
+
+    v: Tensor
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    diagonal: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    final_state: bool
+    chunk_size: int | None
+    backend: str
+
+    @property
+    def sides(self) -> tuple[ScanSide]:
+        return (ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False),)
 
 
-@_semiseparable.register_fake
-def _(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size, backend):
-    rows = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shape = (rows, v.shape[2], q.shape[3], v.shape[3])
-    final = v.new_empty(shape, dtype=scan_dtype(v)) if final_state else v.new_empty(0)
-    return torch.empty_like(v, memory_format=torch.contiguous_format), final
+class CausalOutputs(NamedTuple):
+    """What matmix::semiseparable_scan returns."""
+
+    y: Tensor
+    final: Tensor | None
 
 
-@torch.library.custom_op("matmix::semiseparable_scan_backward", mutates_args=())
-def _semiseparable_backward(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    run = implementation("semiseparable_scan", "backward", scan_backward, backend, v, no_kernel(v, q))
-    side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-    dv, (d,), ddiagonal = run(dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
-    return dv, d.q, d.k, *or_empty(v, d.log_decay, d.input_scale, ddiagonal, d.initial_state)
+class CausalGradients(NamedTuple):
+    """What matmix::semiseparable_scan_backward returns."""
+
+    v: Tensor
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    diagonal: Tensor | None
+    initial_state: Tensor | None
 
 
-@_semiseparable_backward.register_fake
-def _(dy, dfinal, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, chunk_size, backend):
-    return empty_like_each(v, v, q, k, log_decay, input_scale, diagonal, initial_state)
+def _causal_forward(given: CausalInputs) -> CausalOutputs:
+    why_not = no_kernel(given.v, given.q)
+    run = implementation("semiseparable_scan", "forward", scan_forward, given.backend, given.v, why_not)
+    found = run(given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size, given.final_state)
+    return CausalOutputs(found.y, found.final)
 
 
-def _semiseparable_setup(ctx, inputs, output):
-    *tensors, _, ctx.chunk_size, ctx.backend = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-    ctx.final_state = inputs[8]
+def _causal_like(given: CausalInputs) -> CausalOutputs:
+    v, bounds = given.v, given.cu_seqlens
+    rows = v.shape[0] if bounds is None else bounds.shape[0] - 1
+    shape = (rows, v.shape[2], given.q.shape[3], v.shape[3])
+    final = v.new_empty(shape, dtype=scan_dtype(v)) if given.final_state else None
+    return CausalOutputs(torch.empty_like(v, memory_format=torch.contiguous_format), final)
 
 
-def _semiseparable_gradient(ctx, dy, dfinal):
-    saved = ctx.saved_tensors
-    dy = torch.zeros_like(saved[0]) if dy is None else dy
-    dfinal = dfinal if ctx.final_state else None
-    grads = torch.ops.matmix.semiseparable_scan_backward(dy, dfinal, *saved, ctx.chunk_size, ctx.backend)
-    return *map(none_if_absent, grads, saved[:7]), None, None, None, None
+def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> CausalGradients:
+    why_not = no_kernel(given.v, given.q)
+    run = implementation("semiseparable_scan", "backward", scan_backward, given.backend, given.v, why_not)
+    dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
+    dfinal = cotangents.final if given.final_state else None
+    dv, (side,), ddiagonal = run(
+        dy, None, dfinal, given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size
+    )
+    return CausalGradients(dv, side.q, side.k, side.log_decay, side.input_scale, ddiagonal, side.initial_state)
 
 
-_semiseparable.register_autograd(_semiseparable_gradient, setup_context=_semiseparable_setup)
+def _causal_flops(given: CausalInputs, *, backward: bool) -> int:
+    return scan_flops(given.v, given.q, 1, ScanForm(), given.chunk_size, backward=backward)
 
 
-@register_flop_formula(torch.ops.matmix.semiseparable_scan)
-def _(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size, *_, **__) -> int:
-    return scan_flops(v, q, 1, ScanForm(), chunk_size, backward=False)
-
-
-@register_flop_formula(torch.ops.matmix.semiseparable_scan_backward)
-def _(dy, dfinal, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, chunk_size, *_, **__) -> int:
-    return scan_flops(v, q, 1, ScanForm(), chunk_size, backward=True)
+_semiseparable = register(
+    "semiseparable_scan", _causal_forward, _causal_like, CausalInputs, CausalOutputs,
+    gradients=CausalGradients, backward=_causal_backward, flops=_causal_flops,
+)  # fmt: skip
 
 
 def quasiseparable_scan(
@@ -251,141 +229,125 @@ def quasiseparable_scan(
     check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v, no_kernel(v, q_forward))
-    y, *_ = torch.ops.matmix.quasiseparable_scan(
-        v,
-        *vectors.values(),
-        log_decay_forward,
-        move_gates(log_decay_backward, gate_offset, cu_seqlens),
-        *scales.values(),
-        diagonal,
-        *states.values(),
-        cu_seqlens,
-        shift,
-        combine,
-        self_term,
-        normalize is not None,
-        float(eps),
-        chunk_size,
-        backend,
+    log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
+    return _quasiseparable(
+        TwoSidedInputs(
+            v, *vectors.values(), log_decay_forward, log_decay_backward, *scales.values(), diagonal, *states.values(),
+            cu_seqlens, shift, combine, self_term, normalize is not None, float(eps), chunk_size, backend,
+        )
+    ).y  # fmt: skip
+
+
+class TwoSidedInputs(NamedTuple):
+    """What matmix::quasiseparable_scan takes; see `quasiseparable_scan`. Gates of the backward direction have been
+    moved to where its scan reads them."""
+
+    v: Tensor
+    q_forward: Tensor
+    k_forward: Tensor
+    q_backward: Tensor
+    k_backward: Tensor
+    log_decay_forward: Tensor | None
+    log_decay_backward: Tensor | None
+    input_scale_forward: Tensor | None
+    input_scale_backward: Tensor | None
+    diagonal: Tensor | None
+    initial_state_forward: Tensor | None
+    initial_state_backward: Tensor | None
+    cu_seqlens: Tensor | None
+    shift: bool
+    combine: str
+    self_term: str
+    normalize: bool
+    eps: float
+    chunk_size: int | None
+    backend: str
+
+    @property
+    def form(self) -> ScanForm:
+        return ScanForm(self.shift, self.combine, self.self_term, self.normalize, self.eps)
+
+    @property
+    def sides(self) -> tuple[ScanSide, ScanSide]:
+        forward = ScanSide(
+            self.q_forward, self.k_forward, self.log_decay_forward, self.input_scale_forward,
+            self.initial_state_forward, False,
+        )  # fmt: skip
+        backward = ScanSide(
+            self.q_backward, self.k_backward, self.log_decay_backward, self.input_scale_backward,
+            self.initial_state_backward, True,
+        )  # fmt: skip
+        return forward, backward
+
+
+class TwoSidedOutputs(NamedTuple):
+    """What matmix::quasiseparable_scan returns; see `ScanOutput`."""
+
+    y: Tensor
+    row_sum: Tensor | None
+    rest: Tensor | None
+
+
+class TwoSidedGradients(NamedTuple):
+    """What matmix::quasiseparable_scan_backward returns."""
+
+    v: Tensor
+    q_forward: Tensor
+    k_forward: Tensor
+    q_backward: Tensor
+    k_backward: Tensor
+    log_decay_forward: Tensor | None
+    log_decay_backward: Tensor | None
+    input_scale_forward: Tensor | None
+    input_scale_backward: Tensor | None
+    diagonal: Tensor | None
+    initial_state_forward: Tensor | None
+    initial_state_backward: Tensor | None
+
+
+def _two_sided(half: str, given: TwoSidedInputs) -> Callable:
+    torch_form = scan_forward if half == "forward" else scan_backward
+    why_not = no_kernel(given.v, given.q_forward)
+    return implementation("quasiseparable_scan", half, torch_form, given.backend, given.v, why_not)
+
+
+def _two_sided_forward(given: TwoSidedInputs) -> TwoSidedOutputs:
+    found = _two_sided("forward", given)(
+        given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False
     )
-    return y
+    return TwoSidedOutputs(found.y, found.row_sum, found.rest)
 
 
-@torch.library.custom_op("matmix::quasiseparable_scan", mutates_args=())
-def _quasiseparable(
-    v: Tensor,
-    qf: Tensor,
-    kf: Tensor,
-    qb: Tensor,
-    kb: Tensor,
-    af: Tensor | None,
-    ab: Tensor | None,
-    wf: Tensor | None,
-    wb: Tensor | None,
-    diagonal: Tensor | None,
-    hf: Tensor | None,
-    hb: Tensor | None,
-    cu_seqlens: Tensor | None,
-    shift: bool,
-    combine: str,
-    self_term: str,
-    normalize: bool,
-    eps: float,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("quasiseparable_scan", "forward", scan_forward, backend, v, no_kernel(v, qf))
-    sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-    form = ScanForm(shift, combine, self_term, normalize, eps)
-    y, row_sum, _, rest = run(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
-    return y, *or_empty(v, row_sum, rest)
-
-
-@_quasiseparable.register_fake
-def _(v, qf, kf, qb, kb, af, ab, wf, wb, d, hf, hb, cu_seqlens, shift, combine, self_term, normalize, *_):
-    width = v.shape[3] * (2 if combine == "concat" else 1)
-    row_sum = v.new_empty(v.shape[:3], dtype=scan_dtype(v)) if normalize else v.new_empty(0)
-    rest = (
-        torch.empty_like(v, memory_format=torch.contiguous_format) if normalize and v.itemsize < 4 else v.new_empty(0)
+def _two_sided_like(given: TwoSidedInputs) -> TwoSidedOutputs:
+    v = given.v
+    y = v.new_empty(*v.shape[:3], v.shape[3] * (2 if given.combine == "concat" else 1))
+    if not given.normalize:
+        return TwoSidedOutputs(y, None, None)
+    return TwoSidedOutputs(
+        y, v.new_empty(v.shape[:3], dtype=scan_dtype(v)), torch.empty_like(y) if v.itemsize < 4 else None
     )
-    return v.new_empty(*v.shape[:3], width), row_sum, rest
 
 
-@torch.library.custom_op("matmix::quasiseparable_scan_backward", mutates_args=())
-def _quasiseparable_backward(
-    dy: Tensor,
-    y: Tensor | None,
-    row_sum: Tensor | None,
-    rest: Tensor | None,
-    v: Tensor,
-    qf: Tensor,
-    kf: Tensor,
-    qb: Tensor,
-    kb: Tensor,
-    af: Tensor | None,
-    ab: Tensor | None,
-    wf: Tensor | None,
-    wb: Tensor | None,
-    diagonal: Tensor | None,
-    hf: Tensor | None,
-    hb: Tensor | None,
-    cu_seqlens: Tensor | None,
-    shift: bool,
-    combine: str,
-    self_term: str,
-    normalize: bool,
-    eps: float,
-    chunk_size: int | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    why_not = no_kernel(v, qf)
-    forward = implementation("quasiseparable_scan", "forward", scan_forward, backend, v, why_not)
-    backward = implementation("quasiseparable_scan", "backward", scan_backward, backend, v, why_not)
-    sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-    form = ScanForm(shift, combine, self_term, normalize, eps)
-    dv, (f, b), ddiagonal = combined_backward(
-        forward, backward, dy, y, row_sum, rest, v, sides, diagonal, form, cu_seqlens, chunk_size
-    )
-    factors = (f.log_decay, b.log_decay, f.input_scale, b.input_scale, ddiagonal)
-    return dv, f.q, f.k, b.q, b.k, *or_empty(v, *factors, f.initial_state, b.initial_state)
+def _two_sided_backward(
+    given: TwoSidedInputs, outputs: TwoSidedOutputs, cotangents: TwoSidedOutputs
+) -> TwoSidedGradients:
+    dy = torch.zeros_like(_two_sided_like(given).y) if cotangents.y is None else cotangents.y
+    dv, (first, second), ddiagonal = combined_backward(
+        _two_sided("forward", given), _two_sided("backward", given), dy, *outputs, given.v, given.sides,
+        given.diagonal, given.form, given.cu_seqlens, given.chunk_size,
+    )  # fmt: skip
+    return TwoSidedGradients(
+        dv, first.q, first.k, second.q, second.k, first.log_decay, second.log_decay, first.input_scale,
+        second.input_scale, ddiagonal, first.initial_state, second.initial_state,
+    )  # fmt: skip
 
 
-@_quasiseparable_backward.register_fake
-def _(dy, y, row_sum, rest, *args):
-    return empty_like_each(args[0], *args[:12])
+def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
+    return scan_flops(given.v, given.q_forward, 2, given.form, given.chunk_size, backward=backward)
 
 
-def _quasiseparable_setup(ctx, inputs, output):
-    *tensors, shift, combine, self_term, normalize, eps, chunk_size, backend = inputs
-    y, row_sum, rest = output
-    ctx.mark_non_differentiable(row_sum, rest)
-    # No zeros in place of the gradients that these have not.
-    ctx.set_materialize_grads(False)
-    normal = (y, row_sum, rest if rest.numel() else None) if normalize else (None, None, None)
-    ctx.save_for_backward(*normal, *tensors)
-    ctx.options, ctx.output = (shift, combine, self_term, normalize, eps, chunk_size, backend), y.shape
-
-
-def _quasiseparable_gradient(ctx, dy, *_):
-    saved = ctx.saved_tensors
-    dy = torch.zeros(ctx.output, dtype=saved[3].dtype, device=saved[3].device) if dy is None else dy
-    grads = torch.ops.matmix.quasiseparable_scan_backward(dy, *saved, *ctx.options)
-    return *map(none_if_absent, grads, saved[3:15]), *[None] * (1 + len(ctx.options))
-
-
-_quasiseparable.register_autograd(_quasiseparable_gradient, setup_context=_quasiseparable_setup)
-
-
-@register_flop_formula(torch.ops.matmix.quasiseparable_scan)
-def _(v, qf, *rest, **_) -> int:
-    return _flops(v, qf, rest[-7:], backward=False)
-
-
-@register_flop_formula(torch.ops.matmix.quasiseparable_scan_backward)
-def _(dy, y, row_sum, rest, v, qf, *others, **_) -> int:
-    return _flops(v, qf, others[-7:], backward=True)
-
-
-def _flops(v, qf, options: tuple, *, backward: bool) -> int:
-    *form, chunk_size, _ = options
-    return scan_flops(v, qf, 2, ScanForm(*form), chunk_size, backward=backward)
+_quasiseparable = register(
+    "quasiseparable_scan", _two_sided_forward, _two_sided_like, TwoSidedInputs, TwoSidedOutputs,
+    gradients=TwoSidedGradients, backward=_two_sided_backward, flops=_two_sided_flops,
+    without_gradient=("row_sum", "rest"), kept=lambda given: ("y", "row_sum", "rest") if given.normalize else (),
+)  # fmt: skip

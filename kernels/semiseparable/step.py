@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
 from matmix.kernels.checks import (
@@ -18,6 +19,7 @@ from matmix.kernels.checks import (
     transformed,
     wants_gradients,
 )
+from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.step import semiseparable_step_torch, step_forward
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
 
@@ -65,11 +67,10 @@ def semiseparable_step(
     check_no_gradients(op, in_place, backend, *given.values())
     if in_place:
         check_own_memory(op, "state", state)
-        y = torch.ops.matmix.semiseparable_step_(v, q, k, log_decay, state, input_scale, diagonal, backend)
-        return y, state
+        return _step_in_place(Inputs(v, q, k, log_decay, state, input_scale, diagonal, backend)).y, state
     if wants_gradients(*given.values()) or transformed():
         return semiseparable_step_torch(v, q, k, log_decay, state, input_scale=input_scale, diagonal=diagonal)
-    return torch.ops.matmix.semiseparable_step(v, q, k, log_decay, state, input_scale, diagonal, backend)
+    return _step(Inputs(v, q, k, log_decay, state, input_scale, diagonal, backend))
 
 
 def _checked(
@@ -114,52 +115,55 @@ def _checked(
     return given
 
 
-@torch.library.custom_op("matmix::semiseparable_step", mutates_args=())
-def _step(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    run = implementation("semiseparable_step", "forward", step_forward, backend, v)
-    y, new = run(v, q, k, log_decay, state, input_scale, diagonal, False)
-    return y.contiguous(), new.contiguous()
+class Inputs(NamedTuple):
+    """What matmix::semiseparable_step takes, and semiseparable_step_, which writes into the state."""
+
+    v: Tensor
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    state: Tensor
+    input_scale: Tensor | None
+    diagonal: Tensor | None
+    backend: str
 
 
-@_step.register_fake
-def _(v, q, k, log_decay, state, *_):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (v, state))
+class Outputs(NamedTuple):
+    """What matmix::semiseparable_step returns."""
+
+    y: Tensor
+    state: Tensor
 
 
-@torch.library.custom_op("matmix::semiseparable_step_", mutates_args=("state",))
-def _step_in_place(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    backend: str,
-) -> Tensor:
-    run = implementation("semiseparable_step", "forward", step_forward, backend, v)
-    return run(v, q, k, log_decay, state, input_scale, diagonal, True)[0].contiguous()
+class OutputsInPlace(NamedTuple):
+    """What matmix::semiseparable_step_ returns."""
+
+    y: Tensor
 
 
-@_step_in_place.register_fake
-def _(v, *_):
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+def _forward(given: Inputs) -> Outputs:
+    run = implementation("semiseparable_step", "forward", step_forward, given.backend, given.v)
+    y, state = run(*given[:7], False)
+    return Outputs(y.contiguous(), state.contiguous())
 
 
-def _flops(v_shape, q_shape, *_, **__) -> int:
+def _forward_in_place(given: Inputs) -> OutputsInPlace:
+    run = implementation("semiseparable_step", "forward", step_forward, given.backend, given.v)
+    return OutputsInPlace(run(*given[:7], True)[0].contiguous())
+
+
+def _like(given: Inputs) -> Outputs:
+    return Outputs(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (given.v, given.state)))
+
+
+def _flops(given: Inputs, *, backward: bool) -> int:
     """The state is written and read: a multiply-add each per element, as in `scan_flops`."""
-    batch, heads, headdim = v_shape
-    return 2 * 2 * batch * heads * headdim * q_shape[2]
+    batch, heads, headdim = given.v
+    return 2 * 2 * batch * heads * headdim * given.q[2]
 
 
-register_flop_formula(torch.ops.matmix.semiseparable_step)(_flops)
-register_flop_formula(torch.ops.matmix.semiseparable_step_)(_flops)
+_step = register("semiseparable_step", _forward, _like, Inputs, Outputs, flops=_flops)
+_step_in_place = register(
+    "semiseparable_step_", _forward_in_place, lambda given: OutputsInPlace(_like(given).y), Inputs, OutputsInPlace,
+    flops=_flops, mutates=("state",),
+)  # fmt: skip

@@ -1,15 +1,35 @@
-"""The short depthwise convolution as an op: checks, backend choice, registration with PyTorch."""
+"""The short depthwise convolution as ops, over a sequence, from a state to a state and for a single token: checks,
+backend choice, registration with PyTorch."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.backend import check_backend, implementation
-from matmix.kernels.checks import check_cu_seqlens, check_floating, check_shape
-from matmix.kernels.short_conv import from_state as _from_state  # noqa: F401 - registers the op
-from matmix.kernels.short_conv.chunked import conv_backward, conv_forward
+from matmix.kernels.checks import (
+    check_choice,
+    check_cu_seqlens,
+    check_finite,
+    check_floating,
+    check_no_gradients,
+    check_own_memory,
+    check_shape,
+    transformed,
+    wants_gradients,
+)
+from matmix.kernels.registration import register
+from matmix.kernels.short_conv.chunked import (
+    conv_backward,
+    conv_forward,
+    conv_from_state_backward,
+    conv_from_state_forward,
+    conv_step_forward,
+    short_conv_step_torch,
+)
 
 
 def short_conv(
@@ -74,76 +94,201 @@ def short_conv(
     check_backend(op, backend, x)
 
     if initial_state is None and not return_final_state:
-        return torch.ops.matmix.short_conv(x, weight, bias, causal, activation, cu_seqlens, backend)
+        return _short_conv(Inputs(x, weight, bias, causal, activation, cu_seqlens, backend)).y
     state = x.new_zeros(x.shape[0], x.shape[2], width - 1) if initial_state is None else initial_state
-    y, final = torch.ops.matmix.short_conv_from_state(x, weight, bias, state, activation, backend)
+    y, final = _from_state(StateInputs(x, weight, bias, state, activation, backend))
     return (y, final) if return_final_state else y
 
 
-@torch.library.custom_op("matmix::short_conv", mutates_args=())
-def _short_conv(
+def short_conv_step(
     x: Tensor,
+    state: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> Tensor:
-    run = implementation("short_conv", "forward", conv_forward, backend, x)
-    return run(x, weight, bias, causal, activation, cu_seqlens)
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    in_place: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """What `short_conv` with `causal=True` does to a sequence, for one token: y = weight . [state | x] in each channel,
+    plus bias, activated.
+
+    The Triton form is one launch, waits for nothing, and can be captured in a CUDA graph.
+
+    Args:
+        x: (batch, d).
+        state: the inputs of the width - 1 tokens before, the oldest first, (batch, d, width - 1); zeros at first.
+        weight: (d, width), width 2 to 9.
+        bias: (d,) or None.
+        activation: None or "silu".
+        in_place: write the new state into the memory of `state`, which is then what is returned; else `state` is left
+            as it is.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        y (batch, d) typed like x, and [state | x] without its oldest token, shaped and typed like `state`. Sums are
+        float32 (float64 for float64 inputs). Gradients come from the PyTorch form: where an input requires one, "auto"
+        takes it, and "triton" and `in_place` are errors.
+
+    Raises:
+        ValueError: a shape, dtype, device or option does not fit.
+    """
+    op = "short_conv_step"
+    for name, tensor in {"x": x, "state": state, "weight": weight}.items():
+        if tensor is None:
+            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+    given = {"x": x, "state": state, "weight": weight, "bias": bias}
+    check_floating(op, **given)
+    if x.dim() != 2 or 0 in x.shape:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, d), none of them 0")
+    width = weight.shape[-1]
+    check_shape(op, "weight", weight, (x.shape[1], width))
+    if not 2 <= width <= 9:
+        raise ValueError(f"{op}: weight has {width} taps; give 2 to 9")
+    if bias is not None:
+        check_shape(op, "bias", bias, (x.shape[1],))
+    check_shape(op, "state", state, (*x.shape, width - 1))
+    check_choice(op, "activation", activation, (None, "silu"))
+    check_finite(op, **given)
+    check_backend(op, backend, x)
+    check_no_gradients(op, in_place, backend, *given.values())
+    if in_place:
+        check_own_memory(op, "state", state)
+        return _step_in_place(StepInputs(x, state, weight, bias, activation, backend)).y, state
+    if wants_gradients(*given.values()) or transformed():
+        return short_conv_step_torch(x, state, weight, bias, activation=activation)
+    return _step(StepInputs(x, state, weight, bias, activation, backend))
 
 
-@_short_conv.register_fake
-def _(x, *args):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+class Inputs(NamedTuple):
+    """What matmix::short_conv takes."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    causal: bool
+    activation: str | None
+    cu_seqlens: Tensor | None
+    backend: str
 
 
-@torch.library.custom_op("matmix::short_conv_backward", mutates_args=())
-def _short_conv_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    run = implementation("short_conv", "backward", conv_backward, backend, x)
-    dx, dweight, dbias = run(dy, x, weight, bias, causal, activation, cu_seqlens)
-    return dx, dweight, x.new_empty(0) if dbias is None else dbias
+class Outputs(NamedTuple):
+    """What matmix::short_conv returns."""
+
+    y: Tensor
 
 
-@_short_conv_backward.register_fake
-def _(dy, x, weight, bias, causal, activation, cu_seqlens, backend):
-    like = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
-    return *like, x.new_empty(0) if bias is None else torch.empty_like(bias)
+class Gradients(NamedTuple):
+    """What matmix::short_conv_backward returns."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
 
 
-def _setup(ctx, inputs, output):
-    x, weight, bias, ctx.causal, ctx.activation, cu_seqlens, ctx.backend = inputs
-    ctx.save_for_backward(x, weight, bias, cu_seqlens)
+def _forward(given: Inputs) -> Outputs:
+    run = implementation("short_conv", "forward", conv_forward, given.backend, given.x)
+    return Outputs(run(*given[:6]))
 
 
-def _gradient(ctx, dy):
-    x, weight, bias, cu_seqlens = ctx.saved_tensors
-    dx, dweight, dbias = torch.ops.matmix.short_conv_backward(
-        dy, x, weight, bias, ctx.causal, ctx.activation, cu_seqlens, ctx.backend
+def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
+    run = implementation("short_conv", "backward", conv_backward, given.backend, given.x)
+    return Gradients(*run(cotangents.y, *given[:6]))
+
+
+def _like(given: Inputs) -> Outputs:
+    return Outputs(torch.empty_like(given.x, memory_format=torch.contiguous_format))
+
+
+def _flops(given: Inputs | StateInputs, *, backward: bool) -> int:
+    """A multiply-add per tap; backward one for the gradient of x and one for the taps'."""
+    batch, seqlen, _ = given.x
+    return (2 if backward else 1) * 2 * batch * seqlen * math.prod(given.weight)
+
+
+_short_conv = register(
+    "short_conv", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops
+)
+
+
+class StateInputs(NamedTuple):
+    """What matmix::short_conv_from_state takes."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor
+    activation: str | None
+    backend: str
+
+
+class StateOutputs(NamedTuple):
+    """What the operations that carry a state on return."""
+
+    y: Tensor
+    state: Tensor
+
+
+class StateGradients(NamedTuple):
+    """What matmix::short_conv_from_state_backward returns."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor
+
+
+def _state_forward(given: StateInputs) -> StateOutputs:
+    run = implementation("short_conv_from_state", "forward", conv_from_state_forward, given.backend, given.x)
+    return StateOutputs(*run(*given[:5]))
+
+
+def _state_backward(given: StateInputs, _: StateOutputs, cotangents: StateOutputs) -> StateGradients:
+    run = implementation("short_conv_from_state", "backward", conv_from_state_backward, given.backend, given.x)
+    dy, dstate = (
+        torch.zeros_like(x) if gradient is None else gradient
+        for gradient, x in zip(cotangents, (given.x, given.state), strict=True)
     )
-    return dx, dweight, None if bias is None else dbias, None, None, None, None
+    return StateGradients(*run(dy, dstate, *given[:5]))
 
 
-_short_conv.register_autograd(_gradient, setup_context=_setup)
+def _state_like(given: StateInputs | StepInputs) -> StateOutputs:
+    return StateOutputs(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (given.x, given.state)))
 
 
-@register_flop_formula(torch.ops.matmix.short_conv)
-def _(x_shape, weight_shape, *args, **kwargs) -> int:
-    batch, seqlen, _ = x_shape
-    return 2 * batch * seqlen * weight_shape[0] * weight_shape[1]
+_from_state = register(
+    "short_conv_from_state", _state_forward, _state_like, StateInputs, StateOutputs,
+    gradients=StateGradients, backward=_state_backward, flops=_flops,
+)  # fmt: skip
 
 
-@register_flop_formula(torch.ops.matmix.short_conv_backward)
-def _(dy_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    batch, seqlen, _ = x_shape
-    return 2 * 2 * batch * seqlen * weight_shape[0] * weight_shape[1]
+class StepInputs(NamedTuple):
+    """What matmix::short_conv_step takes, and short_conv_step_, which writes into the state."""
+
+    x: Tensor
+    state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
+    backend: str
+
+
+def _step_forward(given: StepInputs) -> StateOutputs:
+    run = implementation("short_conv_step", "forward", conv_step_forward, given.backend, given.x)
+    y, state = run(*given[:5], False)
+    return StateOutputs(y.contiguous(), state.contiguous())
+
+
+def _step_forward_in_place(given: StepInputs) -> Outputs:
+    run = implementation("short_conv_step", "forward", conv_step_forward, given.backend, given.x)
+    return Outputs(run(*given[:5], True)[0].contiguous())
+
+
+def _step_flops(given: StepInputs, *, backward: bool) -> int:
+    return 2 * given.x[0] * math.prod(given.weight)
+
+
+_step = register("short_conv_step", _step_forward, _state_like, StepInputs, StateOutputs, flops=_step_flops)
+_step_in_place = register(
+    "short_conv_step_", _step_forward_in_place, _like, StepInputs, Outputs, flops=_step_flops, mutates=("state",)
+)

@@ -35,7 +35,7 @@ from matmix.kernels.gated_norm import fused as fused_norm
 from matmix.kernels.launching import record_launches
 from matmix.kernels.lion import fused as fused_lion
 from matmix.kernels.scan_layer import fused as fused_layer
-from matmix.kernels.scan_layer.form import LayerForm
+from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused

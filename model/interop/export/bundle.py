@@ -35,7 +35,6 @@ TORCH_FORMS: dict[str, tuple[str, str] | None] = {
     "mru_step": ("mru.chunked", "mru_step_torch"),
     "quasiseparable_scan": ("semiseparable.chunked", "quasiseparable_chunked"),
     "scan_layer": ("scan_layer.chunked", "scan_layer_torch"),
-    "scan_layer_is_fused": None,
     "semiseparable_scan": ("semiseparable.chunked", "semiseparable_chunked"),
     "semiseparable_step": ("semiseparable.chunked.step", "semiseparable_step_torch"),
     "short_conv": ("short_conv.chunked", "short_conv_torch"),

@@ -13,12 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from matmix.kernels import gated_norm, quasiseparable_scan, short_conv
 from matmix.kernels.checks import transformed
-from matmix.model.calls import weight_of
-from matmix.model.mixers.scans.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlockConfig
-from matmix.model.mixers.shared import conv_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,29 +63,6 @@ class Hydra(BidirectionalScanBlock):
                 "step size would be the same"
             )
 
-    def parts(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        """The gate z (B, L, d_inner) and all arguments of the scan."""
-        return self.scan_arguments(self.in_proj(x), cu_seqlens)
-
-    def scan_arguments(
-        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-        """As `parts`, from in_proj's output."""
-        z, vbc, dt = projected.split([self.d_inner, self.conv_dim, 2 * self.nheads], -1)
-        vbc = short_conv(vbc, *conv_weights(self.conv1d), activation="silu", cu_seqlens=cu_seqlens)
-        if type(self.fc_D) is nn.Linear:
-            v, *vectors, diagonal = ValuesAndVectors.apply(vbc, weight_of(self.fc_D), self.D, self.d_group)
-        else:  # an adapter or quantised, and more than its weight
-            v, *vectors = vbc.split([self.d_inner, *4 * [self.d_group]], -1)
-            diagonal = self.fc_D(v)
-            exact = torch.promote_types(diagonal.dtype, torch.float32)
-            diagonal = diagonal.to(exact) + self.D.to(exact)
-        # Step sizes and decays in float32: bfloat16 would round the decay of long memories to 1.
-        dt, log_decay = StepSizes.apply(dt, self.dt_bias, self.A_log, *self.dt_limits)
-        return z, self.arguments(v, tuple(vectors), dt, log_decay, diagonal)
-
     @property
     def dt_limits(self) -> tuple[float, float]:
         """The least and the largest step size."""
@@ -97,18 +70,8 @@ class Hydra(BidirectionalScanBlock):
         return self.config.dt_limit_low, high if high > 0 else math.inf
 
     def layer_options(self) -> dict[str, Any]:
-        return {
-            "shift": True,
-            "initial_states": self.init_states if self.config.learnable_init_states else None,
-            "dt_limits": self.dt_limits,
-            "recompute": self.recompute,
-        }
-
-    def scan_states(self, documents: int) -> torch.Tensor | None:
-        """The learned initial state (documents, H, N, P) of either scan, or None."""
-        if not self.config.learnable_init_states:
-            return None
-        return self.init_states.transpose(1, 2).expand(documents, -1, -1, -1)
+        states = self.init_states if self.config.learnable_init_states else None
+        return {"initial_states": states, "recompute": self.recompute}
 
     def forward(
         self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
@@ -126,31 +89,12 @@ class Hydra(BidirectionalScanBlock):
             context_fn=keep_scan_output,
         )
 
-    def mix_projected(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
-        if self.is_fused(projected):
-            return self.out_proj(self.fused(projected, cu_seqlens))
-        z, arguments = self.scan_arguments(projected, cu_seqlens)
-        states = self.scan_states(projected.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1)
-        y = quasiseparable_scan(
-            **arguments,
-            shift=True,
-            initial_state_forward=states,
-            initial_state_backward=states,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.config.chunk_size or None,
-        )
-        return self.finish(y.to(z.dtype), z)
-
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return self.out_proj(gated_norm(y.flatten(-2), weight_of(self.norm), z, eps=self.norm.eps))
-
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """The rule of selective activation checkpointing: keeps the output of the scan, which costs most to compute again,
     and recomputes the rest."""
     # By name: an exported model that runs without the package has no such ops and computes the scan again too.
-    kept = str(op) in ("matmix.layer_scan.default", "matmix.quasiseparable_scan.default")
+    kept = str(op) in ("matmix.conv_and_scan.default", "matmix.quasiseparable_scan.default")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

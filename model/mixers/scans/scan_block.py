@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels import scan_layer, scan_layer_is_fused
+from matmix.kernels import gated_norm, scan_layer, short_conv
 from matmix.kernels.checks import CHUNK_SIZES
+from matmix.kernels.scan_layer.chunked import LayerForm, ScanArguments, norm_and_gate, scan_arguments
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
@@ -54,7 +55,7 @@ class ScanBlockConfig:
 class ScanBlock(Mixer):
     """in_proj -> [z | x B C of each direction | dt of each direction] -> conv + silu -> scan -> gated norm -> out_proj.
 
-    Subclasses give `parts`, which makes the gate and the arguments of the scan from x, and `forward`.
+    `scan_layer` computes all that stands between the two projections.
     """
 
     Config = ScanBlockConfig
@@ -65,6 +66,8 @@ class ScanBlock(Mixer):
     """1 or 2 scans."""
     diagonal: ClassVar[Literal["none", "constant", "projected"]]
     """What M has on its diagonal beside the scans: D of each head, or D plus a projection of the token's values."""
+    shift: ClassVar[bool] = False
+    """Each of two directions' output moves one token on, so that no token meets itself in the scans."""
     step_shape: ClassVar[tuple[int, ...]] = ()
     """What stands before the heads in the shape of dt_bias and A_log: (2,) where each direction has its own."""
 
@@ -158,24 +161,41 @@ class ScanBlock(Mixer):
     def block_rank(cls, config: Any) -> int:
         return config.d_state
 
-    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tuple[Any, ...]:
-        """The gate z (B, L, d_inner), and the arguments of the scan by name."""
-        raise NotImplementedError
+    @property
+    def form(self) -> LayerForm:
+        """The sizes of the layer, and where its parts stand in in_proj's output."""
+        config, (low, high) = self.config, self.dt_limits
+        return LayerForm(
+            self.nheads, config.headdim, config.ngroups, config.d_state, self.directions, self.shift, low, high
+        )
 
-    def is_fused(self, projected: torch.Tensor) -> bool:
-        """Whether `fused` takes in_proj's output here; it then gives what the parts give, to rounding."""
-        if self.diagonal == "projected" and type(self.fc_D) is not nn.Linear:
-            return False  # an adapter or quantised, and more than its weight
-        return scan_layer_is_fused(projected, self.config.d_state, self.config.headdim)
+    @property
+    def dt_limits(self) -> tuple[float, float]:
+        """The least and the largest step size."""
+        return 0.0, math.inf
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """The options of the gated norm, by their names in `scan_layer`."""
+        return {"eps": self.norm.eps}
 
     def layer_options(self) -> dict[str, Any]:
         """The options of `scan_layer` that are not the same for all layers."""
         return {}
 
-    def fused(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """All that stands between the two projections as one operation: the output of in_proj (B, L, width) -> the
-        input of out_proj (B, L, d_inner)."""
-        return scan_layer(
+    def diagonal_options(self) -> dict[str, Any]:
+        """What M has on its diagonal, by the names in `scan_layer`."""
+        if self.diagonal == "none":
+            return {}
+        if self.diagonal == "constant":
+            return {"D": self.D}
+        # An adapter or quantised layer is more than its weight.
+        weight = weight_of(self.fc_D) if type(self.fc_D) is nn.Linear else self.fc_D
+        return {"D": self.D, "diagonal_weight": weight}
+
+    def mix_projected(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
+        y = scan_layer(
             projected,
             *conv_weights(self.conv1d),
             self.dt_bias,
@@ -185,16 +205,41 @@ class ScanBlock(Mixer):
             ngroups=self.config.ngroups,
             d_state=self.config.d_state,
             directions=self.directions,
-            D=None if self.diagonal == "none" else self.D,
-            diagonal_weight=weight_of(self.fc_D) if self.diagonal == "projected" else None,
-            eps=self.norm.eps,
+            shift=self.shift,
+            dt_limits=self.dt_limits,
             cu_seqlens=cu_seqlens,
             chunk_size=self.config.chunk_size or None,
+            **self.diagonal_options(),
+            **self.norm_options,
             **self.layer_options(),
         )
+        return self.out_proj(y)
+
+    def forward(
+        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
+    ) -> torch.Tensor:
+        return self.mix_projected(self.in_proj(x), cu_seqlens)
+
+    def arguments(self, mixed: torch.Tensor, raw: torch.Tensor) -> ScanArguments:
+        """The arguments of the scan from the convolution's output (..., conv_dim) and the raw step sizes
+        (..., directions H)."""
+        return scan_arguments(self.form, mixed, raw, self.dt_bias, self.A_log, **self.diagonal_options())
+
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ScanArguments]:
+        """The gate z (B, L, d_inner), and the arguments of the scan."""
+        z, channels, raw = self.form.split(self.in_proj(x))
+        mixed = short_conv(channels, *conv_weights(self.conv1d), causal=self.directions == 1, activation="silu")
+        return z, self.arguments(mixed, raw)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts(x)[1]["v"]
+        return self.parts(x)[1].v
+
+    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """Gated norm and output projection: y (..., H, P) and the gate z (..., H P) -> (..., d_model)."""
+        return self.out_proj(norm_and_gate(gated_norm, y.flatten(-2), z, weight_of(self.norm), **self.norm_options))
+
+    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.finish(mixed, self.parts(x)[0])
 
 
 class BidirectionalScanBlock(ScanBlock):
@@ -204,47 +249,15 @@ class BidirectionalScanBlock(ScanBlock):
     bidirectional_form = True
     directions = 2
 
-    shift: ClassVar[bool]
-    """Each direction's output moves one token on, so that no token meets itself in the scans."""
-
     @classmethod
     def halo(cls, config: Any) -> int:
         return config.d_conv // 2
 
-    def arguments(
-        self,
-        v: torch.Tensor,
-        vectors: tuple[torch.Tensor, ...],
-        dt: torch.Tensor,
-        log_decay: torch.Tensor,
-        diagonal: torch.Tensor | None,
-    ) -> dict[str, torch.Tensor | None]:
-        """Arguments of the scan from v (B, L, d_inner), the vectors (B, L, d_group) k and q of the forward, then of the
-        backward direction, step sizes and log decays (B, L, 2, H), and the diagonal (B, L, H)."""
-        groups = (self.config.ngroups, self.config.d_state)
-        k_forward, q_forward, k_backward, q_backward = (part.unflatten(-1, groups) for part in vectors)
-        dt_forward, dt_backward = dt.unbind(-2)
-        log_decay_forward, log_decay_backward = log_decay.unbind(-2)
-        return {
-            "v": v.unflatten(-1, (self.nheads, self.config.headdim)),
-            "q_forward": q_forward,
-            "k_forward": k_forward,
-            "q_backward": q_backward,
-            "k_backward": k_backward,
-            "log_decay_forward": log_decay_forward,
-            "log_decay_backward": log_decay_backward,
-            "input_scale_forward": dt_forward,
-            "input_scale_backward": dt_backward,
-            "diagonal": diagonal,
-        }
-
     def direction_matrices(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices (B, H, L, L) of the two scans, before any shift: on and below, and on and above the diagonal."""
-        _, a = self.parts(x)
-        below = semiseparable_matrix(a["q_forward"], a["k_forward"], a["log_decay_forward"], a["input_scale_forward"])
-        flipped = (
-            a[name].flip(1) for name in ("q_backward", "k_backward", "log_decay_backward", "input_scale_backward")
-        )
+        first, second = self.parts(x)[1].sides
+        below = semiseparable_matrix(first.q, first.k, first.log_decay, first.input_scale)
+        flipped = (part.flip(1) for part in (second.q, second.k, second.log_decay, second.input_scale))
         return below, semiseparable_matrix(*flipped).flip(-1, -2)
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,16 +267,8 @@ class BidirectionalScanBlock(ScanBlock):
             below = F.pad(below[:, :, :-1], (0, 0, 1, 0))
             above = F.pad(above[:, :, 1:], (0, 0, 0, 1))
         matrix = below + above
-        if self.diagonal != "none":
-            matrix = matrix + torch.diag_embed(self.parts(x)[1]["diagonal"].transpose(1, 2))
-        return matrix
-
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Gated norm and output projection: y (B, L, H, P) and the gate z (B, L, H P) -> (B, L, d_model)."""
-        raise NotImplementedError
-
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return self.finish(mixed, self.parts(x)[0])
+        diagonal = self.parts(x)[1].diagonal
+        return matrix if diagonal is None else matrix + torch.diag_embed(diagonal.transpose(1, 2))
 
 
 def dt_bias_init(low: float, high: float, floor: float) -> InitRule:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import quasiseparable_scan
+from matmix.kernels.scan_layer.chunked import StepSizes
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, constant_init
-from matmix.model.mixers.scans.hydra_functions import StepSizes
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init
 from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
@@ -162,5 +162,6 @@ class QuasiseparableDD(Quasiseparable):
 
     def vectors_and_steps(self, v, inputs):
         B, C, dt = inputs
-        dt, log_decay = StepSizes.apply(dt, *weights_of(self.matrix_mixer, "dt_bias", "A_log"), 0.0, float("inf"))
+        parameters = weights_of(self.matrix_mixer, "dt_bias", "A_log")
+        dt, log_decay = StepSizes.apply(dt, *parameters, 2, 0.0, float("inf"))
         return B, C, dt, log_decay

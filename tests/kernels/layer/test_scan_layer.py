@@ -13,7 +13,7 @@ from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import scan_layer
 from matmix.kernels.gated_norm import fused as fused_norm
-from matmix.kernels.scan_layer import finish, fused
+from matmix.kernels.scan_layer import fused, steps
 from matmix.kernels.scan_layer.definition import scan_layer_definition
 from matmix.kernels.short_conv import fused as fused_conv
 
@@ -59,7 +59,7 @@ def errors(options, sizes, seqlen, device, dtype=torch.float32, cu_seqlens=None,
 @pytest.fixture
 def all_poisoned(poisoned, monkeypatch):
     """Buffers of all kernels of the layer start out as NaN."""
-    for module in (fused, finish, fused_norm, fused_conv):
+    for module in (fused, steps, fused_norm, fused_conv):
         monkeypatch.setattr(module, "torch", PoisonedTorch())
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from storages import Storages
 from torch.utils.checkpoint import checkpoint
 
+from matmix.kernels.scan_layer.chunked import StepSizes, ValuesAndVectors
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.mixers.scans.hydra import Hydra, HydraConfig
-from matmix.model.mixers.scans.hydra_functions import StepSizes, ValuesAndVectors
 from matmix.train.activation import checkpoint_activations
 
 PACKED = torch.tensor([0, 5, 6, 40], dtype=torch.int32)
@@ -240,7 +240,7 @@ def test_step_sizes(limits):
     raw, bias, A_log = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6), (3,), (3,))
     )
-    dt, decay = StepSizes.apply(raw, bias, A_log, *limits)
+    dt, decay = StepSizes.apply(raw, bias, A_log, 2, *limits)
     expected = F.softplus(raw.unflatten(-1, (2, 3)) + bias).clamp(*limits)
     if limits[0]:
         assert {"low", "free", "high"} == {
@@ -250,15 +250,16 @@ def test_step_sizes(limits):
     torch.testing.assert_close(dt, expected)
     torch.testing.assert_close(decay, -expected * A_log.exp())
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda *inputs: StepSizes.apply(*inputs, *limits), (raw, bias, A_log))
+        assert check(lambda *inputs: StepSizes.apply(*inputs, 2, *limits), (raw, bias, A_log))
 
 
 def test_values_and_vectors():
+    sizes = (6, 3, 3, 3, 3)
     vbc, weight, D = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 6 + 4 * 3), (2, 6), (2,))
     )
-    *parts, diagonal = ValuesAndVectors.apply(vbc, weight, D, 3)
+    *parts, diagonal = ValuesAndVectors.apply(vbc, weight, D, sizes)
     assert torch.equal(torch.cat(parts, -1), vbc)
     torch.testing.assert_close(diagonal, F.linear(vbc[..., :6], weight) + D)
     for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
-        assert check(lambda *inputs: ValuesAndVectors.apply(*inputs, 3), (vbc, weight, D))
+        assert check(lambda *inputs: ValuesAndVectors.apply(*inputs, sizes), (vbc, weight, D))

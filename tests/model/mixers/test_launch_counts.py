@@ -24,8 +24,7 @@ SMALL = {"headdim": 16, "d_state": 16}
 @pytest.fixture
 def on_triton(interpreter, monkeypatch):
     for module, name in (
-        (scan_block, "scan_layer"), (scan_block, "scan_layer_is_fused"), (lion, "lion_mixer"),
-        (lion, "lion_mixer_is_fused"),
+        (scan_block, "scan_layer"), (lion, "lion_mixer"), (lion, "lion_mixer_is_fused"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, functools.partial(getattr(module, name), backend="triton"))
     monkeypatch.setattr(checks, "can_look", lambda tensor: False)  # at values, as on a GPU

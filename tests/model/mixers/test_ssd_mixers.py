@@ -145,11 +145,8 @@ def test_mamba2_has_the_parameters_and_start_of_mamba_ssm(make):
 def test_the_diagonal_of_add_is_tied_to_its_scans(make):
     mixer = make("bidirectional_add", **SMALL)
     x = torch.randn(2, 11, D_MODEL, dtype=torch.float64)
-    _, a = mixer.parts(x)
-    own = [
-        torch.einsum("bthn,bthn->bth", a[f"q_{side}"], a[f"k_{side}"]) * a[f"input_scale_{side}"]
-        for side in ("forward", "backward")
-    ]
+    sides = mixer.parts(x)[1].sides
+    own = [torch.einsum("bthn,bthn->bth", side.q, side.k) * side.input_scale for side in sides]
     diagonal = mixer.matrix(x).diagonal(dim1=-2, dim2=-1)
     torch.testing.assert_close(diagonal, (own[0] + own[1]).transpose(1, 2), rtol=1e-12, atol=1e-12)
     assert not {"D", "fc_D.weight"} & {name for name, _ in mixer.named_parameters()}
