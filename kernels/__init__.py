@@ -21,30 +21,42 @@ if __name__ == "kernels":
     else:
         __file__, __path__ = None, []
 else:
+    from matmix.kernels.gated_norm.chunked import gated_norm_torch
     from matmix.kernels.gated_norm.op import gated_norm
+    from matmix.kernels.lion.chunked import lion_mixer_torch
     from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
+    from matmix.kernels.matrix_product.chunked import matrix_product_chunked
     from matmix.kernels.matrix_product.op import matrix_product_scan
+    from matmix.kernels.mru.chunked import mru_mixer_torch, mru_step_torch
     from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused, mru_step
     from matmix.kernels.registration import finish_registration
+    from matmix.kernels.scan_layer.chunked import scan_layer_torch
     from matmix.kernels.scan_layer.op import scan_layer
+    from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
+    from matmix.kernels.semiseparable.chunked.forward import semiseparable_step_torch
     from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
     from matmix.kernels.semiseparable.step import semiseparable_step
+    from matmix.kernels.short_conv.chunked import short_conv_step_torch, short_conv_torch
     from matmix.kernels.short_conv.op import short_conv, short_conv_step
 
     finish_registration()
 
-    __all__ = [
-        "gated_norm",
-        "lion_mixer",
-        "lion_mixer_is_fused",
-        "matrix_product_scan",
-        "mru_mixer",
-        "mru_mixer_is_fused",
-        "mru_step",
-        "quasiseparable_scan",
-        "scan_layer",
-        "semiseparable_scan",
-        "semiseparable_step",
-        "short_conv",
-        "short_conv_step",
-    ]
+    PYTORCH_FORMS = {
+        gated_norm: gated_norm_torch,
+        lion_mixer: lion_mixer_torch,
+        lion_mixer_is_fused: None,
+        matrix_product_scan: matrix_product_chunked,
+        mru_mixer: mru_mixer_torch,
+        mru_mixer_is_fused: None,
+        mru_step: mru_step_torch,
+        quasiseparable_scan: quasiseparable_chunked,
+        scan_layer: scan_layer_torch,
+        semiseparable_scan: semiseparable_chunked,
+        semiseparable_step: semiseparable_step_torch,
+        short_conv: short_conv_torch,
+        short_conv_step: short_conv_step_torch,
+    }
+    """All functions of this package -> what takes their place in an export, which runs without it: the PyTorch form, or
+    None for a question whether there are kernels, to which the answer is no."""
+
+    __all__ = ["PYTORCH_FORMS", *(function.__name__ for function in PYTORCH_FORMS)]

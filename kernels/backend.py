@@ -28,42 +28,53 @@ BACKENDS = ("auto", "torch", "triton")
 # Found out once: torch.compile cannot trace the search.
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
-_TRITON_FORMS = {
-    "semiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
-    "semiseparable_step": "matmix.kernels.semiseparable.fused.step",
-    "quasiseparable_scan": "matmix.kernels.semiseparable.fused.launch",
-    "matrix_product_scan": "matmix.kernels.matrix_product.fused",
-    "mru_mixer": "matmix.kernels.mru.fused",
-    "short_conv": "matmix.kernels.short_conv.fused",
-    "short_conv_from_state": "matmix.kernels.short_conv.fused_state",
-    "short_conv_step": "matmix.kernels.short_conv.fused_step",
-    "gated_norm": "matmix.kernels.gated_norm.fused",
-    "lion_mixer": "matmix.kernels.lion.fused",
-    "scan_layer": "matmix.kernels.scan_layer.fused",
-}
-"""Module whose functions `forward` and, but for steps of one token, `backward` are the Triton form of an op."""
+TRITON_FORMS: dict[str, str] = {}
+"""Name of a registered operation -> the module that is its Triton form; each operation's file adds its own."""
 
 
-def implementation(
-    op: str, half: Literal["forward", "backward"], torch_form: Callable, backend: str, like: Tensor, why_not: str = ""
-) -> Callable:
-    """The function that computes the forward or the backward pass of `op` for inputs with the dtype and device of
-    `like`.
+class Forms:
+    """The two forms of an operation: functions in PyTorch, and in a module those of the same meaning in Triton."""
 
-    Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the
-    kernels cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
-    """
-    if backend == "triton":
-        check_backend(op, backend, like, why_not)
-    tell_fallback(op, backend, like, why_not)
-    if why_not or not takes_triton(backend, like):
-        return torch_form
-    return getattr(triton_form(op), half)
+    def __init__(
+        self,
+        op: str,
+        triton: str,
+        forward: Callable | None = None,
+        backward: Callable | None = None,
+        suffix: str = "",
+    ):
+        """
+        Args:
+            op: name of the registered operation.
+            triton: the module, below `matmix.kernels`, whose functions `forward` and `backward` are the Triton form; it
+                is imported when it is first needed.
+            forward, backward: the PyTorch form; None where the operation runs in Triton only, or has no such half.
+            suffix: what the names of the module's functions end with.
+        """
+        self.op, self.module, self.suffix = op, f"matmix.kernels.{triton}", suffix
+        self.torch_form = {"forward": forward, "backward": backward}
+        TRITON_FORMS[op] = self.module
 
+    def choose(self, half: Literal["forward", "backward"], backend: str, like: Tensor, why_not: str = "") -> Callable:
+        """Returns the function that computes the forward or the backward pass for inputs with the dtype and device of
+        `like`.
 
-def triton_form(op: str) -> ModuleType:
-    """The module that is the Triton form of `op`."""
-    return importlib.import_module(_TRITON_FORMS[op])
+        Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the kernels
+        cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
+        """
+        if backend == "triton":
+            check_backend(self.op, backend, like, why_not)
+        tell_fallback(self.op, backend, like, why_not)
+        if why_not or not takes_triton(backend, like):
+            torch_form = self.torch_form[half]
+            assert torch_form is not None
+            return torch_form
+        return getattr(self.triton, f"{half}{self.suffix}")
+
+    @property
+    def triton(self) -> ModuleType:
+        """The module that is the Triton form."""
+        return importlib.import_module(self.module)
 
 
 def tell_fallback(op: str, backend: str, like: Tensor, why_not: str) -> None:

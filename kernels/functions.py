@@ -1,11 +1,13 @@
-"""Functions whose gradients are written by hand, as torch.func's transforms see them.
+"""What the PyTorch forms of all operations share: the precision they compute in, pieces of work that fit a cache, and
+functions whose gradients are written by hand, as torch.func's transforms see them.
 
-torch.vmap calls them, as it calls registered operations, once for each sample: each may have weights, and gradients of
-them, of its own.
+torch.vmap calls such functions, as it calls registered operations, once for each sample: each may have weights, and
+gradients of them, of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,6 +16,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from matmix.kernels.checks import transformed
+
+
+def outside_autocast(function: Callable) -> Callable:
+    """Runs `function` with autocast off for the device of its first tensor.
+
+    The PyTorch forms compute in float32 (or float64) whatever their inputs are; autocast would reach into them
+    and round their products to bfloat16.
+    """
+
+    @functools.wraps(function)
+    def run(*arguments, **options):
+        device = next(x.device.type for x in arguments if isinstance(x, torch.Tensor))
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return function(*arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(*arguments, **options)
+
+    return run
+
+
+def working(x: torch.Tensor) -> torch.Tensor:
+    """float32, or float64 for float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def cache_blocks(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Slices over `rows` rows of `width` numbers: about 256 kB each on a CPU, one slice on other devices."""
+    step = max(1, (1 << 16) // max(width, 1)) if device.type == "cpu" else max(rows, 1)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def call_each(function: Callable, samples: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:

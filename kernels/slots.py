@@ -1,4 +1,5 @@
-"""Numbers chunks so that none crosses the boundary of a document, for the kernels of all scans.
+"""What the Triton kernels of several operations share: numbers of chunks that no boundary of a document crosses, and a
+function of single numbers.
 
 Every document starts a chunk of its own, so documents cannot touch each other and states enter and leave at chunk
 edges. Document d gets the slots from cu_seqlens[d] // span + d on; as
@@ -132,3 +133,11 @@ def located(slot, table, seqlen, per_row, PACKED: tl.constexpr):
         begin = slot * 0
         length = begin + seqlen
     return piece, row, begin, length
+
+
+@triton.jit
+def log_one_plus(x):
+    """log(1 + x) for x >= 0, with all digits where x is small."""
+    whole = 1.0 + x
+    # The rounding of 1 + x is taken back (Kahan).
+    return tl.where(whole == 1.0, x, tl.log(whole) * (x / tl.where(whole == 1.0, 1.0, whole - 1.0)))

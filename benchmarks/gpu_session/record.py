@@ -19,7 +19,7 @@ from matmix.benchmarks.measuring.settings import device_name
 from matmix.benchmarks.peers.packages import HOW
 from matmix.data.storage.files import write_atomic
 from matmix.kernels.launching import record_launches
-from matmix.kernels.tiles.table import FOLDER, architecture
+from matmix.kernels.tiles import FOLDER, architecture
 from matmix.launch.lab.measuring import environment
 
 SAME = ("part", "device", "versions", "code", "tiles", "toy")

@@ -24,18 +24,18 @@ from matmix.benchmarks.gpu_session.correctness import EXACT, ROUNDED, Check, che
 from matmix.benchmarks.gpu_session.record import Piece, Record, Session
 from matmix.benchmarks.measuring.suite import largest_error, tolerance
 from matmix.benchmarks.measuring.timing import Clock, quartiles
+from matmix.kernels import tiles
 from matmix.kernels.launching import Launch, launch, record_launches
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
-from matmix.kernels.semiseparable.fused.configs import (
+from matmix.kernels.semiseparable.fused.scan import (
     OPERATION,
     ScanConfig,
     checked,
     force_configuration,
     usual,
 )
-from matmix.kernels.tiles import table
 
 Fields = dict[str, int]
 
@@ -400,7 +400,7 @@ def run(session: Session) -> list[str]:
             return left
         if session.only:
             continue  # the fastest of some candidates is no table
-        present = sweep.whole_piece("present", usual(sweep.itemsize, table.architecture(session.device)), False)
+        present = sweep.whole_piece("present", usual(sweep.itemsize, tiles.architecture(session.device)), False)
         ranked = combined([sweep.measured(group) for group in GROUPS])
         places = [
             sweep.whole_piece(f"place {place}", fitting(fields, sweep.itemsize), True)
@@ -420,11 +420,11 @@ def run(session: Session) -> list[str]:
     return []
 
 
-def write_table(session: Session, record: Record, chosen: list[ScanConfig], folder: Path = table.FOLDER) -> None:
+def write_table(session: Session, record: Record, chosen: list[ScanConfig], folder: Path = tiles.FOLDER) -> None:
     """The table of this architecture: beside the records, and on a GPU also where the kernels read it."""
-    name = table.architecture(session.device) or "interpreter"
+    name = tiles.architecture(session.device) or "interpreter"
     where = {key: record.content[key] for key in ("device", "date", "commit", "code", "versions")}
-    content = table.text(name, where, {OPERATION: chosen})
+    content = tiles.text(name, where, {OPERATION: chosen})
     for place in [session.out, *([folder] if session.device.type == "cuda" else [])]:
         path = place / f"{name}.json"
         path.write_text(content, encoding="utf-8")

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from matmix.benchmarks.compiling import HARDWARE, Compilation, Resources, compilation, compiled, problem
 from matmix.benchmarks.kernels.calls import Call, calls
-from matmix.kernels.backend import _TRITON_FORMS
+from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.launching import Launch, record_launches
 
 Beside, Found = TypeVar("Beside"), TypeVar("Found")
@@ -55,7 +55,7 @@ def launches(scope: str = "standard", only: Iterable[str] = ()) -> list[Recorded
             continue
         if not all(text in f"{call.op}: {call.title}, {call.dtype_name}" for text in only):
             continue
-        module = importlib.import_module(_TRITON_FORMS[call.op])
+        module = importlib.import_module(TRITON_FORMS[call.op])
         forced = [None, *(module.configurations() if call.main else ())]
         for configuration in forced:
             force = contextlib.nullcontext() if configuration is None else module.force_configuration(configuration)

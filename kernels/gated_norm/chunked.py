@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matmix.kernels.cache_blocks import cache_blocks
-from matmix.kernels.functions import Function, gradient_of
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast
 
 
 def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import check_floating, check_shape
 from matmix.kernels.gated_norm.chunked import norm_backward, norm_forward
 from matmix.kernels.registration import register
@@ -75,14 +75,15 @@ class Gradients(NamedTuple):
     gate: Tensor
 
 
+FORMS = Forms("gated_norm", "gated_norm.fused", norm_forward, norm_backward)
+
+
 def _forward(given: Inputs) -> Outputs:
-    run = implementation("gated_norm", "forward", norm_forward, given.backend, given.x)
-    return Outputs(run(*given[:5]))
+    return Outputs(FORMS.choose("forward", given.backend, given.x)(*given[:5]))
 
 
 def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
-    run = implementation("gated_norm", "backward", norm_backward, given.backend, given.x)
-    return Gradients(*run(cotangents.y, *given[:5]))
+    return Gradients(*FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:5]))
 
 
 def _like(given: Inputs) -> Outputs:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.kernels.semiseparable.definition import quasiseparable_definition
 
 

@@ -17,7 +17,7 @@ from matmix.kernels.lion.elements import feature_gradients, features, row_gradie
 from matmix.kernels.lion.gates import gate_gradients, log_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
-from matmix.kernels.semiseparable.fused.collect import Into
+from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.slots import count_slots, slot_table
 
 _ELEMENTS = 2048

@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.elementwise import log_one_plus
-from matmix.kernels.slots import located
+from matmix.kernels.slots import located, log_one_plus
 
 
 @triton.jit

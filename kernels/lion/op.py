@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, takes_triton, triton_form
+from matmix.kernels.backend import Forms, check_backend, takes_triton
 from matmix.kernels.checks import (
     check_choice,
     check_cu_seqlens,
@@ -16,12 +16,10 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
-from matmix.kernels.lion.chunked import lion_mixer_torch
-from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.lion.chunked import FEATURE_MAPS, lion_mixer_torch
 from matmix.kernels.registration import register
-from matmix.kernels.semiseparable.arguments import no_kernel_for
 from matmix.kernels.semiseparable.flops import scan_flops
-from matmix.kernels.semiseparable.form import ScanForm
+from matmix.kernels.semiseparable.form import ScanForm, no_kernel_for
 
 
 def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
@@ -128,8 +126,11 @@ class Gradients(NamedTuple):
     gates: Tensor | None
 
 
+FORMS = Forms("lion_mixer", "lion.fused")
+
+
 def _forward(given: Inputs) -> Outputs:
-    fused = triton_form("lion_mixer")
+    fused = FORMS.triton
     qkv, gates, cu_seqlens, *form = given
     return Outputs(*fused.forward(qkv, gates, fused.LionForm(*form), cu_seqlens))
 
@@ -144,7 +145,7 @@ def _like(given: Inputs) -> Outputs:
 
 
 def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-    fused = triton_form("lion_mixer")
+    fused = FORMS.triton
     qkv, gates, cu_seqlens, *form = given
     dy = torch.zeros_like(outputs.y) if cotangents.y is None else cotangents.y
     return Gradients(*fused.backward(dy, cotangents.row_sum, *outputs, qkv, gates, fused.LionForm(*form), cu_seqlens))

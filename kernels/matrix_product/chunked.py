@@ -19,11 +19,213 @@ both second passes run the recurrence in all chunks at once, and only each chunk
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
-from matmix.kernels.functions import Function, gradient_of
-from matmix.kernels.matrix_product.backward import product_backward
-from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast
+from matmix.kernels.matrix_product.forward import given_states, product_forward
+from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, multiplies_wide, product_spans
+
+
+@outside_autocast
+def product_backward(
+    dh: Tensor | None,
+    dfinal: Tensor | None,
+    x: Tensor,
+    h: Tensor,
+    products: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of x and of the initial state. `dh` and `dfinal` are read only."""
+    documents = ProductDocuments(cu_seqlens)
+    packed = cu_seqlens is not None
+    rows = cu_seqlens.shape[0] - 1 if packed else x.shape[0]
+    given = given_states(initial_state, rows, x)
+    learned = initial_state is not None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dgiven = torch.zeros(given.shape, dtype=given.dtype, device=x.device)
+    carry = torch.zeros(x.shape[0], *x.shape[2:], dtype=given.dtype, device=x.device)
+    if dfinal is not None:
+        dfinal = dfinal.to(given.dtype)
+        if packed:
+            # A document without tokens hands its state, and so its gradient, straight on.
+            dgiven[documents.empty] = dfinal[documents.empty]
+        else:
+            carry = dfinal
+    # B_t takes the place of dX_t first, where the dtypes allow.
+    sums = dx if dx.dtype == given.dtype else torch.empty_like(dx, dtype=given.dtype)
+    for span in reversed(product_spans(x, chunk_size, documents)):
+        gradient = ProductGradient(span, dh, dfinal if packed else None)
+        several = span.count > 1
+        arriving = carries_from_right(span, gradient, carry, products) if several else carry.unsqueeze(1)
+        recurrence = BackwardRecurrence(span, gradient, dgiven if packed and learned else None)
+        carry = span_sums(span, recurrence, arriving, sums)
+    if not packed:
+        dgiven = carry
+    multiply_by_states(sums, h, documents if packed else None, given if learned else None, dx)
+    return dx, dgiven.to(initial_state.dtype) if learned else None
+
+
+class ProductGradient:
+    """The cotangent of a span's states: `dh`, plus `dfinal` at the last token of each packed document."""
+
+    def __init__(self, span: ProductSpan, dh: Tensor | None, dfinal: Tensor | None):
+        self.span, self.dfinal = span, dfinal
+        self.dh = None if dh is None else span.view(dh)
+
+    def load(self, block: range, out: Tensor) -> Tensor:
+        given = self.dh is not None
+        out = self.span.load(self.dh, block.start, block.stop, out) if given else out[: len(block)].zero_()
+        if self.dfinal is not None:
+            for step in self.span.ends.keys() & set(block):
+                rows, documents = self.span.ends[step]
+                out[step - block.start][0, rows] += self.dfinal[documents]
+        return out
+
+    def load_wide(self, block: range, out: Tensor) -> Tensor:
+        """Into (batch, count, nheads, o, steps, o)."""
+        if self.dh is None:
+            out.zero_()
+        else:
+            out.copy_(self.dh[:, :, block.start : block.stop].permute(0, 1, 3, 4, 2, 5))
+        if self.dfinal is not None:
+            for step in self.span.ends.keys() & set(block):
+                rows, documents = self.span.ends[step]
+                out[0, rows, :, :, step - block.start] += self.dfinal[documents]
+        return out
+
+
+class BackwardRecurrence:
+    """B_t of all chunks of a span, from the last step to the first, a block of steps at a time.
+
+    What a step adds to the one before it is B_t X_t^T, except where a document begins: there it is the gradient of
+    that document's initial state, written to `dgiven` if that is given.
+    """
+
+    def __init__(self, span: ProductSpan, gradient: ProductGradient, dgiven: Tensor | None):
+        self.span, self.gradient, self.dgiven = span, gradient, dgiven
+        self.factors, self.sums = span.buffers(), span.buffers()
+        self.above = span.buffer().view(span.flat)
+
+    def run(self, block: range, arriving: Tensor | None) -> Tensor:
+        """B_t of the block's steps, (steps, *lanes); `arriving` is what the last step of all gets from its right."""
+        span = self.span
+        last = block.stop == span.chunk
+        sums = self.gradient.load(block, self.sums)
+        factors = span.by_lane(span.load(span.x, block.start + 1, block.stop + (not last), self.factors))
+        slots = span.by_lane(sums)
+        above = self.above
+        for number in reversed(range(len(block))):
+            if number < len(factors):
+                self.pass_left(above, factors[number], block[number] + 1, slots[number])
+            elif arriving is not None:
+                sums[number] += arriving
+            above = slots[number]
+        self.above.copy_(above)
+        return sums
+
+    def pass_left(self, above: Tensor, factor: Tensor, step: int, out: Tensor) -> None:
+        """out += B X^T, where B is `above` and both belong to `step`."""
+        restart = self.span.starts.get(step)
+        if restart is not None:
+            self.to_initial_states(above, factor, restart)
+            kept = self.span.rows(out)[restart[0]]
+        out.baddbmm_(above, factor.mT)
+        if restart is not None:
+            self.span.rows(out)[restart[0]] = kept
+
+    def to_initial_states(self, above: Tensor, factor: Tensor, restart: tuple[Tensor, Tensor]) -> None:
+        rows, documents = restart
+        if self.dgiven is not None:
+            self.dgiven[documents] = self.span.rows(above)[rows] @ self.span.rows(factor)[rows].mT
+
+
+def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tensor, products: Tensor) -> Tensor:
+    """What reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
+
+    carry (batch, nheads, o, o): what reaches the last chunk.
+    """
+    if multiplies_wide(span.x):
+        local, products = sent_left_wide(span, gradient, products)
+    else:
+        local = sent_left(span, gradient)
+    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(products)
+    arriving = [carry.flatten(0, 1)]
+    for chunk in reversed(range(1, span.count)):
+        own = local[chunk]
+        alone = chunk in span.cut
+        arriving.append(own if alone else torch.baddbmm(own, arriving[-1], factors[chunk].mT))
+    return span.lane_major(arriving[::-1])
+
+
+def sent_left_wide(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
+    """What each chunk sends left if nothing reaches it, and its product: the sum of G_t P_t^T, where P_t is the product
+    of its matrices up to t; one wide product per block of steps.
+    """
+    local = span.buffer().view(span.flat)
+    for block in span.blocks():
+        rights = span.wide(products, block)
+        sums = gradient.load_wide(block, torch.empty_like(rights))
+        restarted = span.restarted(block)
+        if restarted is not None:
+            rows, steps = restarted
+            sums[0, rows, :, :, steps] = 0
+        pair = sums.flatten(4).flatten(0, 2), rights.flatten(4).flatten(0, 2).mT
+        local = local.baddbmm_(*pair) if block.start else torch.bmm(*pair, out=local)
+    return local, rights[..., -1, :]
+
+
+def sent_left(span: ProductSpan, gradient: ProductGradient) -> Tensor:
+    """What each chunk sends left if nothing reaches it, by the recurrence. For large matrices."""
+    recurrence = BackwardRecurrence(span, gradient, None)
+    for block in reversed(span.blocks()):
+        recurrence.run(block, None)
+    factor = span.buffer().copy_(span.x[:, :, 0]).view(span.flat)
+    local = torch.bmm(recurrence.above, factor.mT)
+    if 0 in span.starts:
+        span.rows(local)[span.starts[0][0]] = 0
+    return local
+
+
+def span_sums(span: ProductSpan, recurrence: BackwardRecurrence, arriving: Tensor, out: Tensor) -> Tensor:
+    """Write the span's B_t into `out`; returns what passes to its left."""
+    target = span.view(out)
+    for block in reversed(span.blocks()):
+        span.store(recurrence.run(block, arriving), target, block.start)
+    factor = span.buffer().copy_(span.x[:, :, 0])
+    top = recurrence.above.view(span.lanes)
+    if 0 in span.starts:
+        recurrence.to_initial_states(recurrence.above, factor, span.starts[0])
+        if 0 in span.starts[0][0].tolist():
+            return torch.zeros_like(top[:, 0])
+    return top[:, 0] @ factor[:, 0].mT
+
+
+def multiply_by_states(
+    sums: Tensor, h: Tensor, documents: ProductDocuments | None, given: Tensor | None, dx: Tensor
+) -> None:
+    """dX_t = H_{t-1}^T B_t, a cache's worth of tokens at a time; `sums`, B_t, may be dx itself.
+
+    given: the initial states of rows or documents, which their first tokens multiply; None for the identity.
+    """
+    if documents is None:
+        rows, tokens = torch.arange(h.shape[0]), torch.zeros(h.shape[0], dtype=torch.int64)
+        owners = rows
+    else:
+        tokens, owners = torch.tensor(documents.starts, dtype=torch.int64).view(-1, 2).unbind(1)
+        rows = torch.zeros_like(tokens)
+    first = rows.to(h.device), tokens.to(h.device)
+    own = sums[first]
+    states, cotangents, out = (y.flatten(0, 1) for y in (h, sums, dx))
+    for block in cache_blocks(len(states) - 1, math.prod(h.shape[2:]) // 8, h.device):
+        here = slice(block.start + 1, block.stop + 1)
+        left = states[block].to(sums.dtype).flatten(0, 1).mT
+        out[here] = torch.bmm(left, cotangents[here].flatten(0, 1)).view(out[here].shape)
+    dx[first] = (own if given is None else given[owners.to(given.device)].mT @ own).to(dx.dtype)
 
 
 class MatrixProductFunction(Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from matmix.kernels.functions import outside_autocast
 from matmix.kernels.matrix_product.spans import (
     ProductDocuments,
     ProductSpan,
@@ -13,7 +14,6 @@ from matmix.kernels.matrix_product.spans import (
     product_spans,
     products_like,
 )
-from matmix.kernels.precision import outside_autocast
 
 
 @outside_autocast

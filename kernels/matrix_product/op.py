@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation, takes_triton
+from matmix.kernels.backend import Forms, check_backend, takes_triton
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
-from matmix.kernels.matrix_product.backward import product_backward
-from matmix.kernels.matrix_product.chunked import reverse_products
+from matmix.kernels.matrix_product.chunked import product_backward, reverse_products
 from matmix.kernels.matrix_product.forward import product_forward
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
 from matmix.kernels.registration import register
@@ -111,9 +110,11 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None
 
 
+FORMS = Forms("matrix_product_scan", "matrix_product.fused", product_forward, product_backward)
+
+
 def _forward(given: Inputs) -> Outputs:
-    run = implementation("matrix_product_scan", "forward", product_forward, given.backend, given.x)
-    return Outputs(*run(*given[:4]))
+    return Outputs(*FORMS.choose("forward", given.backend, given.x)(*given[:4]))
 
 
 def _like(given: Inputs) -> Outputs:
@@ -131,7 +132,7 @@ def _like(given: Inputs) -> Outputs:
 
 
 def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-    run = implementation("matrix_product_scan", "backward", product_backward, given.backend, given.x)
+    run = FORMS.choose("backward", given.backend, given.x)
     x, *others = given[:4]
     return Gradients(*run(cotangents.h, cotangents.final, x, outputs.h, outputs.products, *others))
 

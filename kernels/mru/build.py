@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.matrix_product.tiles import multiply, turned_places
+from matmix.kernels.matrix_product.passes import multiply, turned_places
 
 
 @triton.jit

@@ -1,20 +1,103 @@
-"""The MRU mixer in PyTorch: state matrices, scan and projection. Only the elements, or the tokens' chunks, are stored
-for the backward pass."""
+"""The MRU mixer in PyTorch: elements, state matrices, scan and projection, and the norms of states, which a training
+run records because not every construction bounds them. Only the elements, or the tokens' chunks, are stored for the
+backward pass.
+
+Elements can be made from chunks of the tokens, with few parameters, as in mru-lm's first form (December 2024). A
+token's d_model numbers are nheads x o chunks of d_chunk; row i of a head's M is its chunk i times W_up[head]. The
+elements of a construction are M row by row, or, where it takes a triangle, the strictly lower one of (M - M^T) /
+sqrt(2), so that every weight counts and the elements are as large as those of M.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.matrix_product.backward import product_backward
-from matmix.kernels.matrix_product.chunked import matrix_product_chunked
+from matmix.kernels.functions import outside_autocast, working
+from matmix.kernels.matrix_product.chunked import matrix_product_chunked, product_backward
 from matmix.kernels.matrix_product.forward import product_forward
-from matmix.kernels.mru.chunks import chunks_gradient, elements_from_chunks
-from matmix.kernels.mru.constructions import AffineMap, CayleyTransform, UnitDeterminantProduct, build_state_matrices
-from matmix.kernels.mru.norms import sampled_log_norms, scan_log_norms
-from matmix.kernels.precision import outside_autocast, working
+from matmix.kernels.mru.constructions import (
+    TRIANGLES,
+    AffineMap,
+    CayleyTransform,
+    UnitDeterminantProduct,
+    build_state_matrices,
+)
+
+EVERY = 64
+"""Tokens between the states that are looked at. A state that has left the range of float32 stays out of it until its
+document ends, so the states at the documents' ends show every overflow, and a sample shows the growth on the way."""
+
+NOTHING = float("-inf")
+"""Stands where there is no state; the log-norm of a state of zeros is a finite number."""
+
+
+def log_norms(states: Tensor) -> Tensor:
+    """Natural log of the Frobenius norm: (..., o, o) -> (...), float32 or float64.
+
+    Exact also where squares would overflow or vanish; infinite or NaN where an element is.
+    """
+    states = states.detach().to(torch.promote_types(states.dtype, torch.float32)).flatten(-2)
+    largest = states.abs().amax(-1).clamp_min(torch.finfo(states.dtype).tiny)
+    # Infinity over infinity is NaN; the sum below must still say infinity.
+    relative = (states / largest.unsqueeze(-1)).square().sum(-1)
+    return largest.log() + torch.where(largest.isinf(), torch.ones_like(relative), relative.clamp_min(1)).log() / 2
+
+
+def summary(norms: Tensor) -> Tensor:
+    """Largest and mean of log-norms, (2,); entries of `NOTHING` are left out, a NaN shows in both."""
+    norms = norms.flatten()
+    there = norms != NOTHING
+    return torch.stack([norms.amax(), norms.where(there, 0).sum() / there.sum()])
+
+
+def sampled_log_norms(h: Tensor, final: Tensor) -> Tensor:
+    """Log-norms (n, nheads) of every 64th state of `h` (batch, seqlen, nheads, o, o) and of the documents' last states
+    (rows, nheads, o, o)."""
+    return log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, 1), final]))
+
+
+def scan_log_norms(h: Tensor, final: Tensor) -> Tensor:
+    """Largest and mean, (2,), of `sampled_log_norms`."""
+    return summary(sampled_log_norms(h, final))
+
+
+@outside_autocast
+def elements_from_chunks(chunks: Tensor, w_up: Tensor, construction: str) -> Tensor:
+    """(..., nheads, o, d_chunk) by (nheads, d_chunk, `element_columns`) -> (..., nheads, E), E as `state_elements`
+    says, float32 (float64 for float64), differentiable."""
+    chunks, w_up = working(chunks), working(w_up)
+    order = chunks.shape[-2]
+    matrices = torch.einsum("...hic,hcj->...hij", chunks, w_up.to(chunks.dtype)).flatten(-2)
+    if construction not in TRIANGLES:
+        return matrices
+    below, above = _triangle(order, chunks.device)
+    return (matrices.index_select(-1, below) - matrices.index_select(-1, above)) * math.sqrt(0.5)
+
+
+def chunks_gradient(gradient: Tensor, chunks: Tensor, w_up: Tensor, construction: str) -> tuple[Tensor, Tensor]:
+    """Gradients of chunks and weights, typed as these, from that of the elements."""
+    given, weights = working(chunks), working(w_up)
+    order = chunks.shape[-2]
+    if construction in TRIANGLES:
+        below, above = _triangle(order, chunks.device)
+        whole = gradient.new_zeros(*gradient.shape[:-1], order**2)
+        whole[..., below] = gradient * math.sqrt(0.5)
+        whole[..., above] = gradient * -math.sqrt(0.5)
+        gradient = whole
+    gradient = gradient.unflatten(-1, (order, -1))
+    dchunks = torch.einsum("...hij,hcj->...hic", gradient, weights.to(gradient.dtype))
+    dw_up = torch.einsum("blhic,blhij->hcj", given, gradient)
+    return dchunks.to(chunks.dtype), dw_up.to(w_up.dtype)
+
+
+def _triangle(order: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places of the strictly lower triangle in a flat matrix, row by row, and those of their mirror images."""
+    rows, columns = torch.tril_indices(order, order, -1, device=device)
+    return rows * order + columns, columns * order + rows
 
 
 @outside_autocast

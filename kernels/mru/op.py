@@ -8,20 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation, takes_triton, tell_fallback
+from matmix.kernels.backend import Forms, check_backend, takes_triton, tell_fallback
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import (
+    EVERY,
     chosen,
     composed_mixer,
     made_elements,
     mixer_backward,
     mixer_forward,
     state_matrices,
+    summary,
 )
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, element_columns, state_elements
-from matmix.kernels.mru.norms import EVERY, summary
 from matmix.kernels.registration import register
 
 FUSED = ("affine", "identity_plus", "ldu", "cayley")
@@ -264,8 +265,11 @@ class Gradients(NamedTuple):
     initial_state: Tensor | None
 
 
+FORMS = Forms("mru_mixer", "mru.fused", mixer_forward, mixer_backward)
+
+
 def _forward(given: Inputs) -> Outputs:
-    run = implementation("mru_mixer", "forward", mixer_forward, given.backend, given.elements, given.why_not)
+    run = FORMS.choose("forward", given.backend, given.elements, given.why_not)
     return Outputs(*run(*given[:6]))
 
 
@@ -286,7 +290,7 @@ def _like(given: Inputs) -> Outputs:
 
 
 def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
-    run = implementation("mru_mixer", "backward", mixer_backward, given.backend, given.elements, given.why_not)
+    run = FORMS.choose("backward", given.backend, given.elements, given.why_not)
     elements, w_down, w_up, *others = given[:6]
     return Gradients(*run(cotangents.y, cotangents.final, elements, w_down, w_up, outputs.edges, *others))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.matrix_product.tiles import multiply
+from matmix.kernels.matrix_product.passes import multiply
 from matmix.kernels.mru.build import block_places, elements_of, identity, load_weights, token_places
 
 ONE = tl.constexpr(0x3F800000)

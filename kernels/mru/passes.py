@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.matrix_product.passes import last_chunk
-from matmix.kernels.matrix_product.tiles import multiply, turned
+from matmix.kernels.matrix_product.passes import last_chunk, multiply, turned
 from matmix.kernels.mru.build import (
     block_places,
     block_sums,

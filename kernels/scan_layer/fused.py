@@ -14,14 +14,14 @@ import torch
 import triton
 from torch import Tensor
 
+from matmix.kernels.functions import outside_autocast
 from matmix.kernels.gated_norm import fused as norm
 from matmix.kernels.launching import launch, rows_in_place
-from matmix.kernels.precision import outside_autocast
 from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.scan_layer.steps import clear_edges, parameter_gradients, step_gradients, step_sizes
 from matmix.kernels.semiseparable.form import ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
-from matmix.kernels.semiseparable.fused.collect import Into
+from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.short_conv import fused as conv
 from matmix.kernels.slots import count_documents
 

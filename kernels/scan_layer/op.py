@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, takes_triton, triton_form
+from matmix.kernels.backend import Forms, check_backend, takes_triton
 from matmix.kernels.checks import (
     check_choice,
     check_chunk_size,
@@ -28,8 +28,8 @@ from matmix.kernels.checks import (
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
 from matmix.kernels.registration import register
 from matmix.kernels.scan_layer.chunked import LayerForm, LayerParts, compose_layer
-from matmix.kernels.semiseparable.arguments import no_kernel_for
 from matmix.kernels.semiseparable.flops import scan_flops
+from matmix.kernels.semiseparable.form import no_kernel_for
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.short_conv.op import short_conv
 
@@ -171,6 +171,9 @@ def scan_layer(
 _PARTS = LayerParts(short_conv, semiseparable_scan, quasiseparable_scan, gated_norm)
 
 
+FORMS = Forms("scan_layer", "scan_layer.fused")
+
+
 def _form(given: ScanInputs | Inputs, inner: int) -> LayerForm:
     """The form from the options of a registered op."""
     high = math.inf if given.high is None else given.high
@@ -188,7 +191,7 @@ def _form(given: ScanInputs | Inputs, inner: int) -> LayerForm:
 
 def _parameters(given: ScanInputs | Inputs) -> NamedTuple:
     """The layer's small parameters, as its Triton form takes them."""
-    kind = triton_form("scan_layer").Parameters
+    kind = FORMS.triton.Parameters
     return kind(*(getattr(given, field) for field in kind._fields))
 
 
@@ -233,7 +236,7 @@ class ScanOutputs(NamedTuple):
 
 def _scan_forward(given: ScanInputs) -> ScanOutputs:
     form = _form(given, given.inner(given.conv_weight.shape[0]))
-    y, mixed, product = triton_form("scan_layer").forward(
+    y, mixed, product = FORMS.triton.forward(
         given.projected, _parameters(given), form, given.cu_seqlens, given.chunk_size
     )
     return ScanOutputs(y, mixed if given.keep else None, product if given.keep else None)
@@ -301,7 +304,7 @@ class Gradients(NamedTuple):
 
 def _forward(given: Inputs) -> Outputs:
     form = _form(given, given.norm_weight.shape[0])
-    gate = triton_form("scan_layer").gate
+    gate = FORMS.triton.gate
     return Outputs(
         gate(given.projected, given.y, given.norm_weight, form, given.eps, given.group_size, given.norm_first)
     )
@@ -312,7 +315,7 @@ def _like(given: Inputs) -> Outputs:
 
 
 def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
-    found = triton_form("scan_layer").backward(
+    found = FORMS.triton.backward(
         cotangents.out, given.projected, given.y, given.mixed, given.product, _parameters(given), given.norm_weight,
         _form(given, given.norm_weight.shape[0]), given.cu_seqlens, given.chunk_size, given.eps, given.group_size,
         given.norm_first,

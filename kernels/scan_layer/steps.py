@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from matmix.kernels.elementwise import log_one_plus
 from matmix.kernels.launching import launch
+from matmix.kernels.slots import log_one_plus
 
 SUMMED_COLUMNS = 32
 SUMMED_PROGRAMS = 64

@@ -1,10 +1,22 @@
-"""The options of a scan, and the inputs and outputs of its forward and backward passes."""
+"""The options of a scan, the inputs and outputs of its passes, and the checks of its arguments."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from matmix.kernels.checks import (
+    check_at_most,
+    check_choice,
+    check_cu_seqlens,
+    check_finite,
+    check_floating,
+    check_same_dtype,
+    check_shape,
+)
 
 LARGEST_LOG_DECAY = 0.01
 """Bound of a log-decay per token: states may grow this fast and no faster, so that no product inside a chunk
@@ -59,3 +71,108 @@ class ScanOutput(NamedTuple):
     rest: Tensor | None = None
     """What rounding to half precision took off a normalised y, in the same dtype. The gradient of a normalised row is
     a difference to the row's own mean, y, whose rounding would count in all of its entries alike."""
+
+
+LARGEST_WIDTH = 256
+"""Of d_state and headdim: wider ones the Triton kernels are not compiled for in any test."""
+
+
+def check_scan(
+    op: str,
+    v: Tensor,
+    vectors: dict[str, Tensor],
+    decays: dict[str, Tensor | None],
+    scales: dict[str, Tensor | None],
+    diagonal: Tensor | None,
+    states: dict[str, Tensor | None],
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Shapes, dtypes, devices and bounds of all tensors of a scan, by argument name.
+
+    v and the vectors (q, k) share one dtype; everything else may have any floating dtype.
+    """
+    tensors = {"v": v, **vectors, **decays, **scales, "diagonal": diagonal, **states}
+    for name, tensor in {"v": v, **vectors}.items():
+        if tensor is None:
+            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+    check_floating(op, **tensors)
+    check_same_dtype(op, v=v, **vectors)
+    if v.dim() != 4 or 0 in v.shape:
+        raise ValueError(
+            f"{op}: v has shape {tuple(v.shape)}; expected (batch, seqlen, nheads, headdim), none of them 0"
+        )
+    batch, seqlen, heads, headdim = v.shape
+    check_cu_seqlens(op, cu_seqlens, batch, seqlen, v)
+    first, vector = next(iter(vectors.items()))
+    if vector.dim() != 4 or 0 in vector.shape:
+        raise ValueError(f"{op}: {first} has shape {tuple(vector.shape)}; expected (batch, seqlen, ngroups, d_state)")
+    groups, d_state = vector.shape[2:]
+    if heads % groups:
+        raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
+    shapes = dict.fromkeys(vectors, ((batch, seqlen, groups, d_state),))
+    shapes |= dict.fromkeys([*decays, "diagonal"], ((batch, seqlen, heads), (heads,)))
+    shapes |= dict.fromkeys(scales, ((batch, seqlen, heads),))
+    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shapes |= dict.fromkeys(states, ((rows, heads, d_state, headdim),))
+    for name, expected in shapes.items():
+        if tensors[name] is not None:
+            check_shape(op, name, tensors[name], *expected)
+    check_at_most(op, LARGEST_LOG_DECAY, **decays)
+    check_finite(op, below=tuple(decays), **tensors)
+
+
+def no_kernel(v: Tensor, q: Tensor) -> str:
+    """The reason why the Triton form cannot be used; empty if it can."""
+    return no_kernel_for(q.shape[3], v.shape[3])
+
+
+def no_kernel_for(d_state: int, headdim: int) -> str:
+    """As `no_kernel`, from sizes."""
+    if max(d_state, headdim) > LARGEST_WIDTH:
+        return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
+    return ""
+
+
+def check_form(
+    op: str,
+    shift: bool,
+    combine: str,
+    self_term: str,
+    normalize: str | None,
+    eps: float,
+    gate_offset: int,
+    states: dict[str, Tensor | None],
+) -> None:
+    """The options of the bidirectional scan, each and together."""
+    check_choice(op, "shift", shift, (True, False))
+    check_choice(op, "combine", combine, ("add", "mult", "concat"))
+    check_choice(op, "self_term", self_term, ("sum", "mean"))
+    check_choice(op, "normalize", normalize, (None, "row_sum"))
+    check_choice(op, "gate_offset", gate_offset, (0, 1))
+    if self_term == "mean" and combine != "add":
+        raise ValueError(f'{op}: self_term is "mean" and combine {combine!r}; "mean" needs combine="add"')
+    if not isinstance(eps, int | float) or not (0 <= eps < math.inf):
+        raise ValueError(f"{op}: eps is {eps!r}; give a finite number that is not negative")
+    if normalize is None:
+        return
+    if combine != "add":
+        raise ValueError(f'{op}: normalize is {normalize!r} and combine {combine!r}; rows are summed with "add" only')
+    for name, state in states.items():
+        if state is not None:
+            raise ValueError(f"{op}: {name} is given and normalize is {normalize!r}; a state has no row sum, use None")
+
+
+def or_empty(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Returns the tensor, or an empty one in place of None: a registered op returns tensors only."""
+    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
+
+
+def none_if_absent(gradient: Tensor, of: Tensor | None) -> Tensor | None:
+    return None if of is None else gradient
+
+
+def empty_like_each(like: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """Gradients without values for tracing: contiguous, with the shapes and dtypes of the inputs, empty for None."""
+    return tuple(
+        like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
+    )

@@ -3,22 +3,20 @@ registration with PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import check_chunk_size
 from matmix.kernels.registration import register
-from matmix.kernels.semiseparable.arguments import check_form, check_scan, no_kernel
+from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import scan_dtype
-from matmix.kernels.semiseparable.combined import combined_backward, move_gates
 from matmix.kernels.semiseparable.flops import scan_flops
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide, check_form, check_scan, no_kernel
 
 
 def semiseparable_scan(
@@ -127,9 +125,12 @@ class CausalGradients(NamedTuple):
     initial_state: Tensor | None
 
 
+CAUSAL_FORMS = Forms("semiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
+
+
 def _causal_forward(given: CausalInputs) -> CausalOutputs:
     why_not = no_kernel(given.v, given.q)
-    run = implementation("semiseparable_scan", "forward", scan_forward, given.backend, given.v, why_not)
+    run = CAUSAL_FORMS.choose("forward", given.backend, given.v, why_not)
     found = run(given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size, given.final_state)
     return CausalOutputs(found.y, found.final)
 
@@ -144,7 +145,7 @@ def _causal_like(given: CausalInputs) -> CausalOutputs:
 
 def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> CausalGradients:
     why_not = no_kernel(given.v, given.q)
-    run = implementation("semiseparable_scan", "backward", scan_backward, given.backend, given.v, why_not)
+    run = CAUSAL_FORMS.choose("backward", given.backend, given.v, why_not)
     dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
     dfinal = cotangents.final if given.final_state else None
     dv, (side,), ddiagonal = run(
@@ -305,16 +306,12 @@ class TwoSidedGradients(NamedTuple):
     initial_state_backward: Tensor | None
 
 
-def _two_sided(half: str, given: TwoSidedInputs) -> Callable:
-    torch_form = scan_forward if half == "forward" else scan_backward
-    why_not = no_kernel(given.v, given.q_forward)
-    return implementation("quasiseparable_scan", half, torch_form, given.backend, given.v, why_not)
+TWO_SIDED_FORMS = Forms("quasiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
 
 
 def _two_sided_forward(given: TwoSidedInputs) -> TwoSidedOutputs:
-    found = _two_sided("forward", given)(
-        given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False
-    )
+    run = TWO_SIDED_FORMS.choose("forward", given.backend, given.v, no_kernel(given.v, given.q_forward))
+    found = run(given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False)
     return TwoSidedOutputs(found.y, found.row_sum, found.rest)
 
 
@@ -332,8 +329,12 @@ def _two_sided_backward(
     given: TwoSidedInputs, outputs: TwoSidedOutputs, cotangents: TwoSidedOutputs
 ) -> TwoSidedGradients:
     dy = torch.zeros_like(_two_sided_like(given).y) if cotangents.y is None else cotangents.y
+    why_not = no_kernel(given.v, given.q_forward)
+    forward, backward = (
+        TWO_SIDED_FORMS.choose(half, given.backend, given.v, why_not) for half in ("forward", "backward")
+    )
     dv, (first, second), ddiagonal = combined_backward(
-        _two_sided("forward", given), _two_sided("backward", given), dy, *outputs, given.v, given.sides,
+        forward, backward, dy, *outputs, given.v, given.sides,
         given.diagonal, given.form, given.cu_seqlens, given.chunk_size,
     )  # fmt: skip
     return TwoSidedGradients(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import (
     check_at_most,
     check_finite,
@@ -20,7 +20,7 @@ from matmix.kernels.checks import (
     wants_gradients,
 )
 from matmix.kernels.registration import register
-from matmix.kernels.semiseparable.chunked.step import semiseparable_step_torch, step_forward
+from matmix.kernels.semiseparable.chunked.forward import semiseparable_step_torch, step_forward
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
 
 
@@ -141,15 +141,16 @@ class OutputsInPlace(NamedTuple):
     y: Tensor
 
 
+FORMS = Forms("semiseparable_step", "semiseparable.fused.step", step_forward)
+
+
 def _forward(given: Inputs) -> Outputs:
-    run = implementation("semiseparable_step", "forward", step_forward, given.backend, given.v)
-    y, state = run(*given[:7], False)
+    y, state = FORMS.choose("forward", given.backend, given.v)(*given[:7], False)
     return Outputs(y.contiguous(), state.contiguous())
 
 
 def _forward_in_place(given: Inputs) -> OutputsInPlace:
-    run = implementation("semiseparable_step", "forward", step_forward, given.backend, given.v)
-    return OutputsInPlace(run(*given[:7], True)[0].contiguous())
+    return OutputsInPlace(FORMS.choose("forward", given.backend, given.v)(*given[:7], True)[0].contiguous())
 
 
 def _like(given: Inputs) -> Outputs:

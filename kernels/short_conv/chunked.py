@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad, silu
 
-from matmix.kernels.cache_blocks import cache_blocks
 from matmix.kernels.documents import document_ids
-from matmix.kernels.functions import Function, gradient_of
-from matmix.kernels.precision import outside_autocast, working
+from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast, working
 
 
 class ConvCanvas(NamedTuple):

@@ -340,6 +340,25 @@ def gradients(
     return sums, dstate
 
 
+def forward_from_state(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """See `conv_from_state_forward` of the PyTorch form."""
+    y, final = convolve(x, weight, bias, state, True, activation, None)
+    assert final is not None
+    return y, final
+
+
+def backward_from_state(
+    dy: Tensor, dfinal: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """See `conv_from_state_backward` of the PyTorch form."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums, dstate = gradients(dy, x, weight, bias, True, activation, None, dx, state=state, dfinal=dfinal)
+    assert dstate is not None
+    return dx, *of_parameters(sums, weight, bias), dstate
+
+
 def _contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return weight.contiguous(), None if bias is None else bias.contiguous()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import check_backend, implementation
+from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import (
     check_choice,
     check_cu_seqlens,
@@ -186,14 +186,15 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
+FORMS = Forms("short_conv", "short_conv.fused", conv_forward, conv_backward)
+
+
 def _forward(given: Inputs) -> Outputs:
-    run = implementation("short_conv", "forward", conv_forward, given.backend, given.x)
-    return Outputs(run(*given[:6]))
+    return Outputs(FORMS.choose("forward", given.backend, given.x)(*given[:6]))
 
 
 def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
-    run = implementation("short_conv", "backward", conv_backward, given.backend, given.x)
-    return Gradients(*run(cotangents.y, *given[:6]))
+    return Gradients(*FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:6]))
 
 
 def _like(given: Inputs) -> Outputs:
@@ -238,13 +239,17 @@ class StateGradients(NamedTuple):
     state: Tensor
 
 
+STATE_FORMS = Forms(
+    "short_conv_from_state", "short_conv.fused", conv_from_state_forward, conv_from_state_backward, "_from_state"
+)
+
+
 def _state_forward(given: StateInputs) -> StateOutputs:
-    run = implementation("short_conv_from_state", "forward", conv_from_state_forward, given.backend, given.x)
-    return StateOutputs(*run(*given[:5]))
+    return StateOutputs(*STATE_FORMS.choose("forward", given.backend, given.x)(*given[:5]))
 
 
 def _state_backward(given: StateInputs, _: StateOutputs, cotangents: StateOutputs) -> StateGradients:
-    run = implementation("short_conv_from_state", "backward", conv_from_state_backward, given.backend, given.x)
+    run = STATE_FORMS.choose("backward", given.backend, given.x)
     dy, dstate = (
         torch.zeros_like(x) if gradient is None else gradient
         for gradient, x in zip(cotangents, (given.x, given.state), strict=True)
@@ -273,15 +278,16 @@ class StepInputs(NamedTuple):
     backend: str
 
 
+STEP_FORMS = Forms("short_conv_step", "short_conv.fused_step", conv_step_forward)
+
+
 def _step_forward(given: StepInputs) -> StateOutputs:
-    run = implementation("short_conv_step", "forward", conv_step_forward, given.backend, given.x)
-    y, state = run(*given[:5], False)
+    y, state = STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], False)
     return StateOutputs(y.contiguous(), state.contiguous())
 
 
 def _step_forward_in_place(given: StepInputs) -> Outputs:
-    run = implementation("short_conv_step", "forward", conv_step_forward, given.backend, given.x)
-    return Outputs(run(*given[:5], True)[0].contiguous())
+    return Outputs(STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], True)[0].contiguous())
 
 
 def _step_flops(given: StepInputs, *, backward: bool) -> int:

@@ -15,9 +15,9 @@ from torch import nn
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.documents import shift_right
+from matmix.kernels.functions import working
 from matmix.kernels.matrix_product.spans import ORDERS
-from matmix.kernels.mru.chunked import project, state_matrices
-from matmix.kernels.mru.chunks import elements_from_chunks
+from matmix.kernels.mru.chunked import elements_from_chunks, log_norms, project, scan_log_norms, state_matrices, summary
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
     CONSTRUCTIONS,
@@ -25,8 +25,6 @@ from matmix.kernels.mru.constructions import (
     element_columns,
     state_elements,
 )
-from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
-from matmix.kernels.precision import working
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer, overwrite

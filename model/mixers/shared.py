@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 from matmix.model.calls import is_quantised, weights_of
 from matmix.model.initialization import constant_init
 

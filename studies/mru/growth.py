@@ -15,8 +15,8 @@ from torch import Tensor
 from matmix.data.config import DataConfig
 from matmix.data.loading.masking import IGNORED
 from matmix.data.modalities import build_loader
+from matmix.kernels.mru.chunked import log_norms
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
-from matmix.kernels.mru.norms import log_norms
 from matmix.model import build_model, initialize
 from matmix.model.config import model_config_from_dict
 from matmix.model.mixers.mru import MRU, MRUConfig

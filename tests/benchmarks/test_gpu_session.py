@@ -19,8 +19,8 @@ from matmix.benchmarks.__main__ import main
 from matmix.benchmarks.gpu_session import command, correctness, peers, plain, record, sweep, times
 from matmix.benchmarks.gpu_session.command import DONE, LEFT, WRONG, run_here
 from matmix.benchmarks.gpu_session.record import Limit, Piece, Session
-from matmix.kernels.semiseparable.fused.configs import measured, usual
-from matmix.kernels.tiles import table
+from matmix.kernels import tiles
+from matmix.kernels.semiseparable.fused.scan import measured, usual
 
 CPU = torch.device("cpu")
 ROOMS = ("kernels", "model", "data", "train", "use", "launch", "benchmarks")
@@ -261,11 +261,11 @@ def test_the_fastest_right_configuration_becomes_the_table(tmp_path, monkeypatch
     monkeypatch.setattr(sweep.Sweep, "measure", measure)
     monkeypatch.setattr(sweep.Sweep, "whole", whole)
     monkeypatch.setattr(record, "write_atomic", lambda path, content: path.write_text(content))
-    before = {path: path.read_bytes() for path in table.FOLDER.iterdir() if path.is_file()}
+    before = {path: path.read_bytes() for path in tiles.FOLDER.iterdir() if path.is_file()}
     assert sweep.run(session(tmp_path, toy=False)) == []
     found = pieces_of(tmp_path, "sweep")
     (path,) = tmp_path.glob("interpreter.json")
-    chosen = table.read(path, "scan", sweep.ScanConfig)
+    chosen = tiles.read(path, "scan", sweep.ScanConfig)
     assert set(chosen) == {2, 4}
     for config in chosen.values():
         assert config.mix_warps == 8
@@ -275,7 +275,7 @@ def test_the_fastest_right_configuration_becomes_the_table(tmp_path, monkeypatch
     shutil.copy(path, folder)
     assert measured(folder)["interpreter"] == chosen
     assert found["bfloat16, as a whole: place 1"]["status"] == "another width: failed"
-    assert {path: path.read_bytes() for path in table.FOLDER.iterdir() if path.is_file()} == before
+    assert {path: path.read_bytes() for path in tiles.FOLDER.iterdir() if path.is_file()} == before
 
 
 # Kernels

@@ -15,7 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE / "scan"), str(HERE / "mru"), str(HERE / "la
 @pytest.fixture
 def poisoned(monkeypatch) -> None:
     """Buffers that the scans' kernels are to fill start out as NaN, so that an element never written shows."""
-    from matmix.kernels.semiseparable.fused import carry, collect, launch, scan
+    from matmix.kernels.semiseparable.fused import launch, scan, states
 
-    for module in (carry, collect, launch, scan):
+    for module in (launch, scan, states):
         monkeypatch.setattr(module, "torch", PoisonedTorch())

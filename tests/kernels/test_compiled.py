@@ -18,7 +18,7 @@ import triton.language as tl
 
 from matmix.benchmarks.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
 from matmix.benchmarks.kernels.resources import NOT_ON_AMD
-from matmix.kernels.backend import _TRITON_FORMS
+from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.launching import blackwell_is_right, launch, record_launches, safe_on
 
 OTHERS = [target for target in HARDWARE if target != "sm_90"]
@@ -61,7 +61,7 @@ def fault_of(line: dict) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", _TRITON_FORMS)
+@pytest.mark.parametrize("op", TRITON_FORMS)
 def test_a_sample_fits_sm_90(tmp_path, op):
     """Each kernel in each dtype; the slow tests below compile every configuration, for every GPU."""
     found = resources_of(tmp_path, op, "--scope", "sample", "--target", "sm_90")
@@ -69,7 +69,7 @@ def test_a_sample_fits_sm_90(tmp_path, op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", _TRITON_FORMS)
+@pytest.mark.parametrize("op", TRITON_FORMS)
 def test_a_sample_fits_the_other_gpus(tmp_path, op):
     targets = [word for target in OTHERS for word in ("--target", target)]
     found = resources_of(tmp_path, op, "--scope", "sample", *targets)
@@ -83,7 +83,7 @@ def test_a_sample_fits_the_other_gpus(tmp_path, op):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", HARDWARE)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", _TRITON_FORMS)
+@pytest.mark.parametrize("op", TRITON_FORMS)
 def test_all_that_any_call_launches_fits(tmp_path, op, dtype, target):
     assert resources_of(tmp_path, op, "--only", f", {dtype}", "--scope", "full", "--target", target)
 

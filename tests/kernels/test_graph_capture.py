@@ -30,18 +30,17 @@ from matmix.kernels import (
     short_conv,
     short_conv_step,
 )
-from matmix.kernels.backend import _TRITON_FORMS
+from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.gated_norm import fused as fused_norm
 from matmix.kernels.launching import record_launches
 from matmix.kernels.lion import fused as fused_lion
 from matmix.kernels.scan_layer import fused as fused_layer
 from matmix.kernels.scan_layer.chunked import LayerForm
-from matmix.kernels.semiseparable.combined import combined_backward, move_gates
+from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
-from matmix.kernels.short_conv import fused_state as fused_conv_state
 from matmix.kernels.short_conv import fused_step as fused_conv_step
 from matmix.model import build_model
 from matmix.model.decoding import StaticStep, decode, has_static_step
@@ -123,8 +122,8 @@ def test_the_small_ops_look_at_no_value():
             fused_conv.forward(x, weight, bias, True, activation, cu_seqlens)
             fused_conv.backward(x, x, weight, bias, True, activation, cu_seqlens)
             state = torch.empty(1, 40, 6)
-            y, final = fused_conv_state.forward(x, weight, bias, state, activation)
-            found = fused_conv_state.backward(y, final, x, weight, bias, state, activation)
+            y, final = fused_conv.forward_from_state(x, weight, bias, state, activation)
+            found = fused_conv.backward_from_state(y, final, x, weight, bias, state, activation)
             assert [y.shape, final.shape, found[0].shape, found[3].shape] == [x.shape, state.shape] * 2
         fused_norm.forward(x, scale, x, 1e-5, 8)
         fused_norm.backward(x, x, scale, x, 1e-5, 8)
@@ -222,7 +221,7 @@ def steps():
 
 
 def test_every_op_with_kernels_is_captured():
-    assert {name for name, *_ in (*calls(), *steps())} >= set(_TRITON_FORMS)
+    assert {name for name, *_ in (*calls(), *steps())} >= set(TRITON_FORMS)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -7,16 +7,16 @@ import json
 import pytest
 import torch
 
-from matmix.kernels.semiseparable.fused import configs
-from matmix.kernels.semiseparable.fused.configs import choose, measured, usual
-from matmix.kernels.tiles import table
+from matmix.kernels import tiles
+from matmix.kernels.semiseparable.fused import scan
+from matmix.kernels.semiseparable.fused.scan import choose, measured, usual
 
 OTHER = usual(2)._replace(forward_chunk=64, backward_chunk=64, tile=32, mix_warps=8)
 LENGTHS = (1, 64, 256, 257, 100_000)
 
 
 def write(folder, *found, name="sm_90", **others):
-    content = json.loads(table.text(name, {"device": "a GPU"}, {"scan": list(found)})) | others
+    content = json.loads(tiles.text(name, {"device": "a GPU"}, {"scan": list(found)})) | others
     (folder / f"{name}.json").write_text(json.dumps(content))
 
 
@@ -24,41 +24,41 @@ def test_a_table_changes_what_is_chosen_on_its_architecture_alone(tmp_path, monk
     before = {length: choose(torch.bfloat16, length, None) for length in LENGTHS}
     single = choose(torch.float32, 1000, None)
     write(tmp_path, OTHER)
-    monkeypatch.setattr(configs, "MEASURED", measured(tmp_path))
+    monkeypatch.setattr(scan, "MEASURED", measured(tmp_path))
     assert choose(torch.bfloat16, 1000, None, "sm_90") == OTHER
     assert choose(torch.float16, 1000, None, "sm_90") == OTHER
     assert choose(torch.bfloat16, 1000, 32, "sm_90").forward_chunk == 32
-    assert OTHER in configs.configurations()
+    assert OTHER in scan.configurations()
     for architecture in ("", "sm_80"):
         assert {length: choose(torch.bfloat16, length, None, architecture) for length in LENGTHS} == before
     assert choose(torch.float32, 1000, None, "sm_90") == single  # the file says nothing of it
 
 
 def test_without_files_the_choices_are_those_built_in(tmp_path, monkeypatch):
-    monkeypatch.setattr(configs, "MEASURED", measured(tmp_path))
-    assert configs.MEASURED == {}
-    assert configs.configurations() == (usual(2), usual(4))
+    monkeypatch.setattr(scan, "MEASURED", measured(tmp_path))
+    assert scan.MEASURED == {}
+    assert scan.configurations() == (usual(2), usual(4))
     for itemsize in (2, 4):
         assert usual(itemsize, "sm_90") == usual(itemsize)
 
 
 def test_the_committed_files_can_be_used():
-    assert measured() == configs.MEASURED
-    for architecture, found in configs.MEASURED.items():
+    assert measured() == scan.MEASURED
+    for architecture, found in scan.MEASURED.items():
         for itemsize, config in found.items():
             assert usual(itemsize, architecture) == config
 
 
 def test_forcing_still_comes_first(tmp_path, monkeypatch):
     write(tmp_path, OTHER)
-    monkeypatch.setattr(configs, "MEASURED", measured(tmp_path))
-    with configs.force_configuration(usual(2)._replace(mix_warps=2)):
+    monkeypatch.setattr(scan, "MEASURED", measured(tmp_path))
+    with scan.force_configuration(usual(2)._replace(mix_warps=2)):
         assert choose(torch.bfloat16, 1000, None, "sm_90").mix_warps == 2
 
 
 def test_no_gpu_has_no_architecture():
-    assert table.architecture(torch.device("cpu")) == ""
-    assert table.architecture(torch.device("meta")) == ""
+    assert tiles.architecture(torch.device("cpu")) == ""
+    assert tiles.architecture(torch.device("meta")) == ""
 
 
 BAD_CONFIGURATIONS = {

@@ -19,7 +19,7 @@ def import_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.language")  # before matmix: some of PyTorch imports it too
     backend = importlib.import_module("matmix.kernels.backend")
-    for module in set(backend._TRITON_FORMS.values()):
+    for module in set(backend.TRITON_FORMS.values()):
         importlib.import_module(module)
     del os.environ["TRITON_INTERPRET"]
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
-from matmix.kernels.semiseparable.chunked.forward import with_ones
-from matmix.kernels.semiseparable.chunked.matrices import (
+from matmix.kernels.semiseparable.chunked.forward import (
     block_mask,
     chunk_matrices,
     multiply_by_group,
@@ -19,16 +18,20 @@ from matmix.kernels.semiseparable.chunked.matrices import (
     scale_columns,
     token_factor,
     undecayed_columns,
+    with_ones,
 )
 from matmix.kernels.semiseparable.chunked.setup import (
     ScanSetup,
     chunk_blocks,
+    entering_states,
+    grouped_rows,
+    pass_states,
     reduce_like,
     scan_dtype,
     set_up_scan,
     spread_heads,
+    ungrouped_rows,
 )
-from matmix.kernels.semiseparable.chunked.states import entering_states, grouped_rows, pass_states, ungrouped_rows
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanForm, ScanSide, SideGradients
 
 

@@ -1,15 +1,116 @@
-"""Forward pass of the chunked scans, for one direction or two."""
+"""The matrices of chunks, the forward pass of the chunked scans, for one direction or two, and a single token."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from matmix.kernels.precision import outside_autocast
-from matmix.kernels.semiseparable.chunked.matrices import chunk_matrices, multiply_by_group, own_terms, token_factor
-from matmix.kernels.semiseparable.chunked.setup import chunk_blocks, scan_dtype, set_up_scan, spread_heads
-from matmix.kernels.semiseparable.chunked.states import entering_states, ungrouped_rows
-from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide
+from matmix.kernels.functions import outside_autocast
+from matmix.kernels.semiseparable.chunked.setup import (
+    ScanSetup,
+    chunk_blocks,
+    entering_states,
+    scan_dtype,
+    set_up_scan,
+    spread_heads,
+    ungrouped_rows,
+)
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanForm, ScanOutput, ScanSide
+
+
+class ChunkMatrices(NamedTuple):
+    """Some chunks' matrices in factors: matrix = decays * weights, weights = scores * input scales."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+    """q and k of each side, (m, ngroups, chunk, d_state)."""
+    scores: list[Tensor]
+    """q k^T of each side, (m, ngroups, chunk, chunk), with the side's mask."""
+    decays: Tensor
+    """(m, nheads, chunk, chunk), at most 1 everywhere; what exceeds that is part of the masks."""
+    weights: Tensor
+    """(m, nheads, chunk, chunk), or one head per group where no side has input scales."""
+
+
+def chunk_matrices(setup: ScanSetup, at: slice, heads: int) -> ChunkMatrices:
+    pairs, scores = [], []
+    for number, side in enumerate(setup.sides):
+        q = side.q[at].to(setup.dtype).transpose(1, 2).contiguous()
+        k = side.k[at].to(setup.dtype).transpose(1, 2).contiguous()
+        pairs.append((q, k))
+        scores.append((q @ k.mT).mul_(block_mask(setup, at, number)))
+    first, *second = setup.decays
+    decays = first.log_matrix(at)
+    if second:
+        # Each side's is at most 0 in its own triangle and at least 0 in the other: their minimum takes each
+        # triangle from its side.
+        torch.minimum(decays, second[0].log_matrix(at), out=decays)
+    # Outside the masks there can be a large positive number: never exponentiate that.
+    decays.clamp_(max=0).exp_()
+    if all(scale is None for scale in setup.scales):
+        return ChunkMatrices(pairs, scores, decays, sum(scores[1:], scores[0]))
+    weights = torch.zeros_like(decays)
+    grouped = weights.unflatten(1, (setup.groups, -1))
+    for side_scores, scale in zip(scores, setup.scales, strict=True):
+        if scale is None:
+            grouped += side_scores.unsqueeze(2)
+        else:
+            columns = scale_columns(scale, at).unflatten(1, (setup.groups, -1)).unsqueeze(-2)
+            grouped.addcmul_(side_scores.unsqueeze(2), columns)
+    return ChunkMatrices(pairs, scores, decays, weights)
+
+
+def scale_columns(scale: Tensor, at: slice) -> Tensor:
+    """Input scales of some chunks, (M, chunk, nheads) -> (m, nheads, chunk), contiguous."""
+    return scale[at].transpose(1, 2).contiguous()
+
+
+def block_mask(setup: ScanSetup, at: slice, number: int) -> Tensor:
+    """One side's mask for some chunks, (m or 1, 1, chunk, chunk)."""
+    mask = setup.masks[number]
+    return (mask[at] if mask.shape[0] > 1 else mask).unsqueeze(1)
+
+
+def multiply_by_group(x: Tensor, factor: Tensor) -> Tensor:
+    """x (m, nheads, chunk, chunk) times a factor of each head or of each group of heads, in place."""
+    if factor.shape[1] == x.shape[1]:
+        return x.mul_(factor)
+    x.unflatten(1, (factor.shape[1], -1)).mul_(factor.unsqueeze(2))
+    return x
+
+
+def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) -> list[Tensor] | None:
+    """What each side's own terms q_t . k_t count, (m, nheads, chunk) before input scales; None where the masks
+    hold them or nothing does.
+    """
+    if not setup.own_weight:
+        return None
+    share = heads // setup.groups
+    return [(q * k).sum(-1).mul_(setup.own_weight).repeat_interleave(share, 1) for q, k in pairs]
+
+
+def token_factor(setup: ScanSetup, at: slice, own: list[Tensor] | None, diagonal: Tensor | None) -> Tensor | None:
+    """What a token's value is multiplied by on its way into its own output, (m, nheads, chunk).
+
+    diagonal (M, chunk, nheads).
+    """
+    factor = None if diagonal is None else diagonal[at].transpose(1, 2)
+    for term, scale in zip(own or (), setup.scales, strict=False):
+        term = term if scale is None else term * scale[at].transpose(1, 2)
+        factor = term if factor is None else factor + term
+    return factor
+
+
+def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int) -> Tensor:
+    """Column sums of the entries that hold no decay: (m, nheads, chunk, chunk) -> (m, nheads, chunk)."""
+    if exclusive:
+        column = matrix.diagonal(offset=1 if reverse else -1, dim1=-2, dim2=-1)
+        return pad(column, (1, 0) if reverse else (0, 1))
+    if sides == 2:
+        return torch.zeros_like(matrix[..., 0])
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 @outside_autocast
@@ -85,3 +186,46 @@ def linear_forward(
                 out.addcmul_(ungrouped_rows(q @ entering[at], heads), decay.enter[at].unsqueeze(-1))
         y[at] = out
     return layout.join(y), final
+
+
+@outside_autocast
+def step_forward(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    input_scale: Tensor | None,
+    diagonal: Tensor | None,
+    in_place: bool,
+) -> tuple[Tensor, Tensor]:
+    """y (batch, nheads, headdim) typed like v, and the new state, with `in_place` in the memory of the given one."""
+    groups, exact = q.shape[1], state.dtype
+    values = v.to(exact)
+    written = values if input_scale is None else values * input_scale.to(exact).unsqueeze(-1)
+    # The heads of a group side by side: they share q and k, which are not copied.
+    h, shares = state.unflatten(1, (groups, -1)), (groups, v.shape[1] // groups)
+    if log_decay is not None:
+        decay = log_decay.to(exact).clamp(max=LARGEST_LOG_DECAY).exp().unflatten(-1, shares)[..., None, None]
+        h = h.mul_(decay) if in_place else h * decay
+    k, written = k.to(exact)[:, :, None, :, None], written.unflatten(1, shares).unsqueeze(-2)
+    h = h.addcmul_(k, written) if in_place else torch.addcmul(h, k, written)
+    y = (q.to(exact)[:, :, None, None, :] @ h).squeeze(-2).flatten(1, 2)
+    if diagonal is not None:
+        y = y + diagonal.to(exact).unsqueeze(-1) * values
+    return y.to(v.dtype), h.flatten(1, 2)
+
+
+def semiseparable_step_torch(
+    v: Tensor,
+    q: Tensor,
+    k: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    *,
+    input_scale: Tensor | None = None,
+    diagonal: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`semiseparable_step` in PyTorch, without argument checks; see there."""
+    return step_forward(v, q, k, log_decay, state, input_scale, diagonal, in_place)

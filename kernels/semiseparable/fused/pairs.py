@@ -13,12 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.crossing import (
+from matmix.kernels.semiseparable.fused.layout import (
     cross_decays,
     cross_scores,
     cross_values,
-)
-from matmix.kernels.semiseparable.fused.layout import (
     edge_sum,
     exponents,
     load_factor,

@@ -17,28 +17,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from matmix.kernels import PYTORCH_FORMS
+
 PROJECT = "matmix"
 KERNELS = f"{PROJECT}.kernels"
 
 Place = tuple[str, str | None]
 """A module and a name in it, or None for the module itself."""
 
-# What the models import from matmix.kernels -> the PyTorch form that stands in for it in a bundle. None: a question
-# whether there is a fused form, which there is not.
+# What the models import from matmix.kernels -> module and name of the PyTorch form that stands in for it in a bundle.
+# None: a question whether there is a fused form, which there is not.
 TORCH_FORMS: dict[str, tuple[str, str] | None] = {
-    "gated_norm": ("gated_norm.chunked", "gated_norm_torch"),
-    "lion_mixer": ("lion.chunked", "lion_mixer_torch"),
-    "lion_mixer_is_fused": None,
-    "matrix_product_scan": ("matrix_product.chunked", "matrix_product_chunked"),
-    "mru_mixer": ("mru.chunked", "mru_mixer_torch"),
-    "mru_mixer_is_fused": None,
-    "mru_step": ("mru.chunked", "mru_step_torch"),
-    "quasiseparable_scan": ("semiseparable.chunked", "quasiseparable_chunked"),
-    "scan_layer": ("scan_layer.chunked", "scan_layer_torch"),
-    "semiseparable_scan": ("semiseparable.chunked", "semiseparable_chunked"),
-    "semiseparable_step": ("semiseparable.chunked.step", "semiseparable_step_torch"),
-    "short_conv": ("short_conv.chunked", "short_conv_torch"),
-    "short_conv_step": ("short_conv.chunked", "short_conv_step_torch"),
+    function.__name__: None if form is None else (form.__module__.removeprefix(f"{KERNELS}."), form.__name__)
+    for function, form in PYTORCH_FORMS.items()
 }
 
 _PREFER_INSTALLED = '''

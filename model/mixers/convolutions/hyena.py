@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from matmix.kernels import short_conv, short_conv_step
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.long import (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.long import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 
 
 class ChunkMaps(NamedTuple):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import lion_mixer, lion_mixer_is_fused
-from matmix.kernels.lion.features import FEATURE_MAPS
+from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.orders import ScanOrders

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from matmix.kernels import gated_norm, short_conv
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer

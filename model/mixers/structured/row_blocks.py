@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels.checks import transformed
-from matmix.kernels.precision import outside_autocast
+from matmix.kernels.functions import outside_autocast
 
 Entries = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""

@@ -12,11 +12,16 @@ from mru_inputs import FUSED, mixer_inputs
 from nightly import each_value_once
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
-from matmix.kernels.mru.chunked import mru_mixer_torch
-from matmix.kernels.mru.chunks import chunks_gradient, elements_from_chunks
+from matmix.kernels.mru.chunked import (
+    chunks_gradient,
+    elements_from_chunks,
+    log_norms,
+    mru_mixer_torch,
+    scan_log_norms,
+    summary,
+)
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, build_state_matrices, state_elements
 from matmix.kernels.mru.definition import elements_definition, mru_mixer_definition
-from matmix.kernels.mru.norms import log_norms, scan_log_norms, summary
 from matmix.kernels.mru.op import no_kernel
 
 recomputing = functools.partial(mru_mixer, backend="torch")

@@ -79,7 +79,7 @@ def test_boundaries_in_64_bits(interpreter):
 def test_documents_are_bit_independent(interpreter, form, monkeypatch):
     """Changing one document, also to NaN, changes no bit of the others' outputs and gradients."""
     # On a GPU nobody looks; here a NaN among the decays would be refused.
-    monkeypatch.setattr("matmix.kernels.semiseparable.arguments.check_at_most", lambda *_, **__: None)
+    monkeypatch.setattr("matmix.kernels.semiseparable.form.check_at_most", lambda *_, **__: None)
     lengths, changed = [5, 20, 1, 40, 14], slice(25, 66)
     shape = {"batch": 1, "heads": 1, "groups": 1, "states": 5}
     others = [t for t in range(sum(lengths)) if not changed.start <= t < changed.stop]

@@ -17,7 +17,7 @@ from matmix.kernels import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import scan
-from matmix.kernels.semiseparable.fused.configs import MEASURED, choose
+from matmix.kernels.semiseparable.fused.scan import MEASURED, choose
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SMALL = {"batch": 1, "heads": 2, "groups": 1}

@@ -14,7 +14,7 @@ from test_semiseparable import make
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import scan
-from matmix.kernels.semiseparable.fused.configs import usual
+from matmix.kernels.semiseparable.fused.scan import usual
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 LENGTHS = {"one row": None, "documents": [1, 5, 0, 64, 3, 37, 0]}

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels.mru.constructions import NEWTON_SCHULZ_STEPS
-from matmix.kernels.mru.constructions.affine import AffineMap
+from matmix.kernels.mru.constructions import NEWTON_SCHULZ_STEPS, AffineMap
 from matmix.kernels.mru.constructions.ldu import NearestOrthogonal
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
