@@ -1,5 +1,5 @@
-"""Rules for parameters that a module wants trained differently from others: factor on the learning rate, clipping and
-weight decay.
+"""Rules for parameters that a module wants trained differently from others: factor on the learning rate, clipping,
+weight decay and the optimizer itself.
 
 A module states them in a method `parameter_rules(seqlen)`, as it states initial values in `init_rules`: a dict from the
 name of a parameter, relative to that module, to a `ParameterRule`.
@@ -24,6 +24,8 @@ class ParameterRule:
     from all others; None = with the others, to the norm of the run."""
     weight_decay: float | None = None
     """Weight decay in place of the run's; 0 = not decayed; None = the run's for matrices, none for vectors."""
+    optimizer: str | None = None
+    """The optimizer, by a name that optimizer.name may have; None = the run's."""
 
     def __post_init__(self) -> None:
         if not (self.lr >= 0 and math.isfinite(self.lr)):

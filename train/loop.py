@@ -31,7 +31,7 @@ from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
 from matmix.train.meters.collectives import Stragglers
 from matmix.train.meters.speed import Goodput, Monitor, Speedometer, first_start
-from matmix.train.optim.optimizer import changed_rules, make_optimizer, parameter_groups, rule_record
+from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.optim.schedule import rate_share
 from matmix.train.process import logs, stop
 from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
@@ -112,7 +112,7 @@ class Trainer:
         self.moved: Moved | None = None  # what has happened to the run directory, the same on all ranks
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
-        self.rules_before: dict[str, list[float]] | None = None  # `rule_record` of the checkpoint that was loaded
+        self.rules_before: dict[str, list[float]] = {}  # `rule_record` of the checkpoint that was loaded
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
     def say_what_begins(self, distributed: Distributed) -> None:
@@ -344,7 +344,7 @@ class Trainer:
                 f"set steps to {self.state.step} or more, or choose another --run-dir"
             )
         self.loader.load_state_dict(extra["data"])
-        self.rules_before = extra.get("parameter_rules")
+        self.rules_before = extra["parameter_rules"]
         self.spikes.load_state_dict(extra.get("spikes"))
         self.best.load_state_dict(extra.get("best"))
         self.checkpoints.best = self.best.step

@@ -27,10 +27,8 @@ def check_extra(extra: dict[str, Any], checkpoint: Path) -> None:
         and numbers.keys() <= known
         and all(type(value) is int and value >= 0 for value in numbers.values())
         and checkpoint.name.endswith(f"-{numbers.get('step', -1):08d}")
-        and all(isinstance(extra.get(name), dict) for name in ("data", "config"))
-        and all(
-            isinstance(extra.get(name), dict | None) for name in ("evaluation", "parameter_rules", "goodput", "best")
-        )
+        and all(isinstance(extra.get(name), dict) for name in ("data", "config", "parameter_rules"))
+        and all(isinstance(extra.get(name), dict | None) for name in ("evaluation", "goodput", "best"))
         and all(isinstance(loss, int | float) for loss in extra.get("spikes") or [])
     )
     if not sound:

@@ -11,6 +11,7 @@ from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import sync_directory
 from matmix.data.storage.remote import is_url
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, write_manifest
+from matmix.train.engine.full_state import layout_of_moments
 from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
 from matmix.train.engine.kinds import open_full
 from matmix.train.recipe import write_config
@@ -75,7 +76,7 @@ def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_
     shutil.copytree(source / GENERATORS, target / GENERATORS)
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
     changed = {
-        "layout": {"engine": KIND, **kept, "moments": state.moments()},
+        "layout": {"engine": KIND, **kept, **layout_of_moments(state.moments(), layout["shapes"])},
         "files": describe_files(target, list_files(target)),
     }
     write_manifest(target, {**manifest, **changed})

@@ -32,7 +32,7 @@ from matmix.train.evaluators.context import position_sums
 from matmix.train.guards.replicas import fingerprint
 from matmix.train.loaders import make_loader
 from matmix.train.loop import Trainer
-from matmix.train.optim.optimizer import make_optimizer
+from matmix.train.optim.groups import make_optimizer
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 

@@ -16,7 +16,7 @@ from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine
 from matmix.train.optim.config import OptimizerConfig
-from matmix.train.optim.optimizer import make_optimizer
+from matmix.train.optim.groups import make_optimizer
 from matmix.train.run.revision import git_revision
 
 

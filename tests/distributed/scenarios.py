@@ -85,8 +85,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         return len(getattr(parameter, "ds_shape", parameter.shape)) > 1
 
     groups = [
-        {"params": [p for p in model.parameters() if decays(p)], "weight_decay": 0.3},
-        {"params": [p for p in model.parameters() if not decays(p)], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in model.named_parameters() if decays(p)], "weight_decay": 0.3},
+        {"params": [(name, p) for name, p in model.named_parameters() if not decays(p)], "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
 
@@ -105,15 +105,15 @@ def make_ruled_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         ("norms", ""): {"weight_decay": 0.0},
         ("others", ""): {"weight_decay": 0.3},
     }
-    members: dict[tuple[str, str], list[nn.Parameter]] = {key: [] for key in options}
+    members: dict[tuple[str, str], list[tuple[str, nn.Parameter]]] = {key: [] for key in options}
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
         if ".up." in name:
-            members["up", last].append(parameter)
+            members["up", last].append((name, parameter))
         elif last == "A_log":
-            members["rates", last].append(parameter)
+            members["rates", last].append((name, parameter))
         else:
-            members["norms" if "norm" in name else "others", ""].append(parameter)
+            members["norms" if "norm" in name else "others", ""].append((name, parameter))
     groups = [
         {"params": members[key], "clip_group": key[0], "clip": CLIPS.get(key[0], 0.0), **options[key]}
         for key in options

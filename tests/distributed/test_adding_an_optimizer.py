@@ -109,7 +109,7 @@ def test_the_estimate_of_memory_counts_what_it_keeps():
         (["--optimizer.name", "adam"], "unknown optimizer 'adam'; did you mean 'adamw'"),
         (["--optimizer.name", "lion:Tiger"], "lion has no Tiger"),
         (["--optimizer.name", "lion:torch"], "is not a subclass of matmix.train.optim.Optimizer"),
-        (["--optimizer.name", "others:Silent"], "does not state its moments"),
+        (["--optimizer.name", "others:Silent"], "does not say what it keeps"),
         (["--optimizer.name", "lion:Lion", "--optimizer.options", "{memry = 1}"], '"memry"; the nearest .* "memory"'),
         (["--optimizer.options", "{betas = 1}"], 'unknown key "betas"'),
         (["--optimizer.name", "others:Whole", "--engine.name", "deepspeed"], "cuts parameters into pieces"),

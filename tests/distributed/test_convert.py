@@ -11,15 +11,14 @@ import torch
 from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from saved_weights import read_weights
 
 from matmix.launch import cli
-from matmix.train.checkpoint.files import describe_files, find_problem, list_files, read_manifest, write_manifest
+from matmix.train.checkpoint.files import find_problem, read_manifest
 from matmix.train.checkpoint.listing import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
-from matmix.train.engine.kinds import open_full
 from matmix.train.run.directory import RunDirectory
 from matmix.use.converting import convert_checkpoint, convert_run
 
@@ -106,25 +105,6 @@ def test_the_files_are_plain_safetensors_of_bounded_size(saved, tmp_path):
         read |= held
     assert_equal(read, contents(source))
     assert_equal(dict(read_weights(tmp_path / "step-00000003")), dict(read_weights(source)))
-
-
-def test_files_of_earlier_versions_that_hold_both_are_read(saved, tmp_path):
-    source = saved[0] / "ddp-portable" / "step-00000003"
-    checkpoint = shutil.copytree(source, tmp_path / "step-00000003")
-    folder = checkpoint / "portable"
-    both = {}
-    for path in sorted(folder.iterdir()):
-        both |= load_file(path)
-        path.unlink()
-    save_file(both, folder / "state-00001.safetensors")
-    (checkpoint / "checkpoint.json").unlink()
-    write_manifest(checkpoint, {**read_manifest(source), "files": describe_files(checkpoint, list_files(checkpoint))})
-    for weights_only in (False, True):
-        assert find_problem(checkpoint, weights_only=weights_only) is None
-        assert_equal(
-            dict(open_full(checkpoint, read_manifest(checkpoint)["layout"], weights_only=weights_only).weights()),
-            dict(read_weights(source)),
-        )
 
 
 def test_damage_is_found(saved, tmp_path):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,7 @@ class Tiny(nn.Module):
 def make_engine() -> Engine:
     """A model that has been updated once, in this process alone."""
     engine = build_engine(EngineConfig(), Distributed(0, 1, 0, torch.device("cpu")))
-    engine.prepare(Tiny(), lambda model: None, lambda model: AdamW(model.parameters()))
+    engine.prepare(Tiny(), lambda model: None, lambda model: AdamW(model.named_parameters()))
     engine.backward(engine.model(torch.ones(3)).sum(), last=True)
     engine.step(1.0)
     return engine
@@ -42,18 +39,6 @@ def save(directory: Path, step: int = 2) -> Path:
     path = CheckpointManager(directory, keep_last=9).save(step, make_engine(), {"samples": 48})
     assert path is not None
     return path
-
-
-def age(checkpoint: Path, edit: Callable[[dict[str, Any]], object] = lambda manifest: None) -> None:
-    """Makes it one of version 1: CRC-32 checksums, no root hash; `edit` may change what the manifest says."""
-    manifest = {**read_manifest(checkpoint), "version": 1}
-    del manifest["root"]
-    manifest["layout"].pop("moments", None)
-    manifest["extra"].pop("tokenizer_sha256", None)
-    for name, entry in manifest["files"].items():
-        entry[1] = zlib.crc32((checkpoint / name).read_bytes())
-    edit(manifest)
-    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
 def rehash(checkpoint: Path, **changes: Any) -> None:

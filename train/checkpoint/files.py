@@ -13,8 +13,7 @@ import errno
 import hashlib
 import json
 import re
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from matmix.train.process.heartbeat import beat
 
 GENERATORS = "generators"
 FIRST_GENERATORS = f"{GENERATORS}/rank-00000.json"
-VERSION = 2  # 1 had CRC-32 checksums, and none of itself
+VERSION = 2
 _HEAD, _AFTER_ROOT = b'{\n "root": "', b'",'
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 22
@@ -45,33 +44,19 @@ def describe_files(directory: Path, names: list[str]) -> dict[str, list[int | st
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content, in hexadecimal digits."""
+    """Returns the SHA-256 of a file's content in hexadecimal digits."""
     value = hashlib.sha256()
-    for chunk in _chunks(path):
-        value.update(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            value.update(chunk)
+            beat("reading a checkpoint")
     return value.hexdigest()
 
 
-def _crc32(path: Path) -> int:
-    value = 0
-    for chunk in _chunks(path):
-        value = zlib.crc32(chunk, value)
-    return value
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
-            beat("reading a checkpoint")
-
-
 def matches(path: Path, entry: list[int | str]) -> bool:
-    """Whether a file is there and as an entry of `describe_files` (or of version 1, with a CRC-32) says."""
+    """Returns whether a file is there and as an entry of `describe_files` says."""
     size, value = entry
-    if not path.is_file() or path.stat().st_size != size:
-        return False
-    return (_crc32(path) if isinstance(value, int) else sha256(path)) == value
+    return path.is_file() and path.stat().st_size == size and sha256(path) == value
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
@@ -99,17 +84,16 @@ def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
     """
     damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
     end = len(_HEAD) + 64
-    has_root = raw.startswith(_HEAD)
-    if has_root and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
+    if raw.startswith(_HEAD) and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
         raise ValueError(f"{damaged} is not what was written (its root hash does not match)")
     try:
         manifest = parse_json(raw, MANIFEST)
         version = manifest["version"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{damaged} cannot be read") from None
-    if type(version) is not int or not 1 <= version <= VERSION:
+    if version != VERSION or type(version) is not int:
         raise ValueError(f"checkpoint {directory} was written by another version of matmix: update one of the two")
-    if (version > 1) != has_root:
+    if not raw.startswith(_HEAD):
         raise ValueError(f"{damaged} has lost its root hash")
     try:
         problem = _find_fault(manifest, directory.name)
@@ -134,7 +118,7 @@ def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
     for name, entry in files.items():
         artifact_name(name, "it", nested=True)
         sound = isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and entry[0] >= 0
-        if not sound or not (type(entry[1]) is int or (isinstance(entry[1], str) and _SHA256.fullmatch(entry[1]))):
+        if not sound or not (isinstance(entry[1], str) and _SHA256.fullmatch(entry[1])):
             return "does not say how long its files are and what their checksums"
     return None
 
@@ -149,7 +133,10 @@ def _is_layout(layout: Any) -> bool:
         return False
     counts = [layout.get(name) for name in ("world_size", *needed)]
     counts += [number for shape in layout["shapes"].values() for number in (shape if isinstance(shape, list) else [-1])]
-    moments = layout.get("moments", {})
+    moments, other = layout.get("moments", {}), layout.get("moment_shapes", {})
+    if not isinstance(other, dict) or not all(isinstance(shape, list) for shape in other.values()):
+        return False
+    counts += [number for shape in other.values() for number in shape]
     named = isinstance(moments, dict) and all(isinstance(entries, list) for entries in moments.values())
     return named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
 

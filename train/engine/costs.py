@@ -19,7 +19,7 @@ class Sizes:
     parameters: int
     block: int  # of one block, on average
     outside: int  # of all blocks
-    moments: int  # that the optimizer keeps of each parameter
+    moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
     accumulation: int  # micro-batches of a step
 
     @property
@@ -53,7 +53,7 @@ class Exchange:
 def held_whole(sizes: Sizes) -> Held:
     """Everything, as in a single process."""
     again, whole = sizes.accumulates, sizes.parameters
-    return Held(whole, sizes.moments * whole, standing=whole * again, share=float(not again))
+    return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
 
 
 def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
@@ -64,7 +64,7 @@ def held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     near = sizes.outside + 2 * sizes.block
     return Held(
         sizes.parameters / shard,
-        sizes.moments * sizes.parameters / shard,
+        sizes.moments / shard,
         gathered=sizes.parameters if engine.name == "ddp" or not engine.reshard_after_forward else near,
         # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
         standing=sizes.parameters * sizes.accumulates,

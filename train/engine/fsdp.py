@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, layout_of_moments
 from matmix.train.engine.kinds import sharded_files
-from matmix.train.engine.loading import kept_entries, load_moments
+from matmix.train.engine.loading import load_moments, state_to_fill
 from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.averaging import swap_average
@@ -139,19 +139,17 @@ class FsdpEngine(Engine):
         return {f"{MODEL}{name}": tensor.detach() for name, tensor in self.named_tensors()}
 
     def layout(self) -> dict[str, Any]:
-        moments = {name: sorted(entries) for name, entries in self._moments() if entries}
-        return {**super().layout(), "moments": moments}
-
-    def _moments(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Name of each parameter that has been updated, and what the optimizer keeps of it."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        for parameter, entries in self.optimizer.state.items():
-            yield names[parameter], entries
+        layout = super().layout()
+        moments = {
+            name: {entry: tuple(tensor.shape) for entry, tensor in sorted(state.items())}
+            for name, state in self.optimizer.named_state()
+        }
+        return {**layout, **layout_of_moments(moments, layout["shapes"])}
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Model and optimizer, as this rank holds them."""
         state = self._model_state()
-        for name, entries in self._moments():
+        for name, entries in self.optimizer.named_state():
             for entry, value in entries.items():
                 state[f"{OPTIMIZER}{name}.{entry}"] = value
         return state
@@ -164,20 +162,10 @@ class FsdpEngine(Engine):
 
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
         source = sharded_files().ShardedFiles(directory, layout)
-        held = kept_entries(source, self.optimizer)
-        source.fill(self._model_state())
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        contents, wanted = self.optimizer.state_dict(), {}
-        contents["state"] = {}
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for number, parameter in enumerate(parameters):
-            for entry in held.get(name := names[parameter], ()):
-                key = f"{OPTIMIZER}{name}.{entry}"
-                # Every entry is either shaped (and sharded) like its parameter or a number.
-                wanted[key] = torch.zeros_like(parameter.detach()) if source.entries[key].shape else torch.zeros(())
-                contents["state"].setdefault(number, {})[entry] = wanted[key]
+        model = self._model_state()
+        wanted = state_to_fill(self.optimizer, dict(self.module.named_parameters()), source)
+        source.fill(model)
         source.fill(wanted)
-        self.optimizer.load_state_dict(contents)
 
     def shards(self, files: Iterable[str]) -> list[str]:
         folder, suffix = sharded_files().SUBDIRECTORY, sharded_files().SHARD_SUFFIX
@@ -189,13 +177,14 @@ class FsdpEngine(Engine):
         for name, parameter in self.module.named_parameters():
             for entry in held.get(name, ()):
                 key = f"{OPTIMIZER}{name}.{entry}"
-                # Moments lie as their parameter does.
-                state[key] = parameter.detach() if source.entries[key].shape else torch.zeros(())
+                # What has the parameter's shape lies as the parameter does.
+                shape = source.entries[key].shape
+                state[key] = parameter.detach() if shape == tuple(parameter.shape) else torch.zeros(shape)
         return {f"{sharded_files().SUBDIRECTORY}/{name}" for name in source.files_of(state)}
 
     def load_full(self, state: FullState) -> None:
         self.load_weights(state)
-        load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
+        load_moments(self.optimizer, dict(self.module.named_parameters()), state)
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:

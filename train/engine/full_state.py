@@ -1,7 +1,7 @@
 """A whole training state as single full tensors, independent of the files it lies in and of how it is sharded.
 
 Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
-keeps of a parameter: its moments, in the parameter's shape, and its counts, numbers.
+keeps of a parameter: mostly moments, in the parameter's shape, and numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +20,8 @@ from matmix.train.optim.averaging import AVERAGE
 MODEL, OPTIMIZER = "model.", "optimizer."
 Weights = Literal["raw", "ema"]
 """Which weights of a state: those that were trained, or their average."""
+Moments = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Name of a parameter -> the shapes of what the optimizer keeps of it, by the names of the entries."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,14 +55,14 @@ class FullState(abc.ABC):
             if key.startswith(MODEL):
                 yield key.removeprefix(MODEL), self.read_whole(key)
 
-    def moments(self) -> dict[str, list[str]]:
-        """Name of each parameter that has been updated -> the entries that the optimizer keeps of it."""
-        found: dict[str, list[str]] = {}
-        for key in self.entries:
+    def moments(self) -> Moments:
+        """Returns what the optimizer keeps of each parameter that has been updated."""
+        kept: dict[str, dict[str, tuple[int, ...]]] = {}
+        for key, one in self.entries.items():
             if key.startswith(OPTIMIZER):
                 name, entry = key.removeprefix(OPTIMIZER).rsplit(".", 1)
-                found.setdefault(name, []).append(entry)
-        return found
+                kept.setdefault(name, {})[entry] = one.shape
+        return kept
 
 
 class AveragedState(FullState):
@@ -110,29 +112,36 @@ class CheckpointFiles(FullState):
         return layout["engine"]
 
 
+def layout_of_moments(moments: Moments, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Returns what a layout says of the optimizer's entries: "moments" names them, and "moment_shapes" has the shapes
+    of those that are neither shaped like their parameter nor numbers. shapes: of the parameters, by name."""
+    other = {
+        f"{name}.{entry}": list(shape)
+        for name, entries in moments.items()
+        for entry, shape in entries.items()
+        if shape and tuple(shape) != tuple(shapes[name])
+    }
+    named = {"moments": {name: list(entries) for name, entries in moments.items()}}
+    return {**named, "moment_shapes": other} if other else named
+
+
 def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, Any]) -> None:
     """Raises ValueError unless a state has exactly the tensors that a checkpoint's layout names, in their shapes.
 
-    shapes: of the state, by key. layout: with "shapes" of the model's tensors, by name, and "moments", the entries
-    that the optimizer keeps of each (missing in checkpoints of earlier versions: any).
+    shapes: of the state, by key. layout: with "shapes" of the model's tensors, by name, and `layout_of_moments`.
     """
-    wanted = {f"{MODEL}{name}": tuple(shape) for name, shape in layout["shapes"].items()}
-    moments = layout.get("moments")
-    if moments is not None:
-        named = {f"{OPTIMIZER}{name}.{entry}" for name, entries in moments.items() for entry in entries}
-    else:
-        named = {key for key in shapes.keys() - wanted if _parameter(key) in wanted}
-    if missing := (wanted.keys() | named) - shapes.keys():
+    allowed = {f"{MODEL}{name}": (tuple(shape),) for name, shape in layout["shapes"].items()}
+    if "moments" not in layout:
+        raise ValueError("the checkpoint does not say what the optimizer keeps")
+    other = layout.get("moment_shapes", {})
+    for name, entries in layout["moments"].items():
+        for entry in entries:
+            own, key = other.get(f"{name}.{entry}"), f"{OPTIMIZER}{name}.{entry}"
+            allowed[key] = ((), *allowed.get(f"{MODEL}{name}", ())) if own is None else (tuple(own),)
+    if missing := allowed.keys() - shapes.keys():
         raise ValueError(f"{min(missing)} is missing")
-    if extra := shapes.keys() - wanted - named:
+    if extra := shapes.keys() - allowed.keys():
         raise ValueError(f"it holds {min(extra, key=str)!a}, which the checkpoint does not name")
     for key, shape in shapes.items():
-        # What the optimizer keeps is either shaped like its parameter or a number.
-        allowed = (wanted[key],) if key in wanted else ((), wanted.get(_parameter(key)))
-        if shape not in allowed:
+        if shape not in allowed[key]:
             raise ValueError(f"{key} has the shape {shape}")
-
-
-def _parameter(key: object) -> str:
-    """The key of the parameter that an entry of the optimizer belongs to."""
-    return MODEL + str(key).removeprefix(OPTIMIZER).rpartition(".")[0]

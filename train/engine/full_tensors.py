@@ -3,8 +3,7 @@
     STEP/portable/weights-00001.safetensors, weights-00002 ...    weights and persistent buffers
     STEP/portable/moments-00001.safetensors, moments-00002 ...    what the optimizer keeps of each updated parameter
 
-under the keys of `matmix.train.engine.full_state`. Each file stands alone; which one holds a tensor does not matter
-(earlier versions wrote both kinds into state-00001.safetensors, state-00002 ...).
+under the keys of `matmix.train.engine.full_state`. Each file stands alone; which one holds a tensor does not matter.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class FullTensorFiles(TensorFiles, CheckpointFiles):
 
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
         directory = checkpoint / SUBDIRECTORY
-        layout = {**layout, "moments": {}} if weights_only and not self._has_both(directory) else layout
+        layout = {**layout, "moments": {}} if weights_only else layout
         paths = sorted(directory.glob("*.safetensors"))
         wanted = [path for path in paths if not (weights_only and path.name.startswith(_MOMENTS))]
         super().__init__(wanted, f"checkpoint {checkpoint} is damaged")
@@ -81,11 +80,6 @@ class FullTensorFiles(TensorFiles, CheckpointFiles):
     @staticmethod
     def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{_MOMENTS}")]
-
-    @staticmethod
-    def _has_both(directory: Path) -> bool:
-        """Whether weights and moments lie in the same files, as in those of earlier versions."""
-        return not any(directory.glob(f"{_WEIGHTS}-*.safetensors"))
 
 
 def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:

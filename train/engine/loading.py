@@ -41,39 +41,52 @@ def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) 
             fill(tensor.detach(), state, MODEL + name)
 
 
-def kept_entries(state: FullState, optimizer: Optimizer) -> dict[str, list[str]]:
-    """Of `state.moments()` what `optimizer` takes up. Raises ValueError (one line) if it is another optimizer's.
+def kept_entries(
+    state: FullState, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, list[str]]:
+    """Returns what of `state.moments()` `optimizer` takes up. Raises ValueError (one line) where it is another
+    optimizer's.
 
-    An average of the weights may be missing, which then begins with the weights, and is left where none is kept.
+    parameters: the model's, by name. An average of the weights may be missing, which then begins with the weights, and
+    is left where none is kept.
     """
-    held = state.moments()
-    known = {*optimizer.moments, *optimizer.counts}
+    known, held = optimizer.entries(parameters), state.moments()
     for name, entries in held.items():
-        theirs, ours = ({*own} - ENTRIES for own in (entries, known))
+        theirs = {entry: shape for entry, shape in entries.items() if entry not in ENTRIES}
+        ours = {entry: tuple(one.shape) for entry, one in known.get(name, {}).items() if entry not in ENTRIES}
         if theirs != ours:
             raise ValueError(
-                f"the checkpoint is of another optimizer: it keeps {', '.join(sorted(theirs)) or 'nothing'} of {name}, "
-                f"and {type(optimizer).__name__} keeps {', '.join(sorted(ours)) or 'nothing'}; set optimizer.name as "
-                "it was"
+                f"the checkpoint is of another optimizer: it keeps {_words(theirs)} of {name}, of which this run's "
+                f"keeps {_words(ours)}; set optimizer.name, and the rules that name an optimizer, as they were"
             )
-    return {name: [entry for entry in entries if entry in known] for name, entries in held.items()}
+    return {name: [entry for entry in entries if entry in known[name]] for name, entries in held.items()}
 
 
-def load_moments(optimizer: Optimizer, names: Mapping[torch.Tensor, str], state: FullState) -> None:
-    """Replaces all that a torch optimizer has kept; its options (weight decay and the like) stay.
+def _words(entries: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" if shape else name for name, shape in sorted(entries.items())) or "nothing"
 
-    names: of the parameters, sharded (DTensor) or not. One that `state` has no moments of begins anew.
+
+def state_to_fill(
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: FullState
+) -> dict[str, torch.Tensor]:
+    """Replaces all that an optimizer keeps by new tensors, as many as `state` has; its groups stay as they are. Returns
+    these tensors by the keys of `state` that they are to be filled from.
+
+    parameters: the model's, by name, sharded (DTensor) or not. One that `state` has no entries of begins anew. Raises
+    as `kept_entries` does, before anything changes.
     """
-    held = kept_entries(state, optimizer)
-    contents = {**optimizer.state_dict(), "state": {}}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in enumerate(parameters):
-        name = names[parameter]
-        for entry in held.get(name, ()):
-            key = f"{OPTIMIZER}{name}.{entry}"
-            # Every entry is either shaped (and sharded) like its parameter or a number.
-            shaped = state.entries[key].shape == tuple(parameter.shape)
-            value = torch.zeros_like(parameter.detach()) if shaped else torch.zeros(())
-            fill(value, state, key)
-            contents["state"].setdefault(number, {})[entry] = value
-    optimizer.load_state_dict(contents)
+    held = kept_entries(state, optimizer, parameters)
+    optimizer.state.clear()
+    wanted = {}
+    for name, parameter, group in optimizer.named_parameters():
+        if entries := held.get(name):
+            new = optimizer.whole_state(parameter.detach(), group)
+            optimizer.state[parameter] = {entry: new[entry] for entry in entries}
+            wanted |= {f"{OPTIMIZER}{name}.{entry}": new[entry] for entry in entries}
+    return wanted
+
+
+def load_moments(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: FullState) -> None:
+    """Replaces all that an optimizer keeps by what `state` has of it; see `state_to_fill`."""
+    for key, tensor in state_to_fill(optimizer, parameters, state).items():
+        fill(tensor, state, key)

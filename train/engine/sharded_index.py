@@ -2,16 +2,14 @@
 
 torch's own index, `.metadata`, is a pickle, and torch believes what it reads there: an entry that is no tensor is
 unpickled without bounds, a name leads to any file, and what no entry covers stays as it was. So `index.json` says the
-same beside it in plain values and is what is read; `.metadata` is for torch's tools and for checkpoints of earlier
-versions, which have nothing else. Of either, only tensors are taken that the layout names, whole, in files that are
-there.
+same beside it in plain values and is what is read; `.metadata` is for torch's tools alone. Only tensors are taken that
+the layout names, whole, in files that are there.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +29,7 @@ from matmix.data.artifacts import artifact_path, read_json
 from matmix.data.storage.files import open_durable
 from matmix.train.engine.full_state import check_entries
 
-INDEX, PICKLED = "index.json", ".metadata"
+INDEX = "index.json"
 
 # key -> {"dtype": "float32", "shape": [...], "chunks": [[offsets, sizes, file, first byte, bytes], ...]}
 Plain = dict[str, dict[str, Any]]
@@ -40,37 +38,8 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )}  # fmt: skip
-_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *_DTYPES},
-    "pathlib": {"PosixPath", "WindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
-    "collections": {"OrderedDict"},
-}
-# What unpickling, and looking at what came out of it or of a JSON file, may raise where a file holds something else.
-_OF_NONSENSE = (
-    *(pickle.UnpicklingError, EOFError, AttributeError, ValueError, LookupError, TypeError, AssertionError),
-    *(RuntimeError, RecursionError, MemoryError, OverflowError, ImportError, NotImplementedError),
-)
-
-
-class _IndexUnpickler(pickle._Unpickler):
-    """Python's own unpickler in Python: that in C takes gigabytes for a few bytes that name a large memo."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in an index")
+# What looking at the contents of a JSON file may raise where it holds something else.
+_OF_NONSENSE = (AttributeError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, OverflowError)
 
 
 def write_index(index: Metadata, directory: Path) -> None:
@@ -84,36 +53,26 @@ def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
 
     layout: the checkpoint's, see `check_entries`. Raises ValueError (one line).
     """
-    name = INDEX if (directory / INDEX).is_file() else PICKLED
     try:
-        return _checked(read_json(directory / INDEX) if name == INDEX else _unpickled(directory), directory, layout)
+        return _checked(read_json(directory / INDEX), directory, layout)
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {directory} is damaged: its index {name}, or a file in it, is missing") from None
+        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}, or a file in it, is missing") from None
     except _OF_NONSENSE as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"checkpoint {directory} is damaged: its index {name}: {text}") from None
+        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}: {text}") from None
 
 
-def _unpickled(directory: Path) -> Plain:
-    with (directory / PICKLED).open("rb") as file:
-        return _to_plain(_IndexUnpickler(file).load())
-
-
-def _to_plain(index: Any) -> Plain:
-    """Plain values from torch's index, or from what should be one."""
-    found: Plain = {}
+def _to_plain(index: Metadata) -> Plain:
+    """Returns plain values from torch's index, of tensors alone."""
+    plain: Plain = {}
     for key, entry in index.state_dict_metadata.items():
-        if type(entry) is not TensorStorageMetadata:
-            raise ValueError(f"{key!a} is no tensor")
         chunks = []
         for chunk in entry.chunks:
             place = index.storage_data[MetadataIndex(key, chunk.offsets)]
-            if getattr(place, "transform_descriptors", None):
-                raise ValueError(f"{key!a} is compressed")
             chunks.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        found[key] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
-    return found
+        plain[key] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+    return plain
 
 
 def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata:

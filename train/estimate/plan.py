@@ -6,7 +6,10 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+import torch
+
 from matmix.model import build_model
+from matmix.model.backbone import Backbone
 from matmix.train.config import RunConfig
 from matmix.train.engine.costs import Sizes
 from matmix.train.engine.kinds import KINDS
@@ -14,8 +17,7 @@ from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
-from matmix.train.optim import optimizer_class
-from matmix.train.optim.optimizer import parameter_groups, rule_words, short_names
+from matmix.train.optim.groups import make_optimizer, parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
 from matmix.train.words import short_number
 
@@ -114,6 +116,14 @@ def vocabulary_words(config: RunConfig) -> str:
     return f"vocabulary {size}, {'the data' if known else 'assumed, training takes the data'}'s"
 
 
+def kept_tensors(config: RunConfig, model: Backbone) -> list[torch.Tensor]:
+    """Returns what the optimizer of a run will keep of the parameters of `model`, but for numbers, on the meta
+    device."""
+    optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
+    states = optimizer.entries(dict(model.named_parameters())).values()
+    return [tensor for state in states for tensor in state.values() if tensor.dim()]
+
+
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
     """The plan of `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
 
@@ -130,7 +140,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         parameters=parameters,
         block=block,
         outside=parameters - block * config.model.n_layers,
-        moments=len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay),
+        moments=sum(kept.numel() * kept.itemsize for kept in kept_tensors(config, model)) / FLOAT,
         accumulation=accumulation,
     )
     held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)
@@ -205,10 +215,14 @@ def _group_lines(config: RunConfig) -> list[str]:
     model = build_model(with_vocabulary(config).model, device="meta")
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     lines = []
-    for group in parameter_groups(model, config.optimizer, config.positions):
+    groups = parameter_groups(model, config.optimizer, config.positions)
+    kept = make_optimizer(model, config.optimizer, config.positions).entries(dict(model.named_parameters()))
+    several = len({group.optimizer for group in groups}) > 1
+    for group in groups:
         decay = f"weight decay {group.weight_decay:g}" if group.weight_decay else "not decayed"
         size = short_number(sum(sizes[name] for name in group.names))
         by = f" (by {', '.join(group.sources)})" if group.sources else ""
         names = ": " + ", ".join(short_names(group.names)) if group.has_rule else ""
-        lines.append(f"{size} in {len(group.names)} tensors, {rule_words(group)}, {decay}{by}{names}")
+        kind = f"{group.optimizer}, which keeps {', '.join(kept[group.names[0]]) or 'nothing'}, " if several else ""
+        lines.append(f"{size} in {len(group.names)} tensors, {kind}{rule_words(group)}, {decay}{by}{names}")
     return lines

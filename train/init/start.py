@@ -20,7 +20,7 @@ from matmix.train.engine import Engine
 from matmix.train.engine.base import persistent_tensors
 from matmix.train.engine.full_state import MODEL, FullState
 from matmix.train.init.sources import InitSource, source_of
-from matmix.train.optim.optimizer import short_names
+from matmix.train.optim.groups import short_names
 
 logger = logging.getLogger(__name__)
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.base import Optimizer
-from matmix.train.optim.config import OptimizerConfig
 from matmix.train.plugins import find_part
 
-__all__ = ["OPTIMIZERS", "Optimizer", "optimizer_class"]
+__all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
 }
 """By the names that recipes say."""
+FALLBACK = "adamw"
+"""The optimizer of the parameters that the run's does not take."""
 
 
-def optimizer_class(config: OptimizerConfig) -> type[Optimizer]:
-    """The optimizer that a config names. Raises ValueError (one line) where there is none of that name."""
-    kind = find_part(config.name, OPTIMIZERS, "optimizer", Optimizer)
-    if not hasattr(kind, "moments"):
-        raise ValueError(f"optimizer {config.name!r} does not state its moments: what it keeps of each parameter")
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Returns the optimizer of this name, or the one of your own that "my_package.module:Name" stands for. Raises
+    ValueError (one line) where there is none, or where it does not say what it keeps."""
+    kind = find_part(name, OPTIMIZERS, "optimizer", Optimizer)
+    if kind.new_state is Optimizer.new_state:
+        raise ValueError(f"optimizer {name!r} does not say what it keeps of each parameter: it has no method new_state")
     return kind

@@ -27,8 +27,7 @@ def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
     """
     if not config.decay:
         return
-    optimizer.moments = (*optimizer.moments, AVERAGE)
-    optimizer.counts = (*optimizer.counts, STEPS)
+    optimizer.also_kept = lambda parameter: {AVERAGE: torch.zeros_like(parameter), STEPS: torch.zeros(())}
     before: dict[torch.Tensor, torch.Tensor] = {}  # weights of parameters that have no average yet
 
     @torch.no_grad()
@@ -44,8 +43,6 @@ def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
             state = optimizer.state[parameter]
             if AVERAGE not in state:  # now, as an optimizer takes a state that is not empty for its own
                 state[AVERAGE], state[STEPS] = before.pop(parameter), torch.zeros(())
-            if state[STEPS].device.type != "cpu":  # where loading puts it, and where each look would make the host wait
-                state[STEPS] = state[STEPS].cpu()
             state[STEPS] += 1
             step = int(state[STEPS])
             if step % config.every == 0:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,44 +14,129 @@ from matmix.train.plugins import NoOptions
 
 OTHERS = "others"
 """The clipping group of the parameters that no rule clips apart."""
+State = dict[str, torch.Tensor]
+"""What an optimizer keeps of one parameter, by the names of the entries."""
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer that a recipe can name. Engines, checkpoints, conversions and estimates of memory go by the
-    attributes below and know no optimizer by name.
+    """An optimizer that a recipe can name. Engines, checkpoints, conversions and estimates of memory ask it for what it
+    keeps of each parameter and know no optimizer by name.
 
-    `param_groups` come with "lr", "weight_decay" and what engines and the loop need; `step` reads them and changes
-    parameters in place. Parameters may be parts of the model's: sharded (DTensor), or flat under DeepSpeed.
+    `param_groups` come with "lr", "weight_decay", the "param_names" of their "params" and what engines and the loop
+    need; `step` reads them and changes parameters in place. Parameters may be parts of the model's: sharded (DTensor),
+    or flat under DeepSpeed, where a group has one of them for all its names.
     """
 
-    moments: ClassVar[tuple[str, ...]]
-    """Names of the entries of `self.state[parameter]` that are tensors in the parameter's shape, of float32."""
-    counts: ClassVar[tuple[str, ...]] = ()
-    """Names of its entries that are numbers, 0-dim tensors that are equal for parameters that were updated equally
-    often."""
-    elementwise: ClassVar[bool] = True
+    elementwise: bool = True
     """Whether the update of an element depends on no other element. DeepSpeed from ZeRO stage 1 on hands an optimizer
     flat pieces of several parameters, and takes none whose updates are not elementwise."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [optimizer.options]; every field has a default."""
+    also_kept: Callable[[torch.Tensor], State] = staticmethod(lambda parameter: {})
+    """Makes the entries that others add to what it keeps of a parameter, such as an average."""
+
+    # As torch wraps this one, it imports torch's compiler, which takes a second at the start of every run.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
 
     @classmethod
     def from_config(cls, groups: list[dict[str, Any]], config: OptimizerConfig, options: Any) -> Self:
-        """The optimizer of a run; options: an instance of `Options`."""
+        """Makes the optimizer of a run; options: an instance of `Options`."""
         return cls(groups, lr=config.lr, **dataclasses.asdict(options))
+
+    @classmethod
+    def takes(cls, name: str, shape: torch.Size) -> bool:
+        """Returns whether it can update the parameter `name` of this shape; AdamW updates what it cannot."""
+        return True
+
+    def new_state(self, parameter: torch.Tensor) -> State:
+        """Makes all that is kept of `parameter`, as it is before the first step: new tensors on the parameter's device.
+
+        Numbers, such as a count of steps, are 0-dim tensors. An entry in the parameter's shape comes from
+        `torch.zeros_like(parameter)`, so that it is sharded as the parameter is. The parameter may be on the meta
+        device, for those who want to know shapes and dtypes alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method new_state")
+
+    def state_of(self, parameter: torch.Tensor) -> State:
+        """Returns what is kept of `parameter`; for use in `step`."""
+        if not self.state.get(parameter):
+            self.state[parameter] = self.new_state(parameter)
+        return self.state[parameter]
+
+    # -- for engines, checkpoints and estimates ----------------------------------------------------------
+
+    @property
+    def parts(self) -> Mapping[str, Optimizer]:
+        """The optimizers behind this object, by the names that recipes say; empty: itself alone."""
+        return {}
+
+    def part_of(self, group: Mapping[str, Any]) -> Optimizer:
+        """Returns the optimizer that updates the parameters of a group."""
+        return self
+
+    def whole_state(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> State:
+        """Makes `new_state` of a parameter of `group`, with what others add."""
+        return {**self.part_of(group).new_state(parameter), **self.also_kept(parameter)}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Yields the name, the parameter and its group, where parameters are not flat."""
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                yield name, parameter, group
+
+    def named_state(self) -> Iterator[tuple[str, State]]:
+        """Yields the name of each parameter that was updated and what is kept of it, where parameters are not flat."""
+        return ((name, state) for name, one, _ in self.named_parameters() if (state := self.state.get(one)))
+
+    def entries(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, State]:
+        """Returns what is kept of each of the model's parameters once it is updated: tensors on the meta device, in the
+        shapes that belong to whole parameters.
+
+        parameters: by name, sharded or not.
+        """
+        return {
+            name: self.whole_state(torch.empty(full_shape(parameters[name]), device="meta"), group)
+            for group in self.param_groups
+            for name in group["param_names"]
+        }
+
+
+class SeveralOptimizers(Optimizer):
+    """Optimizers that each update some of the groups, as one object: one `step`, one list of groups, one state."""
+
+    def __init__(self, parts: Mapping[str, Optimizer], groups: list[dict[str, Any]]) -> None:
+        """parts: by the name that a group says in "optimizer"; groups: those of all parts, in the order of the run."""
+        super().__init__(groups, {})
+        self._parts = dict(parts)
+        self.elementwise = all(part.elementwise for part in parts.values())
+
+    @property
+    def parts(self) -> Mapping[str, Optimizer]:
+        return self._parts
+
+    def part_of(self, group: Mapping[str, Any]) -> Optimizer:
+        return self._parts[group["optimizer"]]
+
+    def step(self, closure: None = None) -> None:
+        for name, part in self._parts.items():
+            # DeepSpeed puts other groups here for a while, one at a time.
+            part.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
+            part.state = self.state
+            if part.param_groups:
+                part.step()
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor. To name that class means to import it, which takes half a second that a start on one
-    process has no use for."""
+    """Returns whether it is a DTensor. To name that class means to import it, which takes half a second that a start on
+    one process has no use for."""
     return hasattr(tensor, "to_local")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, sharded or not."""
+    """Returns what this rank holds of a tensor, sharded or not."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
+    """Returns the shape of the whole tensor, also under ZeRO-3, which leaves an empty tensor in its place."""
     return getattr(tensor, "ds_shape", tensor.shape)

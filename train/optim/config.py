@@ -25,14 +25,17 @@ class RuleConfig:
     """The gradients of all that match are clipped together to this norm, apart from all others; inf = not clipped."""
     weight_decay: float | None = None
     """Weight decay of these matrices; 0 = not decayed."""
+    optimizer: str | None = None
+    """The optimizer of these parameters, as in optimizer.name, with the options that it has by default."""
 
     def __post_init__(self) -> None:
         require(
             bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns),
             f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them",
         )
-        given = {key: value for key in ("lr", "clip", "weight_decay") if (value := getattr(self, key)) is not None}
-        require(bool(given), f"{self.title} changes nothing: give lr, clip or weight_decay")
+        fields = ("lr", "clip", "weight_decay", "optimizer")
+        given = {key: value for key in fields if (value := getattr(self, key)) is not None}
+        require(bool(given), f"{self.title} changes nothing: give lr, clip, weight_decay or optimizer")
         try:
             ParameterRule(**given)
         except ValueError as error:
@@ -59,7 +62,8 @@ class OptimizerConfig:
     states; vectors (norms, biases) have none."""
 
     name: str = "adamw"
-    """adamw (arXiv 1711.05101), or an optimizer of your own as "my_package.module:MyOptimizer"."""
+    """adamw (arXiv 1711.05101), or an optimizer of your own as "my_package.module:MyOptimizer". What it cannot take,
+    such as vectors, is left to adamw."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of your own optimizer; on the command line as in '{momentum = 0.9}'."""
     lr: float = 3e-4

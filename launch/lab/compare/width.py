@@ -18,7 +18,7 @@ from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.optim.config import RuleConfig
-from matmix.train.optim.optimizer import matches_any, parameter_groups
+from matmix.train.optim.groups import matches_any, parameter_groups
 
 HEADDIM_FACTOR = 1.5
 """How far from the recipe's a headdim may be, either way."""

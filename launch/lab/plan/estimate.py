@@ -16,7 +16,6 @@ from matmix.train.engine.kinds import KINDS
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import Arithmetic, arithmetic
-from matmix.train.optim import optimizer_class
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,10 +58,9 @@ class Risk:
 def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float, stall: float | None = None) -> Risk:
     """stall: seconds that a save stops training, as measured; None = the copy of a rank's part to its host."""
     if stall is None:
-        parts = parts_to_save(config.engine, plan.ranks)
-        # Weights and moments; every rank copies its part.
-        tensors = 1 + len(optimizer_class(config.optimizer).moments) + bool(config.ema.decay)
-        stall = tensors * FLOAT * plan.parameters / parts / (cluster.host_gb_per_s * GB)
+        # Weights and what the optimizer keeps; every rank copies its part.
+        elements = plan.sizes.parameters + plan.sizes.moments
+        stall = elements * FLOAT / parts_to_save(config.engine, plan.ranks) / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
     every = config.checkpoint.every or config.steps
     return Risk(

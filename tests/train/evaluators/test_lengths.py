@@ -17,7 +17,7 @@ from matmix.train.evaluators import evaluate
 from matmix.train.evaluators.lengths import AccuracyByLength, multiples, words_on_accuracy
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.loop import train
-from matmix.train.optim.optimizer import make_optimizer
+from matmix.train.optim.groups import make_optimizer
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 

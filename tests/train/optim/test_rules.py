@@ -4,14 +4,11 @@ import json
 import shutil
 
 import pytest
-import small_checkpoints
-import tomli_w
 from runs import losses, records, run_recipe
 
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.entry import main
 from matmix.train.recipe import load_config
-from matmix.train.recipe_files import read_toml
 from matmix.use.converting import convert_run
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'
@@ -23,45 +20,26 @@ def files_of(run) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def from_before(dataset, tmp_path_factory):
-    """Three steps of a run as they were made when there were no rules."""
+def without_rules(dataset, tmp_path_factory):
+    """Three steps of a run without the rules of mixers."""
     run = tmp_path_factory.mktemp("runs") / "run"
     run_recipe("debug_mru", dataset, run, "--stop-step", "3", "--optimizer.mixer-rules", "False")
-
-    def forget(manifest):
-        assert manifest["extra"].pop("parameter_rules") == {}
-        del manifest["extra"]["config"]["optimizer"]["mixer_rules"]
-
-    small_checkpoints.age(run / "checkpoints" / "step-00000003", forget)
-    config = read_toml(run / "config.toml")
-    del config["optimizer"]["mixer_rules"], config["optimizer"]["rule"]
-    (run / "config.toml").write_text(tomli_w.dumps(config))
     return run
 
 
-def test_a_run_from_before_the_rules_goes_on_and_says_what_changed(from_before, dataset, tmp_path, capsys):
-    run = shutil.copytree(from_before, tmp_path / "run")
+def test_a_run_goes_on_with_the_rules_of_mixers_and_says_so(without_rules, dataset, tmp_path, capsys):
+    run = shutil.copytree(without_rules, tmp_path / "run")
     before, curve = files_of(run), losses(run)
     result = run_recipe("debug_mru", dataset, run, "--checkpoint.keep-last", "9")
     assert (result.step, result.finished) == (8, True)
-    said = [line for line in capsys.readouterr().err.splitlines() if "rules" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "other rules" in line]
     assert len(said) == 1
     assert "blocks.*.mixer.in_proj.weight of 2 layers: learning rate x 0.0625, clipped apart (mru) at 4" in said[0]
-    assert said[0].endswith("optimizer.mixer_rules = false keeps the old way")
     assert losses(run)[:3] == curve
     assert files_of(run) == {**before, "config.toml": files_of(run)["config.toml"]}
     run_recipe("debug_mru", dataset, run, "--checkpoint.keep-last", "9")
     run_recipe("debug_mru", dataset, run, "--checkpoint.keep-last", "9", "--steps", "9")
     assert "other rules" not in capsys.readouterr().err  # the newer checkpoint knows them
-
-
-def test_a_run_from_before_the_rules_keeps_the_old_way_if_told_to(from_before, dataset, tmp_path, capsys):
-    run = shutil.copytree(from_before, tmp_path / "run")
-    run_recipe("debug_mru", dataset, run, "--optimizer.mixer-rules", "False")
-    said = [line for line in capsys.readouterr().err.splitlines() if "rules" in line]
-    assert said == ["continuing with changes: optimizer.mixer_rules True -> False"]
-    run_recipe("debug_mru", dataset, tmp_path / "whole", "--optimizer.mixer-rules", "False")
-    assert losses(run) == losses(tmp_path / "whole")
 
 
 def test_resuming_with_rules_is_bit_identical(dataset, tmp_path, capsys):
@@ -95,8 +73,8 @@ def test_records_have_the_norm_of_each_clipping_group(dataset, tmp_path):
     assert not any(key.startswith("grad_norm/") for record in records(tmp_path / "hydra") for key in record)
 
 
-def test_a_converted_run_keeps_its_record_of_rules(from_before, dataset, tmp_path):
-    run = shutil.copytree(from_before, tmp_path / "run")
+def test_a_converted_run_keeps_its_record_of_rules(without_rules, dataset, tmp_path):
+    run = shutil.copytree(without_rules, tmp_path / "run")
     run_recipe("debug_mru", dataset, run, "--steps", "4")
     for name in ("run", "converted"):
         kept = read_manifest(tmp_path / name / "checkpoints" / "step-00000004")["extra"]["parameter_rules"]
@@ -126,8 +104,8 @@ def test_a_rule_that_cannot_be_is_one_line_and_leaves_nothing(rule, words, dry, 
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_a_run_is_not_touched_by_a_rule_that_cannot_be(from_before, dataset, tmp_path, capsys):
-    run = shutil.copytree(from_before, tmp_path / "run")
+def test_a_run_is_not_touched_by_a_rule_that_cannot_be(without_rules, dataset, tmp_path, capsys):
+    run = shutil.copytree(without_rules, tmp_path / "run")
     before = files_of(run)
     options = ["--data.path", dataset, "--run-dir", str(run), "--device", "cpu"]
     assert main(["debug_mru", *options, "--optimizer.rule", '{match = "*.nothing", lr = 1}']) == 2

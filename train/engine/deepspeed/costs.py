@@ -16,7 +16,7 @@ def held_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     if stage == 0:
         return held_whole(sizes)
     part = whole / ranks
-    moments = sizes.moments * part
+    moments = sizes.moments / ranks
     if stage == 3:
         gathered = min(whole, LIVE)
         return Held(2 * part, moments, gathered, BUCKET, standing=part, share=0.0, whole=2 * sizes.block)

@@ -94,9 +94,11 @@ class ZeroEngine(Engine):
                     setattr(module, name, buffer.to(self.device))
         optimizer = make_optimizer(model)
         if stage > 0 and not optimizer.elementwise:
+            names = [type(part).__name__ for part in optimizer.parts.values() if not part.elementwise]
             raise ValueError(
-                f"{type(optimizer).__name__} does not update each element by itself, and DeepSpeed cuts parameters "
-                'into pieces at engine.zero_stage >= 1; use stage 0, or engine.name = "fsdp2"'
+                f"{names[0] if names else type(optimizer).__name__} does not update each element by itself, and "
+                "DeepSpeed cuts parameters into pieces at engine.zero_stage >= 1; use stage 0, or "
+                'engine.name = "fsdp2"'
             )
         self.model, self.optimizer, _, _ = self.deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         self.files = make_files()
@@ -170,14 +172,12 @@ class ZeroEngine(Engine):
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.config.zero_stage == 3:
             return
-        names = {}
         for name, parameter in self.module.named_parameters():
-            names[parameter] = name
             yield f"model.{name}", parameter.detach()
         if self.config.zero_stage == 0:
-            for parameter, entries in self.optimizer.state.items():
+            for name, entries in self.optimizer.named_state():
                 for entry, value in entries.items():
-                    yield f"optimizer.{names[parameter]}.{entry}", torch.as_tensor(value)
+                    yield f"optimizer.{name}.{entry}", torch.as_tensor(value)
 
     def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = {name for name, _ in self.module.named_parameters()}
@@ -188,8 +188,7 @@ class ZeroEngine(Engine):
     def layout(self) -> dict[str, Any]:
         layout = {**super().layout(), "zero_stage": self.config.zero_stage}
         if self.config.zero_stage == 0:  # whose file has numbers instead of names
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            layout["optimizer"] = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+            layout["optimizer"] = [name for name, _, _ in self.optimizer.named_parameters()]
         return layout
 
     def snapshot(self, *, copy: bool) -> Snapshot:
@@ -214,4 +213,4 @@ class ZeroEngine(Engine):
             load_partitioned(self.optimizer, self.module, state, self.rank)
             return
         self.load_weights(state)
-        load_moments(self.optimizer, {p: name for name, p in self.module.named_parameters()}, state)
+        load_moments(self.optimizer, dict(self.module.named_parameters()), state)

@@ -139,7 +139,8 @@ class ZeroFiles(CheckpointFiles):
                 self._places[name] = number, offset
                 offset += (whole.numel if self.stage < 3 else -(-whole.numel // self.ranks)) + padding
                 for entry, value in self._optimizer_state(0).get(number, {}).items():
-                    self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(() if _is_number(value) else whole.shape)
+                    shape = () if _is_number(value) else tuple(value.shape) if self.stage == 0 else whole.shape
+                    self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(shape, torch.as_tensor(value).dtype)
 
     def _groups(self, layout: Mapping[str, Any]) -> list[dict[str, int]]:
         """For each state that the optimizer keeps: the tensors it is of, in order, and the padding behind each."""

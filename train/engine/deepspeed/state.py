@@ -7,7 +7,7 @@ optimizer, of which a rank holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,28 +24,33 @@ _Fragment = tuple[str, int, int, int]
 
 @torch.no_grad()
 def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
-    """optimizer: DeepSpeed's, of stage 1, 2 or 3. Raises ValueError where one of each count for each group of the
-    optimizer, all that DeepSpeed has room for, is not enough."""
-    is_third = hasattr(optimizer, "fp16_partitioned_groups")
-    held = kept_entries(state, optimizer.optimizer)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = list((_thirds if is_third else _partitions)(optimizer, names, rank))
-    counts = [_counts(group, held, state, optimizer.optimizer.counts) for _, group, _ in groups]
+    """Loads weights, buffers and what the optimizer keeps; optimizer: DeepSpeed's, of stage 1, 2 or 3.
+
+    Raises ValueError where one number of each kind for each group, all that DeepSpeed has room for, is not enough."""
+    is_third, own = hasattr(optimizer, "fp16_partitioned_groups"), optimizer.optimizer
+    parameters = dict(module.named_parameters())
+    held = kept_entries(state, own, parameters)
+    names = {parameter: name for name, parameter in parameters.items()}
+    parts = list((_thirds if is_third else _partitions)(optimizer, names, rank))
+    numbers = [_numbers(group, held, state) for _, group, _ in parts]
     load_partitioned_weights(optimizer, module, state, rank)
-    for (flat, _, fragments), numbers in zip(groups, counts, strict=True):
-        moments = optimizer.optimizer.state[flat] = {}
-        if numbers is None:
+    for index, ((flat, group, fragments), of_group) in enumerate(zip(parts, numbers, strict=True)):
+        entries = own.state[flat] = {}
+        if not any(name in held for name in group):
             continue  # never updated
-        for entry, number in numbers.items():
-            moments[entry] = torch.tensor(number, dtype=torch.float32, device=flat.device)
-        for entry in optimizer.optimizer.moments:
-            if entry == AVERAGE and STEPS not in numbers:
+        options = own.param_groups[optimizer.sub_group_to_group_id[index] if is_third else index]
+        for entry, tensor in own.whole_state(flat.detach(), options).items():
+            if entry in (AVERAGE, STEPS) and STEPS not in of_group:
                 continue  # it begins with the next step
-            # Where there are none yet, moments are zero and averages are the weights.
-            moments[entry] = flat.detach().clone() if entry == AVERAGE else torch.zeros_like(flat)
-            for name, start, numel, offset in fragments:
-                if name in held:
-                    _copy(moments[entry], offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
+            if entry == AVERAGE:
+                tensor.copy_(flat)  # those that have none yet begin with the weights
+            if tensor.shape:
+                for name, start, numel, offset in fragments:
+                    if name in held:
+                        _copy(tensor, offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
+            else:
+                tensor.fill_(of_group[entry])
+            entries[entry] = tensor
 
 
 @torch.no_grad()
@@ -86,14 +91,12 @@ def swap_partitioned_averages(optimizer: Any) -> None:
         optimizer.update_lp_params()
 
 
-def _counts(
-    group: list[str], held: Mapping[str, list[str]], state: FullState, counts: Iterable[str]
-) -> dict[str, float] | None:
-    """The optimizer's counts of the tensors of a group; None if they were never updated."""
+def _numbers(group: list[str], held: Mapping[str, list[str]], state: FullState) -> dict[str, float]:
+    """Returns the numbers, such as counts of steps, that the optimizer keeps of the tensors of a group."""
     updated = [name for name in group if name in held]
-    found = {}
-    for entry in counts if updated else ():
-        if entry not in held[updated[0]]:
+    agreed = {}
+    for entry in held[updated[0]] if updated else ():
+        if state.entries[f"{OPTIMIZER}{updated[0]}.{entry}"].shape:
             continue
         numbers = {state.read(f"{OPTIMIZER}{name}.{entry}").item() for name in updated}
         if len(numbers) > 1:
@@ -102,8 +105,8 @@ def _counts(
                 "times), which DeepSpeed cannot continue at engine.zero_stage >= 1; use stage 0, or "
                 'engine.name = "fsdp2"'
             )
-        found[entry] = numbers.pop()
-    return found if updated else None
+        agreed[entry] = numbers.pop()
+    return agreed
 
 
 def _copy(target: torch.Tensor, offset: int, state: FullState, key: str, start: int, numel: int) -> None:

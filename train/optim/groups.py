@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 
 from matmix.model.parameter_rules import stated_rules
-from matmix.train.optim import Optimizer, optimizer_class
+from matmix.train.optim import FALLBACK, Optimizer, optimizer_class
 from matmix.train.optim.averaging import keep_average
-from matmix.train.optim.base import OTHERS, full_shape
+from matmix.train.optim.base import OTHERS, SeveralOptimizers, full_shape
 from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig, RuleConfig
 from matmix.train.plugins import read_options
 
@@ -36,6 +36,8 @@ class ParameterGroup:
     """Groups with one name here are clipped together."""
     clip: float
     """To which norm; 0 = not at all."""
+    optimizer: str
+    """Name of the optimizer that updates them."""
     sources: tuple[str, ...]
     """Who states something of one of them: mixers by name, rules of the recipe by their patterns."""
 
@@ -55,6 +57,8 @@ class _Treatment:
     clipped_with: tuple[str, Any] = (OTHERS, None)  # what to call those it is clipped with, and what they share
     sources: tuple[str, ...] = ()
     decayed_by: str = ""  # the one of the sources that the weight decay is from
+    optimizer: str | None = None  # None = the run's
+    optimizer_by: str = ""  # the one of the sources that the optimizer is from
 
     def scale(self, source: str, factor: float) -> None:
         """Multiplies the factor on the learning rate."""
@@ -70,6 +74,7 @@ class _Treatment:
         lr: float | None,
         clip: float | None,
         weight_decay: float | None,
+        optimizer: str | None = None,
     ) -> None:
         """Takes over what is given. shared: as `clipped_with`, if there is a `clip`."""
         if lr is not None:
@@ -78,7 +83,9 @@ class _Treatment:
             self.clip, self.clipped_with = clip, shared
         if weight_decay is not None:
             self.weight_decay, self.decayed_by = weight_decay, source
-        if (lr, clip, weight_decay) != (None, None, None):
+        if optimizer is not None:
+            self.optimizer, self.optimizer_by = optimizer, source
+        if (lr, clip, weight_decay, optimizer) != (None, None, None, None):
             self.sources += (source,)
 
 
@@ -92,15 +99,20 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
     found = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
     for name, (owner, rule) in stated_rules(model, seqlen).items():
         if name in found:
-            lr, clip = (rule.lr, rule.clip) if config.mixer_rules else (None, None)
-            found[name].take(owner, (owner, rule), lr=lr, clip=clip, weight_decay=rule.weight_decay)
+            own = (rule.lr, rule.clip, rule.optimizer) if config.mixer_rules else (None, None, None)
+            lr, clip, optimizer = own
+            found[name].take(
+                owner, (owner, rule), lr=lr, clip=clip, weight_decay=rule.weight_decay, optimizer=optimizer
+            )
     if config.layer_decay != 1:
         for name, height in _heights(shapes).items():
             found[name].scale("optimizer.layer_decay", config.layer_decay**height)
     for number, own in enumerate(config.rule):
         for name in _matched(own, shapes):
             shared = (own.label, number)
-            found[name].take(own.title, shared, lr=own.lr, clip=own.clip, weight_decay=own.weight_decay)
+            found[name].take(
+                own.title, shared, lr=own.lr, clip=own.clip, weight_decay=own.weight_decay, optimizer=own.optimizer
+            )
     for name in _frozen(config.freeze, shapes):
         # Without a rate nothing moves; clipped apart, their gradients do not scale those of the others.
         found[name].take("optimizer.freeze", ("frozen", None), lr=0.0, clip=math.inf, weight_decay=0.0)
@@ -110,6 +122,13 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
                 f"{treatment.decayed_by}: weight_decay = {treatment.weight_decay:g} cannot apply to {name}, a vector "
                 f"of shape {tuple(shapes[name])}: only matrices are decayed; let its pattern match those alone"
             )
+        if not optimizer_class(treatment.optimizer or config.name).takes(name, shapes[name]):
+            if treatment.optimizer is not None:
+                raise ValueError(
+                    f"{treatment.optimizer_by}: the optimizer {treatment.optimizer} cannot update {name}, of shape "
+                    f"{tuple(shapes[name])}; let its pattern match others"
+                )
+            treatment.optimizer = FALLBACK
     return _grouped(found, config)
 
 
@@ -160,10 +179,11 @@ def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
 def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
     """Groups in order: what is treated by default, decayed and not, then the others as their parameters come."""
     labels = _labels(treatment.clipped_with for treatment in found.values())
-    usual = (1.0, None, OTHERS, None), (1.0, 0.0, OTHERS, None)
-    members: dict[tuple[float, float | None, str, float | None], list[str]] = {key: [] for key in usual}
+    usual = (1.0, None, OTHERS, None, config.name), (1.0, 0.0, OTHERS, None, config.name)
+    members: dict[tuple[float, float | None, str, float | None, str], list[str]] = {key: [] for key in usual}
     for name, own in found.items():
-        members.setdefault((own.lr, own.weight_decay, labels[own.clipped_with], own.clip), []).append(name)
+        key = (own.lr, own.weight_decay, labels[own.clipped_with], own.clip, own.optimizer or config.name)
+        members.setdefault(key, []).append(name)
     return [
         ParameterGroup(
             names=tuple(names),
@@ -171,9 +191,10 @@ def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[P
             weight_decay=config.weight_decay if weight_decay is None else weight_decay,
             clip_group=label,
             clip=config.max_grad_norm if clip is None else clip,
+            optimizer=optimizer,
             sources=tuple(dict.fromkeys(source for name in names for source in found[name].sources)),
         )
-        for (lr, weight_decay, label, clip), names in members.items()
+        for (lr, weight_decay, label, clip, optimizer), names in members.items()
         if names
     ]
 
@@ -192,27 +213,32 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: EmaConfig | None = None) -> Optimizer:
-    """The optimizer that `config` names over the trainable parameters of `model`, sharded or not, with the average of
-    them that `ema` asks for.
+    """Makes the optimizer of the trainable parameters of `model`, sharded or not, with the average of them that `ema`
+    asks for: the one that `config` names, or several as one where rules or shapes ask for others.
 
-    Its groups say beside torch's options "lr_factor", for whoever sets "lr", and "clip_group" and "clip", for the
-    engine that clips. Raises ValueError as `parameter_groups` does, and for a name or options that there are not.
+    Its groups say beside torch's options "lr_factor", for whoever sets "lr", "clip_group" and "clip", for the engine
+    that clips, and "optimizer", the name of the one that updates them. Raises ValueError as `parameter_groups` does,
+    and for a name or options that there are not.
     """
-    kind = optimizer_class(config)
-    options = read_options(config.options, kind.Options, "optimizer.options")
     parameters = dict(model.named_parameters())
     groups = [
         {
-            "params": [parameters[name] for name in group.names],
+            "params": [(name, parameters[name]) for name in group.names],
             "lr": config.lr * group.lr,
             "weight_decay": group.weight_decay / config.lr if config.fully_decoupled else group.weight_decay,
             "lr_factor": group.lr,
             "clip_group": group.clip_group,
             "clip": group.clip,
+            "optimizer": group.optimizer,
         }
         for group in parameter_groups(model, config, seqlen)
     ]
-    optimizer = kind.from_config(groups, config, options)
+    given = read_options(config.options, optimizer_class(config.name).Options, "optimizer.options")
+    parts: dict[str, Optimizer] = {}
+    for name in dict.fromkeys(str(group["optimizer"]) for group in groups):
+        kind, own = optimizer_class(name), [group for group in groups if group["optimizer"] == name]
+        parts[name] = kind.from_config(own, config, given if name == config.name else kind.Options())
+    optimizer = next(iter(parts.values())) if len(parts) == 1 else SeveralOptimizers(parts, groups)
     keep_average(optimizer, ema or EmaConfig())
     return optimizer
 
@@ -227,24 +253,19 @@ def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:
     }
 
 
-def changed_rules(before: Mapping[str, list[float]] | None, groups: Iterable[ParameterGroup]) -> str:
-    """In one line how rates and clipping differ from those of a checkpoint; "" where they do not.
+def changed_rules(before: Mapping[str, list[float]], groups: Iterable[ParameterGroup]) -> str:
+    """Says in one line how rates and clipping differ from those of a checkpoint; "" where they do not.
 
-    before: its `rule_record`; None = it was made when there were no rules.
+    before: its `rule_record`.
     """
     groups = list(groups)
-    now, held = rule_record(groups), before or {}
-    parts, from_mixers = [], False
+    now, parts = rule_record(groups), []
     for group in groups:
-        names = [name for name in group.names if now.get(name) != held.get(name)]
+        names = [name for name in group.names if now.get(name) != before.get(name)]
         if names:
             said = f" (rules of {', '.join(group.sources)})" if group.has_rule else ""
             parts.append(f"{', '.join(short_names(names))}: {rule_words(group)}{said}")
-            from_mixers |= any(not source.startswith(RULE) for source in group.sources) and group.has_rule
-    if not parts:
-        return ""
-    hint = "; optimizer.mixer_rules = false keeps the old way" if before is None and from_mixers else ""
-    return f"other rules than when the checkpoint was made: {'; '.join(parts)}{hint}"
+    return f"other rules than when the checkpoint was made: {'; '.join(parts)}" if parts else ""
 
 
 def rule_words(group: ParameterGroup) -> str:

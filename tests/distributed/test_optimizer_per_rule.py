@@ -1,0 +1,135 @@
+"""An optimizer is one file (toy_momentum.py) and one line in the table of train/optim (optimizer_scenario.register):
+engines, checkpoints, conversions and estimates ask it for what it keeps, and AdamW updates what it cannot."""
+
+from __future__ import annotations
+
+import math
+
+import convert_scenarios
+import optimizer_scenario
+import pytest
+import torch
+from harness import run_distributed
+from runs import losses
+
+from matmix.model import build_model
+from matmix.train.estimate.plan import make_plan, print_plan
+from matmix.train.optim import OPTIMIZERS
+from matmix.train.optim.config import OptimizerConfig, RuleConfig
+from matmix.train.optim.groups import make_optimizer, parameter_groups
+from matmix.train.recipe import load_config
+from matmix.use.converting import convert_run
+
+ADAMW = {"exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.fixture(autouse=True)
+def toys():
+    before = dict(OPTIMIZERS)
+    optimizer_scenario.register()
+    yield
+    OPTIMIZERS.clear()
+    OPTIMIZERS.update(before)
+
+
+def kept(run) -> dict[str, set[str]]:
+    """Name of each parameter -> what the newest checkpoint of a run holds of it."""
+    contents = convert_scenarios.contents(max((run / "checkpoints").glob("step-*")))
+    entries: dict[str, set[str]] = {}
+    for key in contents:
+        if key.startswith("optimizer."):
+            name, entry = key.removeprefix("optimizer.").rsplit(".", 1)
+            entries.setdefault(name, set()).add(entry)
+    return entries
+
+
+def options_of(run, dataset, *more: str) -> list[str]:
+    common = ["--data.path", dataset, "--run-dir", str(run), "--device", "cpu", "--model.dropout", "0"]
+    common += ["--micro-batch-size", "1", "--steps", "6", "--checkpoint.every", "0", "--evaluation.every", "0"]
+    return [*common, "--logging.progress", "False", "--gc-every", "0", *more]
+
+
+def travel(dataset, folder, name: str, engines: list[str], *, own: list[str] = ()) -> None:
+    """Trains one run as a whole and, with each engine, one that goes from 2 ranks to 4 and, converted, to 1."""
+    optimizer = ["--optimizer.name", name, *own]
+    recipe = "debug_mru"
+    optimizer_scenario.train_all([(recipe, options_of(folder / "whole", dataset, *optimizer))])
+    for ranks, stop in ((2, "2"), (4, "4")):
+        legs = [
+            (recipe, options_of(folder / engine, dataset, *optimizer, "--engine.name", engine, "--stop-step", stop))
+            for engine in engines
+        ]
+        run_distributed(optimizer_scenario.train_all, ranks, arguments=(legs,))
+    for engine in engines:
+        convert_run(folder / engine, folder / f"{engine}-converted")
+        last = options_of(folder / f"{engine}-converted", dataset, *optimizer, "--engine.name", "fsdp2")
+        optimizer_scenario.train_all([(str(folder / f"{engine}-converted"), last)])
+
+
+def test_it_is_sharded_saved_converted_and_resumed_at_other_numbers_of_ranks(dataset, tmp_path):
+    travel(dataset, tmp_path, "momentum", ["fsdp2", "ddp"])
+    whole = losses(tmp_path / "whole")
+    assert whole[-1] < whole[0] - 0.1
+    for engine in ("fsdp2", "ddp"):
+        assert losses(tmp_path / f"{engine}-converted") == pytest.approx(whole, rel=1e-5)
+        for run in (tmp_path / engine, tmp_path / f"{engine}-converted"):
+            entries = kept(run)
+            assert {frozenset(own) for own in entries.values()} == {frozenset({"momentum"}), frozenset(ADAMW)}
+            assert entries["blocks.0.mlp.up.weight"] == {"momentum"}
+            assert entries["embedding.weight"] == entries["norm.weight"] == ADAMW
+
+
+@pytest.mark.slow
+def test_entries_may_have_other_shapes_and_types(dataset, tmp_path):
+    travel(dataset, tmp_path, "whole", ["fsdp2", "ddp"])
+    for engine in ("fsdp2", "ddp"):
+        assert losses(tmp_path / f"{engine}-converted") == pytest.approx(losses(tmp_path / "whole"), rel=1e-2)
+        contents = convert_scenarios.contents(max((tmp_path / engine / "checkpoints").glob("step-*")))
+        name = "blocks.0.mlp.up.weight"
+        rows, weight = contents[f"optimizer.{name}.rows"], contents[f"model.{name}"]
+        assert (rows.shape, rows.dtype) == (weight.shape[:1], torch.bfloat16)
+
+
+def test_plans_count_what_it_keeps(capsys):
+    recipe = ["--model.vocab-size", "300", "--optimizer.name"]
+    config = load_config("debug_mru", [*recipe, "momentum"])
+    adamw, momentum = (make_plan(load_config("debug_mru", [*recipe, name]), 2) for name in ("adamw", "momentum"))
+    rows = make_plan(load_config("debug_mru", [*recipe, "whole"]), 1)
+    shapes = {name: parameter.shape for name, parameter in build_model(config.model, device="meta").named_parameters()}
+    matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and not name.startswith("embedding")]
+    taken = sum(map(math.prod, matrices))
+    assert adamw.moment_bytes == 4 * 2 * adamw.parameters / 2
+    assert momentum.moment_bytes == 4 * (2 * adamw.parameters - taken) / 2
+    assert rows.moment_bytes == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
+    print_plan(config)
+    said = capsys.readouterr().out
+    assert "momentum, which keeps momentum, learning rate" in said
+    assert "adamw, which keeps step, exp_avg, exp_avg_sq, learning rate" in said
+
+
+def test_rules_choose_an_optimizer_by_name():
+    config = load_config("debug_mru", ["--model.vocab-size", "64"])
+    model = build_model(config.model, device="meta")
+    rule = RuleConfig(match="blocks.*.mlp.*.weight", optimizer="momentum")
+    optimizer = make_optimizer(model, OptimizerConfig(rule=(rule,)), 32)
+    chosen = {name: group["optimizer"] for name, _, group in optimizer.named_parameters()}
+    assert {name for name, own in chosen.items() if own == "momentum"} == {
+        name for name in chosen if ".mlp." in name and name.endswith(".weight")
+    }
+    assert set(chosen.values()) == {"momentum", "adamw"}
+    with pytest.raises(ValueError, match=r'rule "\*norm\*": the optimizer momentum cannot update .*norm.*\(32,\)'):
+        parameter_groups(model, OptimizerConfig(rule=(RuleConfig(match="*norm*", optimizer="momentum"),)), 32)
+
+
+def test_what_cannot_be_exact_on_flat_pieces_is_refused_by_name(dataset, tmp_path):
+    options = options_of(tmp_path / "run", dataset, "--optimizer.name", "whole", "--engine.name", "deepspeed")
+    with pytest.raises(ValueError, match="WholeMatrices does not update each element by itself, and DeepSpeed cuts"):
+        optimizer_scenario.train_all([("debug_mru", options)])
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(dataset, tmp_path):
+    run = options_of(tmp_path / "run", dataset, "--stop-step", "1")
+    optimizer_scenario.train_all([("debug_mru", run)])
+    rule = '{match = "*.mlp.up.weight", optimizer = "momentum"}'
+    with pytest.raises(ValueError, match=r"keeps exp_avg \[.*\], step of blocks.0.mlp.up.weight, .* keeps momentum \["):
+        optimizer_scenario.train_all([("debug_mru", [*run, "--steps", "7", "--optimizer.rule", rule])])
