@@ -75,7 +75,7 @@ class Generate:
         self._check(prompts)
         opened = open_model(self.source, step=self.step, device=self.device)
         kind = opened.config.model_class
-        if kind.tokens and not kind.causal and not kind.takes_head:
+        if kind.inputs == "tokens" and not kind.causal and not kind.takes_head:
             if self.num_samples > 1 or self.stop:
                 raise ValueError(
                     f"{opened.path} is an encoder, which fills in words: leave --num-samples and --stop out"

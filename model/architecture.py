@@ -25,15 +25,13 @@ class Architecture(nn.Module):
 
     causal: ClassVar[bool]
     """Whether outputs may depend on earlier positions only; the layers then take causal mixers."""
-    tokens: ClassVar[bool] = True
-    """Reads token ids and predicts one of model.vocab_size tokens: training takes the size of the vocabulary from the
-    data, and an export takes the tokenizer along. False: reads and predicts something else."""
+    inputs: ClassVar[str] = "tokens"
+    """What it reads, by the word that the data has for it: "tokens", "images", or "values" for other numbers. Of
+    tokens, training takes the size of the vocabulary from the data, and an export takes the tokenizer along."""
     per_document: ClassVar[bool] = False
     """Gives one output for each document instead of one for each position."""
     takes_head: ClassVar[bool] = False
     """Its output is shaped by model.head, and predicts no tokens."""
-    takes_images: ClassVar[bool] = False
-    """Reads images, as model.image says."""
     new_parameters: ClassVar[tuple[str, ...]] = ()
     """Prefixes of the names of parameters that a pretrained model does not have: they may start anew."""
     head_parameters: ClassVar[tuple[str, ...]] = ()
@@ -87,7 +85,7 @@ class Architecture(nn.Module):
     def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
         """Returns zeros (batch_size, seqlen, ...) in the shape and dtype of the inputs of `forward`, on the default
         device; for estimates."""
-        assert cls.tokens, f"{cls.__name__} reads no tokens and says not what instead"
+        assert cls.inputs == "tokens", f"{cls.__name__} reads no tokens and says not what instead"
         return torch.zeros(batch_size, seqlen, dtype=torch.long)
 
     @classmethod
@@ -99,7 +97,7 @@ class Architecture(nn.Module):
     def output_flops(cls, config: Any) -> float:
         """Forward floating-point operations of features and output projection for one output: a position, or a document
         where there is one output for each."""
-        predicts_tokens = cls.tokens and not cls.takes_head
+        predicts_tokens = cls.inputs == "tokens" and not cls.takes_head
         assert predicts_tokens, f"{cls.__name__} predicts no tokens and says not what that costs"
         return 2.0 * config.vocab_size * config.d_model
 

@@ -30,7 +30,7 @@ class Backbone(Called, Architecture):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        if self.tokens and config.vocab_size < 1:
+        if self.inputs == "tokens" and config.vocab_size < 1:
             raise ValueError("model.vocab_size is not set: give it, or take it from the data")
         self.config = config
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))

@@ -168,8 +168,8 @@ class ModelConfig:
         if self.head not in (HeadConfig(), HeadConfig(outputs=2)) and not self.model_class.takes_head:
             able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_head)
             raise ValueError(f"model.head is of no use to model.architecture = {self.architecture!r}, but to {able}")
-        if not self.model_class.takes_images and (self.image != ImageConfig() or self.drop_path):
-            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_images)
+        if self.model_class.inputs != "images" and (self.image != ImageConfig() or self.drop_path):
+            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.inputs == "images")
             option = "drop_path" if self.drop_path else "image"
             raise ValueError(
                 f"model.{option} is of no use to model.architecture = {self.architecture!r}, but to {able}"
@@ -258,7 +258,7 @@ def model_config_to_dict(config: ModelConfig) -> dict[str, Any]:
     values = asdict(config)
     if not config.model_class.takes_head:
         del values["head"]
-    if not config.model_class.takes_images:
+    if config.model_class.inputs != "images":
         del values["image"]
     used = used_mixers(config)
     values["mixers"] = {name: options for name, options in values["mixers"].items() if name in used}

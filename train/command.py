@@ -120,9 +120,9 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     export = shell_line("matmix", "export", config.run_dir, "--out", "DIR")
-    if config.model.model_class.takes_images:
+    if config.model.model_class.inputs == "images":
         lines.append(f"Next: {shell_line('matmix', 'classify', config.run_dir, 'IMAGE')}, or {export}")
-    elif not config.model.model_class.tokens or config.model.model_class.takes_head:
+    elif config.model.model_class.inputs != "tokens" or config.model.model_class.takes_head:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.

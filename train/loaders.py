@@ -44,10 +44,11 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
     """
     facts, model = loader.facts, config.model
-    if model.model_class.tokens != (facts.tokenizer is not None):
-        held = "no tokens" if facts.tokenizer is None else "tokens"
-        verb = "reads" if facts.tokenizer is None else "does not read"
-        raise ValueError(f"the data holds {held}, but a {model.architecture} {verb} them; change one of the two")
+    if facts.inputs != model.model_class.inputs:
+        raise ValueError(
+            f"the data holds {facts.inputs}, but a {model.architecture} reads {model.model_class.inputs}; change one "
+            "of the two"
+        )
     config = with_steps(config, loader)
     if facts.outputs is not None and model.model_class.takes_head:
         model = with_outputs(model, facts)

@@ -51,7 +51,7 @@ def export_run(
     if (trained := opened.run) is None:
         raise ValueError(f"{opened.name} is no run: matmix export takes the weights of one")
     config = trained.config
-    tokenizer = trained.tokenizer if config.model.model_class.tokens else None
+    tokenizer = trained.tokenizer if config.model.model_class.inputs == "tokens" else None
     # A task from outside is not imported: it has to be known already.
     outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
     if onnx:

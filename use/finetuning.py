@@ -215,7 +215,7 @@ def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
 
 def _image_model(start: InitSource, own: dict[str, Any]) -> dict[str, Any]:
     """Returns the table [model]: the source's as a classifier of images, with the recipe's head and dropout."""
-    if not start.model.model_class.takes_images:
+    if start.model.model_class.inputs != "images":
         raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no images: give a model that does")
     values = model_config_to_dict(start.model)
     head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}

@@ -132,8 +132,8 @@ class TrainedModel:
     def reader(self) -> TextReader:
         """Reads texts for the model. Raises ValueError (one line) for a model that reads none."""
         origin, kind = self.origin, self.config.model_class
-        if not kind.tokens:
-            instead = "; matmix classify takes pictures" if kind.takes_images else ""
+        if kind.inputs != "tokens":
+            instead = "; matmix classify takes pictures" if kind.inputs == "images" else ""
             raise ValueError(
                 f"{self.path} holds a model of architecture {self.config.architecture!r}, which reads no text{instead}"
             )
@@ -153,7 +153,7 @@ class TrainedModel:
     def image_inputs(self) -> ImageInputs:
         """How pictures are resized and normalised for the model. Raises ValueError (one line) where that is unknown."""
         kind = self.config.model_class
-        if not kind.takes_images:
+        if kind.inputs != "images":
             instead = "evaluate scores its task on texts" if kind.takes_head else "generate writes with it"
             raise ValueError(
                 f"{self.path} holds a model of architecture {self.config.architecture!r}, which reads no pictures; "
@@ -170,7 +170,7 @@ class TrainedModel:
     def classes(self) -> tuple[str, ...]:
         """Names of a classifier's outputs in their order; () where they are unknown, which those of pictures never are:
         of an export without names they are "class 0" and so on."""
-        takes_images, outputs = self.config.model_class.takes_images, self.config.head.count
+        takes_images, outputs = self.config.model_class.inputs == "images", self.config.head.count
         if self.run is not None:
             data = self.run.config.data
             return self.run.config.modality.class_names(data) if takes_images else data.examples.labels
@@ -218,7 +218,7 @@ def image_inputs(config: RunConfig) -> ImageInputs | None:
     Raises FileNotFoundError or ValueError (one line) where that depends on a dataset that is not there.
     """
     images = config.data.images
-    if not config.model.model_class.takes_images or not images.datasets:
+    if config.model.model_class.inputs != "images" or not images.datasets:
         return None
     mean, std = images.mean, images.std
     if not mean or not std:

@@ -63,6 +63,8 @@ class Facts:
     """What a model, its config and an evaluation need to know of the data. A modality sets what it has, as an attribute
     or a property; the defaults say that there is no such thing."""
 
+    inputs: str = "tokens"
+    """What a model reads, by the word that `Architecture.inputs` has for it."""
     tokenizer: Tokenizer | None = None
     vocab_size: int = 0
     """Number of the tokenizer's ids."""

@@ -21,6 +21,8 @@ from matmix.data.storage.storage import Storage
 class PictureFacts(Facts):
     """Facts about prepared pictures, from the manifests of their datasets."""
 
+    inputs = "images"
+
     def __init__(self, data: DataConfig, infos: Sequence[ImagesInfo]) -> None:
         config = data.images
         mean, std = _pixels(infos, list(config.datasets.values()), config.channels)

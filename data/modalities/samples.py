@@ -33,6 +33,7 @@ class SampleFacts(Facts):
 
     def __init__(self, source: GeneratedSamples, seqlen: int) -> None:
         self.source, self.seqlen = source, seqlen
+        self.inputs = "tokens" if source.tokens else "values"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -21,8 +21,7 @@ class ImageTrunk(Backbone):
     """Patches -> blocks; `norm` is the final norm of pre-norm models. Subclasses make outputs of the stream."""
 
     causal = False
-    tokens = False
-    takes_images = True
+    inputs = "images"
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)

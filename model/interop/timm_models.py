@@ -149,7 +149,7 @@ def matmix_image_classifier(
     else:
         directory = Path(file) if Path(file).is_dir() else Path(file).parent
         found, inputs = read_export_config(directory), read_image_inputs(directory)
-    if not found.model_class.takes_images:
+    if found.model_class.inputs != "images":
         raise ValueError(f"{directory or 'config'} is a {found.architecture}, not an image_classifier")
     if in_chans not in (None, found.image.channels):
         raise ValueError(f"in_chans = {in_chans}, but the model reads images of {found.image.channels} channels")

@@ -53,7 +53,7 @@ def exported(tmp_path_factory) -> dict[str, Path]:
     for name, (config, outputs) in EXPORTED.items():
         prefix, suffix = ("bos", "eos") if config.causal else ("cls", "sep")
         text = {"special": tokenizer.special, "prefix": prefix, "suffix": suffix}
-        on_images = config.model_class.takes_images
+        on_images = config.model_class.inputs == "images"
         images = {"images": ImageInputs(mean=(0.5,) * 3, std=(0.2,) * 3, crop=0.9, size=16)}
         path = found[name] = work / name / "export"  # transformers keeps the code of exports by the name of the folder
         path.parent.mkdir()

@@ -39,6 +39,6 @@ def test_sizes_are_true():
         for name in grouped()["matmix train NAME"]:
             with failures.of(name):
                 model = load_config(name).model
-                if not model.vocab_size and model.model_class.tokens:
+                if not model.vocab_size and model.model_class.inputs == "tokens":
                     model = dataclasses.replace(model, vocab_size=VOCABULARY.get(name, 2048))
                 assert ROWS[name].split(" | ")[1] == f"{count_parameters(model) / 1e6:.2f}M"

@@ -20,7 +20,7 @@ class SeriesModel(Backbone):
     """Values (B, L, channels) -> values (B, L, channels), from earlier steps only."""
 
     causal = True
-    tokens = False
+    inputs = "values"
     Options = SeriesOptions
 
     def __init__(self, config):

@@ -85,7 +85,7 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     model, facts = config.model, config.modality.facts_here(config.data)
     if model.model_class.takes_head and not model.head.outputs and facts.outputs:
         model = with_outputs(model, facts)
-    if not model.vocab_size and model.model_class.tokens:
+    if not model.vocab_size and model.model_class.inputs == "tokens":
         model = sized_for(model, facts.vocab_size or ASSUMED_VOCABULARY)
     return dataclasses.replace(config, model=model)
 
@@ -108,7 +108,7 @@ def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
 def vocabulary_words(config: RunConfig) -> str:
     """The vocabulary that a plan counts with, and where its size is from."""
     size = with_vocabulary(config).model.vocab_size
-    if not config.model.model_class.tokens:
+    if config.model.model_class.inputs != "tokens":
         return "no vocabulary"
     if config.model.vocab_size:
         return f"vocabulary {size}"

@@ -119,7 +119,7 @@ def _open_run(found: _Found, init: InitConfig) -> InitSource:
     run, manifest = RunDirectory(found.path), read_manifest(found.checkpoint)
     config = run.read_config()
     state = open_weights(found.checkpoint, manifest["layout"], init.weights)
-    reads_text = config.model.model_class.tokens and not config.data.synthetic.task
+    reads_text = config.model.model_class.inputs == "tokens" and not config.data.synthetic.task
     trained = Trained(run, found.checkpoint, config, manifest, init.weights)
     tokenizer = trained.tokenizer if reads_text else None
     around = (config.data.prefix, config.data.suffix)

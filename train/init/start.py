@@ -128,7 +128,7 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
     renewed = {
         name
         for name, shape in shapes.items()
-        if model.model_class.takes_images and name.startswith(ours_new) and theirs.get(renamed.get(name, "")) != shape
+        if model.model_class.inputs == "images" and name.startswith(ours_new) and theirs.get(renamed.get(name)) != shape
     }
     for name, shape in shapes.items():
         if _is_ignored(name, init) or name in renewed or (name not in renamed and name.startswith(ours_new)):
@@ -184,8 +184,6 @@ def _renamed(names: Iterable[str], init: InitConfig, words: str) -> dict[str, st
 
 def _resized_shape(name: str, theirs: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
     """The shape of a weight of a model that was trained on images of another size, as `model` can take it."""
-    if not model.model_class.takes_images:
-        return theirs
     try:
         return tuple(model.model_class.resized_parameter(name, torch.empty(theirs, device="meta"), model).shape)
     except (RuntimeError, ValueError):  # it is no grid of positions

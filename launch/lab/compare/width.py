@@ -62,7 +62,7 @@ def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
         # Of images nothing is taken from the data but the steps of `epochs`, and the number of classes.
         kind = config.model.model_class
         counts = config.epochs or (kind.takes_head and not config.model.head.outputs)
-        if config.model.vocab_size == 0 and (not kind.takes_images or counts):
+        if config.model.vocab_size == 0 and (kind.inputs != "images" or counts):
             key = repr(config.data)
             if key not in loaders:
                 loaders[key] = make_loader(config, "train", 0, 1)

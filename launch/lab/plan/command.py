@@ -220,7 +220,7 @@ def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config:
 
 def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[str]:
     if not best:
-        smaller = "shorter sequences" if config.model.model_class.tokens else "smaller images"
+        smaller = "shorter sequences" if config.model.model_class.inputs == "tokens" else "smaller images"
         return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]
     lines = ["", "fastest that fit:"]
     for one in best:

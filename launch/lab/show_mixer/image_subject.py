@@ -62,7 +62,7 @@ def trained_on_images(source: str, file: str, step: int | None, weights: Weights
 def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSubject:
     """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
     name, config = read_recipe(source, overrides)
-    if not config.model.model_class.takes_images:
+    if config.model.model_class.inputs != "images":
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no pictures; give a --text")
     notes = []
     try:

@@ -131,7 +131,7 @@ def initial_model(config: ModelConfig, seed: int) -> Backbone:
 def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
     """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
     name, config = read_recipe(source, overrides)
-    if not config.model.model_class.tokens:
+    if config.model.model_class.inputs != "tokens":
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
     reader = _dataset_reader(config)
     needed = (config.model.vocab_size or BYTES) if reader is None else reader.tokenizer.vocab_size

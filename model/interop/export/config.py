@@ -178,7 +178,7 @@ def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
     if len(labels) != head.count:
         raise ValueError(f"there are {len(labels)} names of labels for a model with {head.count} outputs")
     fields: dict[str, Any] = {}
-    if not config.model_class.takes_images:  # of which the head is in the configuration of the model alone
+    if config.model_class.inputs != "images":  # of which the head is in the configuration of the model alone
         fields = {
             "classifier_pooling": head.pooling,
             "classifier_hidden": head.hidden,

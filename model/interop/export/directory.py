@@ -114,7 +114,7 @@ def export_model(
         if images is not None:
             write_image_processor(temporary, config, images)
         _write_json(temporary / "config.json", config_file(config, special, dtype, outputs, max_length))
-        if config.causal and config.model_class.tokens:
+        if config.causal and config.model_class.inputs == "tokens":
             # Where documents start with no token of their own, what is generated from nothing starts as after
             # the end of one.
             start = special.get("bos") if prefix == "bos" else special.get("eos")
@@ -206,12 +206,13 @@ def config_file(
             "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class}", **modules},
             **head_fields(config, outputs),
         }
+    reads_tokens = config.model_class.inputs == "tokens"
     return {
         **for_transformers,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": dtype,
-        **({"max_position_embeddings": longest_text(config, max_length)} if config.model_class.tokens else {}),
+        **({"max_position_embeddings": longest_text(config, max_length)} if reads_tokens else {}),
         **_token_ids(special),
         "matmix": model_config_to_dict(config),
     }

@@ -29,12 +29,13 @@ def model_card(
     """The text of the card; arguments as for `export_model`, and whether there are a tokenizer and an image
     processor."""
     form = FORMS.get(config.architecture)
-    fixed = [] if config.model_class.takes_images else config.fixed_length_mixers()
+    vocabulary = f", {config.vocab_size:,} tokens" if config.model_class.inputs == "tokens" else ""
+    fixed = [] if config.model_class.inputs == "images" else config.fixed_length_mixers()
     paragraphs = [
         _front_matter(config, licence, languages) if form else "",
         f"# matmix {config.architecture.replace('_', ' ')}",
         f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
-        f"{f', {config.vocab_size:,} tokens' if config.model_class.tokens else ''}, "
+        f"{vocabulary}, "
         f"{count_parameters(config):,} parameters.",
         f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
         f"position ({', '.join(fixed)}): cut or fill texts to that length."
@@ -67,7 +68,7 @@ def _rights(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
     lines = [f"Licence of the weights: {licence or UNKNOWN}."]
     if config.architecture in FORMS:
         lines.append("The code beside them is under the Apache License 2.0 (`LICENSE`).")
-    if config.model_class.tokens:
+    if config.model_class.inputs == "tokens":
         lines.append(f"Language of the texts: {', '.join(languages) or UNKNOWN}.")
     return "\n".join([*lines, f"Written by matmix {version('matmix')}."])
 
@@ -77,7 +78,7 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
     if not config.model_class.takes_head:
         return ""
     source = "every position of a text"
-    if config.model_class.takes_images:
+    if config.model_class.inputs == "images":
         source = "the class token" if config.image.pooling == "cls" else "all patches of an image (their mean)"
     elif config.model_class.per_document:
         source = (
@@ -91,7 +92,7 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
 
 def _images(config: ModelConfig) -> str:
     """Tells what images the model reads."""
-    if not config.model_class.takes_images:
+    if config.model_class.inputs != "images":
         return ""
     image, fixed = config.image, config.fixed_length_mixers()
     sizes = f"of any size in multiples of {image.patch} pixels; it was trained on {image.size} x {image.size}"

@@ -167,7 +167,7 @@ def test_memory_and_cost_are_estimated(recipe, capsys):
     ("options", "words"),
     [
         (["--objective.name", "causal_lm"], 'trains model.architecture = "language_model"'),
-        (["--data.synthetic.task", "parity"], "the data holds tokens, but a series_model:SeriesModel does not"),
+        (["--data.synthetic.task", "parity"], "the data holds tokens, but a series_model:SeriesModel reads values"),
         (["--model.architecture", "nowhere:Model"], "cannot import nowhere"),
     ],
 )

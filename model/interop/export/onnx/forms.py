@@ -126,7 +126,7 @@ class OnnxForm(nn.Module):
     def __init__(self, model: Backbone, longest: int) -> None:
         """longest: text that an MRU takes. Raises ValueError (one line) for models of other inputs than tokens."""
         super().__init__()
-        if not model.tokens:
+        if model.inputs != "tokens":
             raise ValueError(f"ONNX files are written of models of texts, not of an {model.config.architecture}")
         self.model = copy.deepcopy(model).float().eval()
         for block in self.model.blocks:
