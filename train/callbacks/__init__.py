@@ -23,8 +23,8 @@ TRACKERS = {"wandb": WandB, "mlflow": MLflow}
 
 
 def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
-    """The callbacks of a rank, in order. Raises ValueError (one line) where a table [[callback]] names no callback, or
-    options that it does not have; a callback that fails is left out."""
+    """Returns the callbacks of a rank, in order, without those that cannot be made. Raises ValueError (one line) where
+    a table [[callback]] names no callback, or options that it does not have."""
     logging = config.logging
     wanted = [
         (True, MetricsFile, {}),
@@ -37,13 +37,13 @@ def make_callbacks(config: RunConfig, rank: int) -> Callbacks:
         (config.gc_every, GarbageCollection, {"every": config.gc_every}),
         (followed(), LauncherGone, {}),
     ]
-    found = [(kind, options) for is_wanted, kind, options in wanted if is_wanted]
+    chosen = [(kind, options) for is_wanted, kind, options in wanted if is_wanted]
     for own in config.callback:
         kind = find_part(own.name, TRACKERS, "callback", Callback)
         options = read_options(own.options, kind.Options, f'callback "{own.name}"')
-        found.append((kind, {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}))
+        chosen.append((kind, {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}))
     callbacks = Callbacks()
-    for kind, options in found:
+    for kind, options in chosen:
         if rank == 0 or not kind.main_rank_only:
             callbacks.make(kind, **options)
     return callbacks

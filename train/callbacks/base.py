@@ -1,5 +1,5 @@
-"""What a callback may observe, and when it is called. Callbacks have side effects only: nothing they do changes the
-numbers of a run, and none that fails ends it."""
+"""The base class of callbacks, which see a run at certain moments. They have side effects only: nothing they do changes
+the numbers of a run, and none that fails ends it."""
 
 from __future__ import annotations
 
@@ -22,42 +22,39 @@ logger = logging.getLogger(__name__)
 
 
 class RunView(Protocol):
-    """What a callback may observe of a run. It changes nothing of this."""
+    """The parts of a run that a callback may read; it changes none of them."""
 
     config: RunConfig
     state: TrainState
-    """Steps, tokens and skipped steps so far."""
+    """The steps, tokens and skipped steps so far."""
     engine: Engine
-    """Has `rank`, `world_size`, and the model as `module`, of which a rank may hold a shard only."""
+    """Has `rank`, `world_size`, `mesh`, and the model as `module`, of which a rank may hold a shard only."""
     evaluators: Sequence[tuple[Evaluator, int]]
-    """Each with the steps between its evaluations."""
+    """The evaluators, each with the steps between its evaluations."""
     metrics: Mapping[str, float]
-    """Of the last evaluation, and its "step"; empty before the first one."""
+    """The metrics of the last evaluation, and its "step"; empty before the first one."""
     last_loss: float
-    """Of the last step, over all ranks, in nats per target."""
+    """The loss of the last step, over all ranks, in nats per target."""
     last_norm: float
-    """Norm of the last step's gradients before clipping."""
+    """The norm of the last step's gradients before clipping."""
     step_was_finite: bool
-    """Whether the last step counted; a step with a NaN or infinite loss or gradient is skipped."""
+    """False if the last step had a NaN or infinite loss or gradient and was skipped."""
     monitored: Mapping[str, float]
-    """What the mixers say of the last step if it was not finite."""
+    """The scalars that the mixers report of the last step if it was not finite."""
     stop_agreed: bool
-    """Whether a signal asked the run to end."""
+    """True once a signal has asked the run to end."""
 
     @property
     def path(self) -> Path:
         """The run directory. It may be moved while the run goes on, so ask for it whenever you write there."""
-        ...
 
     @property
     def steady_path(self) -> Path:
-        """The run directory by a name that stays right in this process while it is moved, for what opens its files
-        again and again."""
-        ...
+        """The run directory by a name that stays right in this process while it is moved, for code that opens its
+        files again and again."""
 
     def saved_steps(self) -> Sequence[int]:
-        """The steps of the run's checkpoints, ascending."""
-        ...
+        """Returns the steps of the run's checkpoints, ascending."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,16 +68,17 @@ class Rewind:
 
 
 class Callback:
-    """All methods are optional. A callback whose method raises is told of in one line, ended by `on_end`, and left out
-    from then on. What it has to say to people it gives to `logging.getLogger("matmix")` or a logger below."""
+    """Sees a run; all methods are optional. A callback whose method raises is reported in one line, ended by `on_end`,
+    and left out from then on. It writes lines for people to `logging.getLogger("matmix")` or a logger below that."""
 
     Options: ClassVar[type] = NoOptions
-    """Frozen dataclass of the options that a recipe may give it; they are arguments of the class."""
+    """A frozen dataclass of the options that a recipe may give it; they are arguments of the class."""
     main_rank_only: bool = True
-    """Rank 0 alone has it. Where every rank has one, none may wait for another: a collective would hang if one of them
-    failed."""
+    """True: only rank 0 has it. Where every rank has one, none may wait for another: a collective would hang if one of
+    them failed."""
     tries_again: bool = False
-    """It keeps what it could not write and writes it later: an OSError is told of once, and the callback stays."""
+    """True: it keeps what it could not write and writes it later. An OSError is reported once, and the callback
+    stays."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step; the state has been restored."""
@@ -98,16 +96,16 @@ class Callback:
         """After the run went back to a checkpoint."""
 
     def on_end(self, run: RunView) -> None:
-        """Always, also after an error and after an error of its own; `on_start` may not have been called."""
+        """At the end of every run, also after an error, of its own or not; `on_start` may not have been called."""
 
 
 class Callbacks(list[Callback]):
-    """The callbacks of a rank, in the order in which they are told of things."""
+    """The callbacks of a rank, in the order in which they are called."""
 
     def __init__(self) -> None:
         super().__init__()
         self._told: set[Callback] = set()
-        self._failed: list[str] = []  # what to say of those that could not be made, once there is a run to say it
+        self._failed: list[str] = []  # warnings of those that could not be made, until there is a run to give them
 
     def make(self, kind: Callable[..., Callback], **options: Any) -> None:
         """Makes a callback and adds it, or leaves it out if that fails."""

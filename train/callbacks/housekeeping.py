@@ -122,7 +122,7 @@ class LauncherGone(Callback):
         self._tells()  # ranks may have agreed to stop by the kernel's signal before this one looked
 
     def _tells(self) -> bool:
-        """Whether the launcher is seen to be gone for the first time, which is then told."""
+        """Returns whether the launcher is seen to be gone for the first time, and then says so."""
         if self.told or not launched.is_gone():
             return False
         self.told = True
@@ -131,8 +131,7 @@ class LauncherGone(Callback):
 
 
 class DataWait(Callback):
-    """Gives a hint at the first interval that mostly waited for data. The interval in which reading begins does not
-    count."""
+    """Gives a hint after the first interval that mostly waited for data, not counting that in which reading begins."""
 
     def __init__(self) -> None:
         self.intervals = 0

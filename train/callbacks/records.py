@@ -25,7 +25,7 @@ _SMOOTH = 0.05  # share of the records over which the training loss of the pictu
 
 
 class Recorder(Callback):
-    """Gets every record of a run in one form."""
+    """A callback that gets every record of a run in one form."""
 
     def take(self, run: RunView, record: dict[str, Any]) -> None:
         """record: "kind" (train, validation, rewind or restore), "step", and the numbers by their names, in the units
@@ -46,10 +46,11 @@ class Recorder(Callback):
 
 
 class MetricsFile(Recorder):
-    """Appends records. Those of what a resumed run does again are dropped first, so that none appears twice.
+    """Appends records to metrics.jsonl, one JSON object a line, in which NaN and infinity are null. The records of
+    steps that a resumed run does again are dropped first, so that none appears twice.
 
-    Nothing here is needed to go on with a run: a damaged file is moved aside, and what a full disk refuses is written
-    once there is room.
+    No run needs the file to go on: a damaged one is moved aside, and what a full disk refuses is written once there is
+    room.
     """
 
     tries_again = True
@@ -87,8 +88,8 @@ class MetricsFile(Recorder):
             write_atomic(self.path, "".join(line + "\n" for line in kept))
 
     def _read(self, stand: _Stand) -> tuple[list[str], int]:
-        """The lines that stay, and the number of the first one that is no record, or 0. A last one that is cut off is
-        what a kill leaves behind."""
+        """Returns the lines that stay, and the number of the first damaged one, or 0. A last line that is cut off does
+        not count: a kill leaves it behind."""
         raw = self.path.read_bytes() if self.path.exists() else b""
         kept, damaged = [], 0
         for number, line in enumerate(lines := raw.splitlines(), start=1):
@@ -124,7 +125,7 @@ class MetricsFile(Recorder):
 
 
 def _json_number(value: Any) -> Any:
-    """JSON has no NaN and no infinity, and most of its readers refuse them."""
+    """Returns None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -143,7 +144,7 @@ class _Stand:
         return cls(state.step, state.rewinds, state.restores, run.metrics.get("step") == state.step)
 
     def includes(self, record: dict[str, Any]) -> bool:
-        """Whether a record is of a step that was done before this position. Raises for a line that is no record."""
+        """Returns whether a record is of a step done before this position. Raises for a line that is no record."""
         happened = {"train": True, "validation": self.evaluated}
         happened["rewind"] = record.get("rewinds", 0) <= self.rewinds
         happened["restore"] = record.get("restores", 0) <= self.restores
@@ -151,7 +152,7 @@ class _Stand:
 
 
 class Curves(Callback):
-    """Draws once, after the last step. matplotlib is loaded then; until then this costs nothing."""
+    """Draws curves.png once, after the last step. matplotlib is loaded only then."""
 
     def __init__(self) -> None:
         self.evaluated = False
@@ -160,7 +161,7 @@ class Curves(Callback):
         self.evaluated = True
 
     def on_end(self, run: RunView) -> None:
-        # What has failed is not drawn, nor what has to make room quickly, nor what is drawn already.
+        # A run that failed or was told to stop is not drawn, nor one that is drawn already.
         ended = run.state.step == run.config.last_step and not run.stop_agreed
         picture = run.path / "curves.png"
         if ended and (self.evaluated or not picture.exists()):
@@ -168,7 +169,8 @@ class Curves(Callback):
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:
-    """A PNG of the records of a run: losses over the steps and, where evaluations say so, over the position."""
+    """Returns a PNG of the records of a run: losses over the steps and, where evaluations measured it, over the
+    position."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -194,15 +196,15 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     for axes in rest:
         shown = [measured[0], measured[-1]] if len(measured) > 1 else measured
         for record, look in zip(shown, ("o--", "o-")[-len(shown) :], strict=True):
-            found = position_losses(record)
+            bins = position_losses(record)
             label = f"step {record['step']}"
             if "context_gain" in record:
                 label += f": context gain {record['context_gain']:.2f}"
             if "mixing_gain" in record:
                 label += f", without mixing {record['mixing_gain']:+.2f}"
             # By the beginnings of the bins, which then stand at equal distances.
-            places = [begin.bit_length() - 1 for begin, _, _ in found]
-            axes.plot(places, [loss for *_, loss in found], look, label=label)
+            places = [begin.bit_length() - 1 for begin, _, _ in bins]
+            axes.plot(places, [loss for *_, loss in bins], look, label=label)
         ticks = {begin.bit_length() - 1: name for record in shown for begin, name, _ in position_losses(record)}
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.set_xlabel("tokens of the document up to the predicting one")
@@ -216,10 +218,10 @@ def draw(records: list[dict[str, Any]]) -> bytes:
 
 
 def position_losses(record: dict[str, Any]) -> list[tuple[int, str, float]]:
-    """(first position, its bin as it is named, loss) of an evaluation."""
+    """Returns (first position, name of its bin, loss) of each bin of an evaluation."""
     names = [name.removeprefix(PREFIX) for name in record if name.startswith(PREFIX)]
-    found = [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
-    return [entry for entry in found if entry[2] is not None]
+    bins = [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
+    return [entry for entry in bins if entry[2] is not None]
 
 
 def _running_mean(values: list[float]) -> list[float]:

@@ -1,4 +1,5 @@
-"""What trackers of experiments share: the names of numbers, and the run at the service that a run goes on with."""
+"""Trackers of experiments, one a file. They share the names of numbers, and RUN/trackers.json with the run at a service
+that a resumed run goes on with."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_installed(package: str, extra: str) -> None:
-    """Raises ValueError (one line) where a package that an extra brings is not there."""
+    """Raises ValueError (one line) where the package that an extra brings is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(
             f'callback "{extra}" needs {package}, which is not installed: in the clone of matmix, pip install -c '
@@ -27,15 +28,15 @@ def check_installed(package: str, extra: str) -> None:
 
 
 def numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a record as "<kind>/<name>", without the step; what is NaN or infinite is a gap in its curve."""
-    kind = record["kind"]
-    found = {f"{kind}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
-    return {name: value for name, value in found.items() if isinstance(value, int | float) and math.isfinite(value)}
+    """Returns the numbers of a record as "<kind>/<name>", without the step; NaN and infinity are left out and leave a
+    gap in the curve."""
+    named = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
+    return {name: value for name, value in named.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def read_id(folder: Path, where: str) -> str | None:
-    """The id that the run in `folder` has at a service, None where it was never there. where: the service and the
-    project in it."""
+    """Returns the id that the run in `folder` has at a service, or None where it was never there. where: the service
+    and the project in it."""
     return _read(folder).get(where)
 
 
@@ -47,10 +48,10 @@ def keep_id(folder: Path, where: str, name: str) -> None:
 def _read(folder: Path) -> dict[str, str]:
     path = folder / TRACKED
     try:
-        found = read_json(path)
-        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        ids = read_json(path)
+        if not isinstance(ids, dict) or not all(isinstance(name, str) for name in ids.values()):
             raise ValueError
-        return found
+        return ids
     except FileNotFoundError:
         return {}
     except ValueError:
@@ -59,5 +60,5 @@ def _read(folder: Path) -> dict[str, str]:
 
 
 def ended(run: RunView) -> bool:
-    """Whether the run has done all of its steps."""
+    """Returns whether the run has done all of its steps."""
     return run.state.step == run.config.last_step

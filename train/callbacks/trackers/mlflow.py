@@ -8,7 +8,6 @@ waits for the server; what a server that is away does not take is kept in memory
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import logging
@@ -82,11 +81,11 @@ class MLflow(Recorder):
 
 
 class _Sender(threading.Thread):
-    """Sends what waits to the server, in order, and tries again where that fails."""
+    """Sends the numbers that wait to the server, in order, and tries again where that fails."""
 
     def __init__(self, uri: str, options: MLflowOptions, path: Path, config: dict[str, Any]) -> None:
         super().__init__(name="mlflow", daemon=True)
-        self._waiting: collections.deque[tuple[str, float, int, int]] = collections.deque()  # name, value, ms, step
+        self._waiting: list[tuple[str, float, int, int]] = []  # name, value, ms, step
         self._wake = threading.Event()
         self._uri, self._options, self._path, self._config = uri, options, path, config
         self._client: Any = None
@@ -95,15 +94,16 @@ class _Sender(threading.Thread):
         self._away = False
 
     def add(self, record: dict[str, Any]) -> None:
-        """What does not fit any more is in metrics.jsonl only."""
+        """Adds a record, unless too much waits; it is in metrics.jsonl then."""
         now = int(1000 * time.time())
         if len(self._waiting) < _MOST_WAITING:
-            for name, value in numbers(record).items():
-                self._waiting.append((_name(name), float(value), now, record["step"]))
+            self._waiting += [
+                (_name(name), float(value), now, record["step"]) for name, value in numbers(record).items()
+            ]
         self._wake.set()
 
     def end(self, state: str, seconds: float) -> int:
-        """Sends what is left, and how the run ended; gives up after so many seconds. The numbers that were not sent."""
+        """Sends what is left, and how the run ended, within so many seconds. Returns how many numbers were not sent."""
         self._state = state
         self._wake.set()
         self.join(seconds)
@@ -116,23 +116,26 @@ class _Sender(threading.Thread):
                 self._send()
                 if ending:
                     self._client.set_terminated(self._id, self._state)
+                self._tell(None)
             except Exception as error:  # of many kinds, by server and store
-                self._say_away(error)
-            else:
-                self._say_back()
+                self._tell(error)
             if ending:
                 return
-            if self._away:
-                self._wait_until_end(_PAUSE_SECONDS)
-            else:
-                self._wake.wait()
+            until = time.monotonic() + _PAUSE_SECONDS * self._away
+            self._wake.wait(_PAUSE_SECONDS if self._away else None)
+            self._wake.clear()
+            while not self._state and (left := until - time.monotonic()) > 0:
+                self._wake.wait(left)
                 self._wake.clear()
 
-    def _wait_until_end(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._state and (left := until - time.monotonic()) > 0:
-            self._wake.wait(left)
-            self._wake.clear()
+    def _tell(self, error: Exception | None) -> None:
+        """Says it when the server begins to take no records, and when it takes them again."""
+        if error is not None and not self._away:
+            reason = " ".join(str(error).split())[:300]
+            logger.warning(f"MLflow at {self._uri} takes no records now ({reason}); they wait, and training goes on")
+        if error is None and self._away:
+            logger.info(f"MLflow at {self._uri} has the records that waited")
+        self._away = error is not None
 
     def _send(self) -> None:
         from mlflow import MlflowClient  # seconds of import
@@ -143,10 +146,9 @@ class _Sender(threading.Thread):
             self._begin(client)
             self._client = client
         while self._waiting:
-            batch = [self._waiting[place] for place in range(min(len(self._waiting), _METRICS))]
+            batch = self._waiting[:_METRICS]
             self._client.log_batch(self._id, metrics=[Metric(*one) for one in batch])
-            for _ in batch:
-                self._waiting.popleft()
+            del self._waiting[: len(batch)]
 
     def _begin(self, client: Any) -> None:
         """Finds the run at the server, or makes it, with the config as its parameters."""
@@ -166,26 +168,16 @@ class _Sender(threading.Thread):
         for first in range(0, len(parameters), _PARAMETERS):
             client.log_batch(self._id, params=parameters[first : first + _PARAMETERS])
 
-    def _say_away(self, error: Exception) -> None:
-        if not self._away:
-            reason = " ".join(str(error).split())[:300]
-            logger.warning(f"MLflow at {self._uri} takes no records now ({reason}); they wait, and training goes on")
-        self._away = True
-
-    def _say_back(self) -> None:
-        if self._away:
-            logger.info(f"MLflow at {self._uri} has the records that waited")
-        self._away = False
-
 
 def _name(name: str) -> str:
-    """As a store takes it: one on files makes folders of slashes, and `grad_norm` cannot be a folder and a file."""
+    """Returns a name as stores take it: one on files makes folders of slashes, and `grad_norm` cannot be a folder and a
+    file."""
     kind, _, rest = name.partition("/")
     return f"{kind}/{_NOT_IN_NAMES.sub('_', rest.replace('/', '.'))}"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted name and value of every field of a config."""
+    """Yields the dotted name and the value of every field of a config."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
