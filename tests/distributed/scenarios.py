@@ -226,7 +226,7 @@ def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
 
 def partition_everything() -> None:
     """DeepSpeed would leave tensors as small as these whole at stage 3."""
-    from matmix.train.engine.deepspeed import engine as zero
+    from matmix.train.engine import zero
 
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 

@@ -20,7 +20,7 @@ from typing import Any
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
 from matmix.train.checkpoint.steps import MANIFEST, step_of
-from matmix.train.engine.kinds import files_of, open_full, weight_files
+from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.process.distributed import agree, rank_and_world_size
 from matmix.train.process.heartbeat import beat
 
@@ -128,7 +128,7 @@ def _is_layout(layout: Any) -> bool:
     if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
         return False
     try:
-        needed = files_of(layout).counts
+        needed = files_of(layout["engine"]).counts
     except (KeyError, TypeError, ValueError):
         return False
     counts = [layout.get(name) for name in ("world_size", *needed)]
@@ -176,7 +176,7 @@ def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
         try:
             manifest = read_manifest(directory)
             files, layout = manifest["files"], manifest["layout"]
-            names = weight_files(directory, layout, files) if weights_only else list(files)
+            names = files_of(layout["engine"]).weight_files(directory, layout, files) if weights_only else list(files)
             check_sizes(directory, names)
             for name in names[rank::world_size]:
                 if not matches(directory / name, files[name]):

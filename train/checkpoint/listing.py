@@ -69,7 +69,7 @@ def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:
             facts,
             tokens=manifest["extra"].get("train_state", {}).get("tokens"),
             unit=unit_of(str(manifest["extra"].get("config", {}).get("objective", {}).get("name"))),
-            engine=files_of(manifest["layout"]).title(manifest["layout"]),
+            engine=files_of(manifest["layout"]["engine"]).title(manifest["layout"]),
             ranks=manifest["layout"].get("world_size"),
             written=manifest.get("written", (path / MANIFEST).stat().st_mtime),
         )

@@ -25,7 +25,7 @@ from matmix.train.checkpoint.save import BackgroundSave, RankState, write_checkp
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
-from matmix.train.engine.kinds import KINDS, open_full
+from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.failures import is_out_of_memory
 from matmix.train.process.distributed import (
     FolderGroup,
@@ -339,7 +339,7 @@ class CheckpointManager:
         layout = manifest["layout"]
         kind = layout["engine"]
         if kind not in (engine.kind, FULL_TENSORS):
-            run, there, here = path.parent.parent, KINDS[kind].files, KINDS[engine.kind].files
+            run, there, here = path.parent.parent, files_of(kind), files_of(engine.kind)
             raise ValueError(
                 f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
                 f"{here.engine_names} as it is: set engine.name accordingly, or go on from the run that "

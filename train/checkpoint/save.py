@@ -18,8 +18,7 @@ import torch.distributed as dist
 from matmix.data.storage.files import open_durable, sync_directory
 from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
-from matmix.train.engine.base import Engine
-from matmix.train.engine.snapshot import Snapshot
+from matmix.train.engine.base import Engine, Snapshot
 from matmix.train.process.distributed import FolderGroup, agree, rank_and_world_size
 
 

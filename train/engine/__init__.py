@@ -13,7 +13,7 @@ def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | No
     (one line) where it does not fit the ranks."""
     mesh = mesh or make_mesh(config, distributed)
     if config.kind == "deepspeed":
-        from matmix.train.engine.deepspeed.engine import ZeroEngine
+        from matmix.train.engine.zero import ZeroEngine
 
         return ZeroEngine(config, distributed, mesh)
     from matmix.train.engine.fsdp import FsdpEngine

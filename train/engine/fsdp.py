@@ -16,14 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from matmix.train.engine.base import Engine, is_on_meta, persistent_tensors
+from matmix.train.engine.base import Engine, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, layout_of_moments
+from matmix.train.engine.full_state import (
+    MODEL,
+    OPTIMIZER,
+    FullState,
+    layout_of_moments,
+    load_moments,
+    state_to_fill,
+)
 from matmix.train.engine.kinds import sharded_files
-from matmix.train.engine.loading import load_moments, state_to_fill
 from matmix.train.engine.mesh import Mesh
-from matmix.train.engine.snapshot import Snapshot
 from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer, is_sharded, local_part
 from matmix.train.process.distributed import Distributed

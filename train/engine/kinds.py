@@ -1,82 +1,191 @@
-"""The kinds of engines, by the names that checkpoints give them: what each writes and holds, without making one, and
-what reads the files of any checkpoint."""
+"""The two kinds of engines, without making one: who reads their checkpoints, what they hold on a rank, what they send.
+
+What a rank sends is counted as ring algorithms send it: an all-gather or reduce-scatter of S elements over n ranks
+sends (n - 1) / n S from each, an all-reduce twice that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.costs import Exchange, Held, Sizes, held_by_fsdp, sent_by_fsdp
-from matmix.train.engine.deepspeed.costs import held_by_zero, sent_by_zero
-from matmix.train.engine.deepspeed.files import ZeroFiles
 from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState, Weights
+from matmix.train.engine.mesh import MeshShape
+from matmix.train.engine.zero_files import ZeroFiles
+
+# DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
+_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
 
 
 def sharded_files() -> ModuleType:
-    """The module of torch's sharded files. It is imported with the first checkpoint that is read or written: it takes
-    half a second, which a start has no use for."""
+    """Returns the module of torch's sharded files. It is imported with the first checkpoint that is read or written: it
+    takes half a second, which a start has no use for."""
     from matmix.train.engine import sharded_files
 
     return sharded_files
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Kind:
-    """Engines of one kind read each other's checkpoints."""
-
-    find_files: Callable[[], type[CheckpointFiles]]
-    """Imports `files`."""
-    held: Callable[[EngineConfig, int, Sizes], Held]
-    """What a rank holds of a model, from the config, the number of ranks and the model's sizes."""
-    sent: Callable[[EngineConfig, int, Sizes], list[Exchange]]
-    """What several ranks send in a step."""
-
-    @property
-    def files(self) -> type[CheckpointFiles]:
-        """What reads the files of its checkpoints."""
-        return self.find_files()
-
-
-KINDS = {
-    "torch": Kind(find_files=lambda: sharded_files().ShardedFiles, held=held_by_fsdp, sent=sent_by_fsdp),
-    "deepspeed": Kind(find_files=lambda: ZeroFiles, held=held_by_zero, sent=sent_by_zero),
+_READERS = {
+    "torch": lambda: sharded_files().ShardedFiles,
+    "deepspeed": lambda: ZeroFiles,
+    full_tensors.KIND: lambda: full_tensors.FullTensorFiles,
 }
-
-_FORMS = {full_tensors.KIND: lambda: full_tensors.FullTensorFiles} | {
-    name: kind.find_files for name, kind in KINDS.items()
-}
+"""By what layouts call the engine. Engines of one kind read each other's checkpoints, and all read full tensors."""
 
 
-def files_of(layout: Mapping[str, Any]) -> type[CheckpointFiles]:
-    """What reads the files of a checkpoint of this layout. Raises ValueError where its engine is none of ours."""
-    if layout["engine"] not in _FORMS:
-        raise ValueError(f"no engine is called {layout['engine']!a}")
-    return _FORMS[layout["engine"]]()
+def files_of(kind: Any) -> type[CheckpointFiles]:
+    """Returns what reads the files of a checkpoint whose layout has this as its "engine". Raises ValueError where there
+    is no such kind."""
+    if kind not in _READERS:
+        raise ValueError(f"no engine is called {kind!a}")
+    return _READERS[kind]()
 
 
 def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
-    """The full tensors of a checkpoint of any kind; see `CheckpointFiles`."""
-    return files_of(layout)(checkpoint, layout, weights_only=weights_only)
+    """Opens the full tensors of a checkpoint of any kind; see `CheckpointFiles`."""
+    return files_of(layout["engine"])(checkpoint, layout, weights_only=weights_only)
 
 
 def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights = "raw") -> FullState:
-    """The weights and buffers of a checkpoint of any kind. Averages lie with what the optimizer keeps, so that all
-    files must be there. Raises ValueError (one line) where the checkpoint has none."""
+    """Opens the weights and buffers of a checkpoint of any kind. Averages lie with what the optimizer keeps, so that
+    all files must be there. Raises ValueError (one line) where the checkpoint has none."""
     if weights == "raw":
         return open_full(checkpoint, layout, weights_only=True)
     return AveragedState(open_full(checkpoint, layout), f"checkpoint {checkpoint}")
 
 
 def index_files(files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files` that say what lies in the others."""
-    return [name for form in _FORMS.values() for name in form().index_files(files)]
+    """Returns those of a checkpoint's `files` that say what lies in the others."""
+    return [name for reader in _READERS.values() for name in reader().index_files(files)]
 
 
-def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
-    return files_of(layout).weight_files(checkpoint, layout, files)
+# -- costs -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """A model and how it is trained, in elements."""
+
+    parameters: int
+    block: int  # of one block, on average
+    outside: int  # of all blocks
+    moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
+    accumulation: int  # micro-batches of a step
+
+    @property
+    def accumulates(self) -> bool:
+        return self.accumulation > 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """The memory that an engine takes on a rank, in elements of float32."""
+
+    weights: float
+    moments: float
+    gathered: float = 0.0
+    buffers: float = 0.0
+    standing: float = 0.0  # gradients that stay between micro-batches
+    share: float = 1.0  # of a complete gradient
+    whole: float = 0.0  # gradients that are whole for a while before ranks sum them
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Exchange:
+    """One kind of exchange between ranks in a step."""
+
+    what: str
+    sent: float  # by each rank, in elements of float32, at every precision
+    ranks: int  # that take part
+    span: int  # ranks from the first to the last that takes part: within a node if it has as many
+
+
+def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
+    """Returns what a rank holds of a model."""
+    return (_held_by_zero if engine.kind == "deepspeed" else _held_by_fsdp)(engine, ranks, sizes)
+
+
+def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """Returns what several ranks send in a step."""
+    return (_sent_by_zero if engine.kind == "deepspeed" else _sent_by_fsdp)(engine, ranks, sizes)
+
+
+def parts_to_save(engine: EngineConfig, ranks: int) -> int:
+    """Returns into how many parts so many ranks cut what they save."""
+    return ranks if engine.kind == "deepspeed" else MeshShape.of(engine, ranks).parts
+
+
+def _held_whole(sizes: Sizes) -> Held:
+    """Returns what a single process holds: everything."""
+    again, whole = sizes.accumulates, sizes.parameters
+    return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
+
+
+def _held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
+    """Returns what `fully_shard` leaves on a rank: its part, and what is gathered for a while."""
+    if ranks == 1:
+        return _held_whole(sizes)
+    parts = MeshShape.of(engine, ranks).parts
+    near = sizes.outside + 2 * sizes.block
+    return Held(
+        sizes.parameters / parts,
+        sizes.moments / parts,
+        gathered=sizes.parameters if engine.name == "ddp" or not engine.reshard_after_forward else near,
+        # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
+        standing=sizes.parameters * sizes.accumulates,
+        share=1 / parts,
+        whole=0.0 if sizes.accumulates else sizes.outside + sizes.block,
+    )
+
+
+def _sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """The parts of a copy gather weights and sum gradients; copies sum the gradients of their parts."""
+    shape = MeshShape.of(engine, ranks)
+    copies, parts = shape.copies, shape.parts
+    exchanges = []
+    if parts > 1:
+        part = (parts - 1) / parts
+        times = 2 if engine.reshard_after_forward else 1
+        gathered = ((sizes.parameters - sizes.outside) * times + sizes.outside) * sizes.accumulation
+        exchanges.append(Exchange("all-gather of weights", part * gathered, parts, parts))
+        exchanges.append(Exchange("reduce-scatter of gradients", part * sizes.parameters, parts, parts))
+    if copies > 1:
+        part = 2 * (copies - 1) / copies
+        exchanges.append(Exchange("all-reduce of gradients", part * sizes.parameters / parts, copies, ranks))
+    return exchanges
+
+
+def _held_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
+    """From stage 1 on the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet in a
+    buffer of fixed size. Stage 3 keeps gathered weights until there are _LIVE of them."""
+    stage, whole = engine.zero_stage, sizes.parameters
+    if stage == 0:
+        return _held_whole(sizes)
+    part = whole / ranks
+    moments = sizes.moments / ranks
+    if stage == 3:
+        gathered = min(whole, _LIVE)
+        return Held(2 * part, moments, gathered, _BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
+    standing = whole if stage == 1 else part
+    return Held(whole + part, moments, buffers=_BUCKET, standing=standing, share=0.0, whole=part)
+
+
+def _sent_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """Gradients are summed, from stage 2 on at every micro-batch, as no rank keeps whole ones to add to. Stage 3
+    gathers weights for each pass."""
+    part = (ranks - 1) / ranks * sizes.parameters
+    if engine.zero_stage == 0:
+        return [Exchange("all-reduce of gradients", 2 * part, ranks, ranks)]
+    reductions = sizes.accumulation if engine.zero_stage >= 2 else 1
+    gathers = 2 * sizes.accumulation if engine.zero_stage == 3 else 1
+    return [
+        Exchange("reduction of gradients", part * reductions, ranks, ranks),
+        Exchange("all-gather of weights", part * gathers, ranks, ranks),
+    ]

@@ -11,8 +11,8 @@ import torch
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.train.config import RunConfig
-from matmix.train.engine.costs import Sizes
-from matmix.train.engine.kinds import KINDS
+from matmix.train.engine.kinds import Sizes
+from matmix.train.engine.kinds import held as held_on_rank
 from matmix.train.estimate.memory import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
@@ -143,7 +143,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         moments=sum(kept.numel() * kept.itemsize for kept in kept_tensors(config, model)) / FLOAT,
         accumulation=accumulation,
     )
-    held = KINDS[config.engine.kind].held(config.engine, ranks, sizes)
+    held = held_on_rank(config.engine, ranks, sizes)
     memory = step_memory(config, micro, mode=mode)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(

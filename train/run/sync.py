@@ -19,7 +19,7 @@ from matmix.data.storage.remote import RemoteError, RemoteFolder
 from matmix.train.checkpoint.files import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
-from matmix.train.engine.kinds import index_files, weight_files
+from matmix.train.engine.kinds import files_of, index_files
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lease
 from matmix.train.run.lease import Lease
@@ -170,7 +170,9 @@ class RunSync:
                 (target / name).unlink()  # of another attempt at this step
             first = index_files(files) if weights_only else []
             self._pull_files(step, files, first, logging.DEBUG)
-            wanted = weight_files(target, manifest["layout"], files) if weights_only else list(files)
+            layout = manifest["layout"]
+            reader = files_of(layout["engine"])
+            wanted = reader.weight_files(target, layout, files) if weights_only else list(files)
             self._pull_files(step, files, set(wanted).difference(first), logging.INFO)
         except ValueError as error:
             return str(error).replace(f"checkpoint {target}", f"checkpoint {remote.url}")

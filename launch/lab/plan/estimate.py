@@ -11,8 +11,7 @@ from pathlib import Path
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
-from matmix.train.engine.costs import parts_to_save
-from matmix.train.engine.kinds import KINDS
+from matmix.train.engine.kinds import parts_to_save, sent
 from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import Arithmetic, arithmetic
@@ -36,7 +35,7 @@ def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Colle
     """What the engine of `config` sends in a step of `plan`."""
     if plan.ranks == 1:
         return []
-    found = KINDS[config.engine.kind].sent(config.engine, plan.ranks, plan.sizes)
+    found = sent(config.engine, plan.ranks, plan.sizes)
     return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in found]
 
 

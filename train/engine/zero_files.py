@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from matmix.data.storage.files import open_durable
+from matmix.train.engine.base import Snapshot, find_os_error
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry
-from matmix.train.engine.snapshot import Snapshot, find_os_error
 
 SUBDIRECTORY = "zero"
 

@@ -1,1 +1,0 @@
-"""DeepSpeed ZeRO behind the engine interface."""
