@@ -22,8 +22,8 @@ def write_vector(path: Path, dtype: str, length: int, pieces: Iterable[bytes]) -
 
 
 def read_vector(path: Path, dtype: str, where: object, *, length: int | None = None) -> np.ndarray:
-    """The array of one axis in a .npy file, mapped read-only: memory is taken for what is looked at, whatever its
-    header says.
+    """Returns the array of one axis in a .npy file, mapped read-only: memory is taken for what is looked at, whatever
+    its header says.
 
     Raises FileNotFoundError where there is none, ValueError (one line, beginning with `where`) where it is damaged, of
     another kind, or has not `length` elements.

@@ -25,7 +25,7 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
-    """`name` itself, where it is the plain name of a file inside of an artifact.
+    """Returns `name` where it is the plain name of a file inside of an artifact.
 
     Args:
         name: as the artifact has it.
@@ -42,7 +42,7 @@ def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
 
 
 def artifact_path(root: str | Path, name: object, where: object, *, nested: bool = False) -> Path:
-    """The path of a file of the artifact in the folder `root`; arguments and errors as for `artifact_name`.
+    """Returns the path of a file of the artifact in the folder `root`; arguments and errors as for `artifact_name`.
 
     Refuses links below `root` as well: they would lead to files that are no part of the artifact. `root` itself may be
     one. The file need not exist.
@@ -69,7 +69,7 @@ def check_utf8(text: str, what: str, advice: str) -> None:
 
 
 def parse_json(text: str | bytes, where: object) -> Any:
-    """The value that a JSON text holds. Raises ValueError (one line) where it is none, or nested beyond reason."""
+    """Returns the value that a JSON text holds. Raises ValueError (one line) for what is none, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -79,12 +79,12 @@ def parse_json(text: str | bytes, where: object) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file. Raises OSError as `open` does, ValueError as `parse_json`."""
+    """Returns the value in a JSON file. Raises OSError as `open` does, ValueError as `parse_json`."""
     return parse_json(Path(path).read_bytes(), path)
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects in a file of one a line, [] where there is none; lines that hold none are left out."""
+    """Returns the objects in a file of one a line, [] where there is none; lines that hold none are left out."""
     try:
         lines = Path(path).read_bytes().splitlines()
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
 
 
 def one_line(text: object) -> str:
-    """A text that an artifact may have put together, without what would break a line or command a terminal."""
+    """Returns a text that an artifact may have put together, without what would break a line or command a terminal."""
     letters = str(text)[:_LONGEST_LINE]
     return "".join(c if unicodedata.category(c) not in _INVISIBLE else ascii(c)[1:-1] for c in letters)
 
@@ -139,12 +139,12 @@ def require(fine: bool, name: str, value: object) -> None:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value of JSON can be a number of things."""
+    """Returns whether a value of JSON can be a number of things."""
     return type(value) is int and 0 <= value < _LARGEST_COUNT
 
 
 def is_digest(value: object) -> bool:
-    """Whether a value of JSON is a SHA-256 in hexadecimal."""
+    """Returns whether a value of JSON is a SHA-256 in hexadecimal."""
     return isinstance(value, str) and _HEX.fullmatch(value) is not None
 
 
@@ -171,6 +171,7 @@ def _shown(name: object) -> str:
 
 
 def shell_line(*words: object) -> str:
-    """`words` as one line for a POSIX shell, which reads it back as these words: those with spaces or other characters
-    that mean something to the shell are quoted. Placeholders that a person is to replace, such as RUN, stay plain."""
+    """Returns `words` as one line for a POSIX shell, which reads it back as these words: those with spaces or other
+    characters that mean something to the shell are quoted. Placeholders that a person is to replace, such as RUN, stay
+    plain."""
     return shlex.join(map(str, words))

@@ -86,7 +86,7 @@ class ExamplesConfig:
             raise ValueError("data.examples has no train: name the training examples, too")
 
     def path(self, split: str) -> str:
-        """The file of a split. Raises ValueError (one line) where there is none."""
+        """Returns the file of a split. Raises ValueError (one line) where there is none."""
         if not (path := getattr(self, split)):
             raise ValueError(f"no examples given: set data.examples.{split} to a file or a folder")
         return path
@@ -109,9 +109,9 @@ class ImagesConfig:
     channels: int = 3
     """3 for red, green and blue; 1 for brightness."""
     mean: tuple[float, ...] = ()
-    """Of each channel, from 0 to 1, subtracted; empty = that of the training split."""
+    """The number subtracted from each channel, from 0 to 1; empty = that of the training split."""
     std: tuple[float, ...] = ()
-    """Of each channel, divided by; empty = that of the training split."""
+    """The number that each channel is divided by; empty = that of the training split."""
     interpolation: Literal["bilinear", "bicubic", "random"] = "bicubic"
     """How pictures are resized. random: bilinear or bicubic in training, bicubic in evaluation."""
     crop: float = 0.875
@@ -167,12 +167,12 @@ class ImagesConfig:
 
     @property
     def mixes(self) -> bool:
-        """Whether training pictures are mixed with others."""
+        """True where training pictures are mixed with others."""
         return self.mix_probability > 0 and (self.mixup > 0 or self.cutmix > 0)
 
     @property
     def soft(self) -> bool:
-        """Whether training targets are shares of the classes instead of their numbers."""
+        """True where training targets are shares of the classes instead of their numbers."""
         return self.mixes or self.smoothing > 0
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class SplitInfo:
 
     @classmethod
     def of(cls, shards: Sequence[Shard], text_bytes: int) -> SplitInfo:
-        """What a preparation says of the shards that it has written."""
+        """Returns the sums over the shards that a preparation has written."""
         documents, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens"))
         infos = tuple(shard.info for shard in shards)
         return cls(documents=documents, tokens=tokens, bytes=text_bytes, shards=infos)
@@ -58,14 +58,14 @@ class SplitInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagesInfo:
-    """What a dataset of pictures holds."""
+    """The contents of a dataset of pictures."""
 
     classes: tuple[str, ...]
     """Names in the order of the labels."""
     counts: dict[str, tuple[int, ...]]
     """Split -> pictures of each class."""
     mean: tuple[float, ...]
-    """Of the pixels of the training split, from 0 to 1: red, green, blue, and brightness (L)."""
+    """Mean of the pixels of the training split, from 0 to 1: red, green, blue, and brightness (L)."""
     std: tuple[float, ...]
     """Their standard deviations."""
     width: tuple[int, float, int]
@@ -81,7 +81,7 @@ class Manifest:
 
     version: int = MANIFEST_VERSION
     format: str
-    """Of the shards: a name in `FORMATS`."""
+    """Format of the shards: a name in `FORMATS`."""
     compression: Literal["zstd"] | None
     dtype: Literal["uint8", "uint16", "uint32"]
     """uint8 where the documents are pictures."""
@@ -106,7 +106,7 @@ class Manifest:
     """Hex digests of the small files (histogram, lengths, indices), by their paths."""
 
     def to_json(self) -> str:
-        """The text of the file, with a digest over all that it says."""
+        """Returns the text of the file, with a digest over all that it says."""
         values = asdict(self)
         if self.images is None:
             del values["images"]
@@ -130,7 +130,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
-        """Manifest from the bytes of its file; `where` names the dataset in errors.
+        """Returns the manifest in the bytes of its file; `where` names the dataset in errors.
 
         Raises ValueError (one line) if it is not JSON, has another version, was changed after it was written, or says
         what no preparation writes.
@@ -164,7 +164,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: str | Path) -> Manifest:
-        """Read the manifest of a prepared dataset.
+        """Reads the manifest of a prepared dataset.
 
         Raises FileNotFoundError where there is none, ValueError where it cannot be used.
         """
@@ -178,13 +178,13 @@ class Manifest:
 
 
 def _digest(values: dict[str, Any]) -> str:
-    """Of what a manifest says, however it is laid out."""
+    """Returns a digest of what a manifest says, however it is laid out."""
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def unigram_entropy(histogram: np.ndarray) -> float:
-    """Entropy in nats of the distribution given by counts (vocab_size,)."""
+    """Returns the entropy in nats of the distribution given by counts (vocab_size,)."""
     counts = histogram[histogram > 0].astype(np.float64)
     total = counts.sum()
     if total == 0:

@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class _Shown:
-    """What has a bar on a terminal, and closes it."""
+    """A report with a bar on a terminal, which it closes."""
 
     _bar: tqdm | None = None
 
@@ -43,7 +43,7 @@ class ProgressReport(_Shown):
             self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=label, dynamic_ncols=True, leave=False)
 
     def update(self, done_bytes: int, tokens: int) -> None:
-        """`done_bytes` and `tokens` count from the beginning of the whole preparation."""
+        """Shows how far the work is. `done_bytes` and `tokens` count from the beginning of the whole preparation."""
         now = time.monotonic()
         rate = (tokens - self._first_tokens) / max(now - self._started, 1e-9)
         speed = f"{tokens:,} {self.unit}, {rate:,.0f} {self.unit}/s"
@@ -65,7 +65,7 @@ class WaitingReport(_Shown):
             self._bar = tqdm(desc=label, bar_format="{desc}: {elapsed}", dynamic_ncols=True, leave=False)
 
     def update(self) -> None:
-        """To be called now and then."""
+        """Shows how long it has taken. To be called now and then."""
         now = time.monotonic()
         if self._bar is not None:
             self._bar.refresh()

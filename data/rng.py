@@ -20,7 +20,7 @@ _WORD = (1 << 64) - 1
 
 
 def generator(seed: int, epoch: int, purpose: int, item: int) -> np.random.Generator:
-    """The generator of one item: the same for the same four numbers, on any process and machine."""
+    """Returns the generator of one item: the same for the same four numbers, on any process and machine."""
     key = np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, item & _WORD, purpose], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

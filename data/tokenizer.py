@@ -76,8 +76,8 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
-        """Read a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of
-        a tokenizer, of an export or of a prepared dataset.
+        """Reads a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of a
+        tokenizer, of an export or of a prepared dataset.
 
         Raises FileNotFoundError or ValueError, each with one line that says what is wrong.
         """
@@ -88,19 +88,19 @@ class Tokenizer:
         return SentencePieceTokenizer(file, raw)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without any special token."""
+        """Returns the ids of a text, without any special token."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of many texts, in this thread only."""
+        """Returns the ids of many texts, in this thread only."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens give no text."""
+        """Returns the text of ids; special tokens give no text."""
         raise NotImplementedError
 
     def piece(self, index: int) -> str:
-        """The vocabulary's name of an id, to show to people."""
+        """Returns the vocabulary's name of an id, to show to people."""
         raise NotImplementedError
 
     @cached_property
@@ -113,14 +113,14 @@ class Tokenizer:
         return frozenset(self.special_ids if self.unknown_id is None else [*self.special_ids, self.unknown_id])
 
     def ordinary_ids(self) -> np.ndarray:
-        """Ids that stand for text (int64, ascending): what masking may draw from."""
+        """Returns the ids that stand for text (int64, ascending): what masking may draw from."""
         ordinary = np.ones(self.vocab_size, dtype=bool)
         ordinary[list(self.silent_ids)] = False
         ordinary[list(self._unused)] = False
         return np.flatnonzero(ordinary)
 
     def save(self, directory: str | Path, *, alone: bool = True) -> Path:
-        """Copy the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path. alone: as for
+        """Copies the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path. alone: as for
         `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -265,7 +265,7 @@ def train_sentencepiece(
     normalization: Normalization = "identity",
     character_coverage: float = 0.9995,
 ) -> Tokenizer:
-    """Train a sentencepiece model and write it to `out_path` (through a temporary name).
+    """Trains a sentencepiece model and writes it to `out_path` (through a temporary name).
 
     Args:
         texts: documents; each line of a document is one training sentence.
@@ -325,7 +325,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _explain(message: str, vocab_size: int) -> str:
-    """The trainer's complaint as a sentence."""
+    """Returns the trainer's complaint as a sentence."""
     if found := re.search(r"set it to a value <= (\d+)", message):
         return (
             f"a vocabulary of {vocab_size:,} is larger than this text supports: the largest possible is "
@@ -371,10 +371,10 @@ _CUT = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior"
 
 
 def make_unspelled(file: dict[str, Any], special: Collection[str]) -> tuple[dict[str, str], bool]:
-    """Change the contents of a tokenizer.json so that no text gives its special tokens; ids stay as they are.
+    """Changes the contents of a tokenizer.json so that no text gives its special tokens; ids stay as they are.
 
-    special: the names of these tokens. Returns the new names of those that needed one, and whether anything was to
-    be changed. Raises KeyError, TypeError, ValueError or AttributeError where `file` is no tokenizer.json.
+    special: the names of these tokens. Returns the new names of those that needed one, and whether anything was to be
+    changed. Raises KeyError, TypeError, ValueError or AttributeError where `file` is no tokenizer.json.
     """
     model, added = file["model"], file.get("added_tokens") or []
     pieces = pieces_of(model)
@@ -416,13 +416,13 @@ def make_unspelled(file: dict[str, Any], special: Collection[str]) -> tuple[dict
 
 
 def pieces_of(model: dict[str, Any]) -> set[str]:
-    """Names of the pieces of a tokenizer.json's model."""
+    """Returns the names of the pieces of a tokenizer.json's model."""
     return set(model["vocab"]) if isinstance(model["vocab"], dict) else {piece for piece, _ in model["vocab"]}
 
 
 def unknown_piece(file: dict[str, Any]) -> str | None:
-    """The piece of a tokenizer.json that stands for text which no others can spell; None where there is none, or no
-    such text, as each byte has a piece."""
+    """Returns the piece of a tokenizer.json that stands for text which no others can spell; None where there is none,
+    or no such text, as each byte has a piece."""
     model, pieces = file["model"], pieces_of(file["model"])
     if model.get("byte_fallback") and pieces >= _BYTES:
         return None
@@ -435,8 +435,8 @@ def unknown_piece(file: dict[str, Any]) -> str | None:
 
 
 def _without_cuts(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A pre-tokenizer without the step by which an export cuts special tokens in text: here they are read as they were
-    for training."""
+    """Returns a pre-tokenizer without the step by which an export cuts special tokens in text: here they are read as
+    they were for training."""
     *steps, last = (step or {}).get("pretokenizers") or [None]
     pattern = (last or {}).get("pattern")
     if not isinstance(pattern, dict) or not str(pattern.get("Regex")).startswith(_EXPORTS_MARK):
@@ -445,7 +445,7 @@ def _without_cuts(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A pre-tokenizer and those in it."""
+    """Yields a pre-tokenizer and those in it."""
     if step is not None:
         yield step
         for inner in step.get("pretokenizers", ()):

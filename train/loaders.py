@@ -16,7 +16,7 @@ from matmix.train.plugins import find_part
 def make_loader(
     config: RunConfig, split: str, data_rank: int, data_size: int, tokenizer_sha256: str | None = None
 ) -> Loader:
-    """Batches without end of the training split, or one pass over the validation split.
+    """Returns batches without end of the training split, or one pass over the validation split.
 
     data_rank, data_size: which of how many ranks with data of their own this is. tokenizer_sha256: what the data must
     have been prepared with; None = any tokenizer.
@@ -74,8 +74,8 @@ def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
 
 
 def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:
-    """The config of a model for a tokenizer of so many pieces. Raises ValueError (one line) where its own vocabulary is
-    smaller."""
+    """Returns the config of a model for a tokenizer of so many pieces. Raises ValueError (one line) where its own
+    vocabulary is smaller."""
     if model.vocab_size == 0:
         # Matrix units like multiples of 64; the rows on top are never a target.
         return dataclasses.replace(model, vocab_size=-(-needed // 64) * 64)

@@ -96,7 +96,7 @@ class Answers(Examples):
         return begin, answers[0]
 
     def answers(self, row: int) -> list[str]:
-        """The right answers of a row; [] = there is none."""
+        """Returns the right answers of a row; [] = there is none."""
         cell = self.cell("label", row)
         if isinstance(cell, dict):
             cell = cell.get("text") or []
@@ -124,7 +124,8 @@ class Answers(Examples):
         return np.full((1, 2), IGNORED, np.int64)
 
     def answer(self, number: int, first: int, last: int) -> tuple[int, str]:
-        """The row of window `number`, and the text between two of the positions that count; position 0 is none: ""."""
+        """Returns the row of window `number`, and the text between two of the positions that count; position 0 is none:
+        ""."""
         window = self._windows[number]
         if first == 0:
             return window.row, ""

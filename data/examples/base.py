@@ -17,14 +17,14 @@ from matmix.data.tokenizer import Tokenizer
 
 
 def as_list(cell: Any, separator: str | None = None) -> list[Any]:
-    """The items of a cell: of a list, or of a text by `separator` (None = white space)."""
+    """Returns the items of a cell: of a list, or of a text by `separator` (None = white space)."""
     if isinstance(cell, list | tuple):
         return list(cell)
     return [item.strip() for item in str(cell).split(separator) if item.strip()]
 
 
 def name_of(value: Any) -> str:
-    """A class as text, however the file has it."""
+    """Returns a class as text, however the file has it."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
@@ -37,7 +37,7 @@ class Classes:
 
     @classmethod
     def found(cls, values: Iterable[Any]) -> Classes:
-        """The classes among the labels of the training examples: sorted, numbers by their size."""
+        """Returns the classes among the labels of the training examples: sorted, numbers by their size."""
         names = {name_of(value) for value in values}
         return cls(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
 
@@ -57,7 +57,7 @@ class Classes:
 
 
 def read_number(value: Any, where: str) -> float:
-    """A value to predict. Raises ValueError (one line) for what is none."""
+    """Returns a value to predict. Raises ValueError (one line) for what is none."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -93,15 +93,15 @@ class Encoder:
     pad_id: int = field(default=0)
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, without special ones."""
+        """Returns the tokens of each text, without special ones."""
         return self.tokenizer.encode_batch(list(texts))
 
     def words(self, words: Sequence[str], *, first: bool = True) -> list[list[int]]:
-        """The tokens of each word of a text, of which there may be none. first: the text begins with them."""
+        """Returns the tokens of each word of a text, of which there may be none. first: the text begins with them."""
         return self.tokens([word if first and number == 0 else f" {word}" for number, word in enumerate(words)])
 
     def document(self, parts: Sequence[Sequence[int]], where: str) -> Document:
-        """One or two texts with their special tokens; `where` names them in errors.
+        """Returns one or two texts with their special tokens; `where` names them in errors.
 
         Raises ValueError (one line) where they are too long and not to be cut.
         """
@@ -133,7 +133,7 @@ class Encoder:
 
 
 def longest_first(lengths: Sequence[int], room: int) -> list[int]:
-    """Lengths cut until their sum is at most `room`, always the longest one first, of equals the last."""
+    """Returns the lengths, cut until their sum is at most `room`, always the longest one first, of equals the last."""
     lengths = list(lengths)
     while (over := sum(lengths) - room) > 0:
         longest = max(range(len(lengths)), key=lambda i: (lengths[i], i))
@@ -144,7 +144,7 @@ def longest_first(lengths: Sequence[int], room: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What the model reads of one example, and what it is to predict."""
+    """One example: what the model reads, and what it is to predict."""
 
     documents: tuple[Document, ...]
     labels: np.ndarray
@@ -160,11 +160,11 @@ class Examples:
     """What the files must have, besides labels in the training and validation split."""
     optional: ClassVar[tuple[str, ...]] = ()
     labelled: ClassVar[bool] = True
-    """Whether examples to train on have a label."""
+    """True where examples to train on have a label."""
     by_position: ClassVar[bool] = False
-    """Whether the model gives outputs for positions, not for documents."""
+    """True where the model gives outputs for positions, not for documents."""
     documents: int = 1
-    """Of each example."""
+    """Number of documents of each example."""
     outputs: int | None = None
     """What the model predicts for each document or position; None = not said by the data."""
     classes: Classes = Classes(())
@@ -197,7 +197,7 @@ class Examples:
         raise NotImplementedError
 
     def cell(self, name: str, number: int) -> Any:
-        """What the row has in a column, or None."""
+        """Returns the row's value in a column; None where there is no such column."""
         return self.rows.columns[name][number] if name in self.rows.columns else None
 
     @property
@@ -207,5 +207,5 @@ class Examples:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a saved position in the data belongs to: JSON values."""
+        """The data that a saved position belongs to: JSON values."""
         return {"examples": self.rows.digest, "classes": list(self.classes.names)}

@@ -36,12 +36,12 @@ class Rows:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        """The row as errors name it."""
+        """Returns the row as errors name it."""
         return f"{self.path}, row {self.lines[row]}"
 
     @property
     def digest(self) -> str:
-        """Of all that the rows hold, whatever the path they lie at."""
+        """A digest of all that the rows hold, whatever path they lie at."""
         digest = hashlib.sha256()
         for name, values in sorted(self.columns.items()):
             digest.update(repr((name, list(values))).encode())
@@ -50,7 +50,8 @@ class Rows:
 
 @errors_in_one_line(csv.Error, pyarrow.ArrowException)
 def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """The columns that `config.columns` gives to the names in `needed`, and to those in `optional` that the file has.
+    """Returns the columns that `config.columns` gives to the names in `needed`, and to those in `optional` that the
+    file has.
 
     Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
     lacks a column. A warning says how many rows were left out as malformed, where that is allowed.
@@ -67,7 +68,7 @@ def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What .tsv and .csv files may be like, as `ExamplesConfig` says."""
+    """The form that .tsv and .csv files may have, as `ExamplesConfig` says."""
 
     header: bool
     skip_malformed: bool
@@ -82,7 +83,7 @@ def _read(
     needed: frozenset[str],
     form: _Form,
 ) -> Rows:
-    """changed: when the file was, so that a newer one is read again."""
+    """Reads a file. changed: when the file was, so that a newer one is read again."""
     kind = "" if path.is_dir() else path.suffix
     if kind not in _READERS:
         known = ", ".join(filter(None, _READERS))
@@ -130,7 +131,7 @@ _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
 
 
 def _delimited(delimiter: str) -> Callable[[Path, _Form], _Records]:
-    """.csv has quotes, .tsv has none: a quotation mark in it is one."""
+    """Returns a reader of lines. .csv has quotes, .tsv has none: a quotation mark in it is one."""
 
     def read(path: Path, form: _Form) -> _Records:
         csv.field_size_limit(sys.maxsize)

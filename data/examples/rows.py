@@ -58,7 +58,7 @@ class ExampleRows:
         return generator(self.seed, epoch, EXAMPLES, 0).permutation(len(self.examples))
 
     def example_of(self, sample: int) -> int:
-        """The number of the example that is sample `sample`; -1 = it fills up the last batch."""
+        """Returns the number of the example that is sample `sample`; -1 = it fills up the last batch."""
         if self.limit is not None and sample >= self.limit:
             return -1
         epoch, slot = divmod(sample, len(self.examples))
@@ -108,8 +108,8 @@ class ExampleRows:
 def _targets(
     found: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
-    """Labels, the number of the example that each output belongs to, and the positions of the outputs, where they are
-    not one for each document."""
+    """Returns the labels, the number of the example that each output belongs to, and the positions of the outputs, where
+    they are not one for each document."""
     nothing = examples.nothing
     if not examples.by_position:
         labels = [nothing if example is None else example.labels for example in found]

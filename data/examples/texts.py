@@ -20,12 +20,12 @@ class Texts(Examples):
         return Example((self.document(number),), self.label(number))
 
     def document(self, number: int) -> Document:
-        """The text or the pair."""
+        """Returns the tokens of the text or the pair."""
         texts = [str(text) for name in ("text", "pair") if (text := self.cell(name, number)) is not None]
         return self.encoder.document(self.encoder.tokens(texts), self.rows.where(number))
 
     def label(self, number: int) -> np.ndarray:
-        """(1, ...)"""
+        """Returns the label of an example, (1, ...)."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class ValueTexts(Texts):
         return self.nothing if values is None else np.array([values], np.float32)
 
     def values(self, number: int) -> list[float] | None:
-        """As the file has them; None where there are none."""
+        """Returns the values of an example as the file has them; None where there are none."""
         cell = self.cell("label", number)
         if cell is None:
             return None
@@ -176,7 +176,7 @@ class Words(Examples):
         return Example((document,), self._labels(number, len(kept))[kept], document.starts[0] + begins[kept])
 
     def words(self, number: int) -> tuple[list[str], np.ndarray]:
-        """The words of an example, and bool (words,): those that have a token which was not cut off."""
+        """Returns the words of an example, and bool (words,): those that have a token which was not cut off."""
         words = self._words(number)
         return words, self._encoded(words, number)[2]
 
@@ -184,7 +184,7 @@ class Words(Examples):
         return [str(word) for word in as_list(self.cell("text", number))]
 
     def _encoded(self, words: list[str], number: int) -> tuple[Document, np.ndarray, np.ndarray]:
-        """The tokens of all words; of each word the number of its first token, and whether it is there."""
+        """Returns the tokens of all words; of each word the number of its first token, and whether it is there."""
         tokens = self.encoder.words(words)
         document = self.encoder.document([[token for word in tokens for token in word]], self.rows.where(number))
         ends = np.cumsum([len(word) for word in tokens], dtype=np.int64)

@@ -19,7 +19,7 @@ _PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _ORIENTATION = 0x0112
 MEGAPIXELS = 100.0
-"""Of the largest picture that is decoded, unless another number is given."""
+"""Size of the largest picture that is decoded, unless another is given."""
 
 
 class UnreadablePicture(ValueError):
@@ -29,7 +29,7 @@ class UnreadablePicture(ValueError):
 def decode(
     data: bytes | memoryview, *, channels: int = 3, background: int = 255, megapixels: float = MEGAPIXELS
 ) -> Image.Image:
-    """The picture in the bytes of a file, of mode RGB or, for one channel, L.
+    """Returns the picture in the bytes of a file, of mode RGB or, for one channel, L.
 
     background: brightness (0 to 255) behind transparent pixels. Raises UnreadablePicture for what is empty, no picture,
     truncated or damaged, of another mode, or larger than `megapixels`.
@@ -40,7 +40,7 @@ def decode(
 
 
 def open_picture(data: bytes | memoryview, megapixels: float = MEGAPIXELS) -> Image.Image:
-    """The picture in the bytes of a file, in its own mode, decoded and the right way up. Raises as `decode`."""
+    """Returns the picture in the bytes of a file, in its own mode, decoded and the right way up. Raises as `decode`."""
     if not len(data):
         raise UnreadablePicture("it is empty (0 bytes)")
     try:

@@ -117,7 +117,7 @@ class ImageRows:
     def _mixed(
         self, sample: int, found: _Read, read: dict[int, _Read | DamagedShard]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The picture and the target of a sample that is to be learned."""
+        """Returns the picture and the target of a sample that is to be learned."""
         image, label = found
         target = soft_target(label, self.classes, self.config.smoothing)
         partner = partner_of(sample, self.global_batch, self.config.repeats) if self.config.mixes else None
@@ -131,7 +131,7 @@ class ImageRows:
         return mix.apply(image, other[0]), target * mix.share + other_target * (1.0 - mix.share)
 
     def _read(self, sample: int, read: dict[int, _Read | DamagedShard]) -> _Read | DamagedShard:
-        """The picture of a sample, before it is mixed. read: those of this micro-batch."""
+        """Returns the picture of a sample, before it is mixed. read: those of this micro-batch."""
         if sample not in read:
             try:
                 read[sample] = self._load(sample)
@@ -157,7 +157,7 @@ class ImageRows:
         return self._transform(image), label
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
-        """Dataset of a sample, shard, its number there, and its number in the splits of all datasets."""
+        """Returns the dataset of a sample, shard, its number there, and its number in the splits of all datasets."""
         repeats = self.config.repeats if self.training else 1
         group, copy = divmod(sample, repeats)
         dataset, turn, rest = (int(found[0]) for found in self.mixture.locate(np.array([group])))

@@ -49,7 +49,7 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 
 def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[float], *, training: bool) -> Transform:
-    """A function from a picture to float32 (channels, size, size), normalised.
+    """Returns a function from a picture to float32 (channels, size, size), normalised.
 
     mean, std: one a channel. Raises ValueError (one line) for an unknown `augment`, or where timm is not installed.
     """
@@ -101,7 +101,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
 
 
 def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], Image.Image]:
-    """What stands in place of the random crop: the whole picture, mirrored or not."""
+    """Returns the stage in place of the random crop: the whole picture, mirrored or not."""
     from torchvision.transforms import v2
 
     mode = v2.InterpolationMode(interpolation)
@@ -115,8 +115,8 @@ def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], 
 
 
 def _keep_no_bits(part: Any) -> None:
-    """The strongest posterisation of the published trainings keeps no bit of a colour: black. New releases of Pillow
-    refuse that, and timm asks for it."""
+    """Makes posterisation to no bits give black. The strongest one of the published trainings does that. New releases
+    of Pillow refuse that, and timm asks for it."""
     from timm.data import auto_augment
 
     if isinstance(part, auto_augment.AugmentOp) and part.aug_fn is auto_augment.posterize:
@@ -154,15 +154,15 @@ class _Channels:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How one picture is mixed with its partner."""
+    """The way one picture is mixed with its partner."""
 
     share: float
-    """Of the picture itself in the result and in the target; 1 = not mixed."""
+    """Share of the picture itself in the result and in the target; 1 = not mixed."""
     box: tuple[int, int, int, int] | None = None
     """CutMix: top, bottom, left and right of what comes from the partner. None = mixup."""
 
     def apply(self, image: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-        """The mixture of two pictures, each (C, H, W)."""
+        """Returns the mixture of two pictures, each (C, H, W)."""
         if self.box is None:
             return image * self.share + partner * (1.0 - self.share)
         top, bottom, left, right = self.box
@@ -172,14 +172,14 @@ class Mix:
 
 
 def partner_of(sample: int, global_batch: int, repeats: int) -> int | None:
-    """The number of the sample that is mixed with `sample`, in the same global batch."""
+    """Returns the number of the sample that is mixed with `sample`, in the same global batch."""
     place = sample % global_batch
     other = place + repeats if place % (2 * repeats) < repeats else place - repeats
     return sample - place + other if other < global_batch else None
 
 
 def draw_mix(config: ImagesConfig, seed: int, sample: int, global_batch: int) -> Mix:
-    """How `sample` and its partner are mixed. To be called where the global generators are borrowed."""
+    """Draws how `sample` and its partner are mixed. To be called where the global generators are borrowed."""
     from timm.data.mixup import cutmix_bbox_and_lam
 
     item = sample // global_batch
@@ -201,7 +201,7 @@ def draw_mix(config: ImagesConfig, seed: int, sample: int, global_batch: int) ->
 
 
 def soft_target(label: int, classes: int, smoothing: float) -> torch.Tensor:
-    """float32 (classes,): 1 for the class, of which `smoothing` is spread evenly over all."""
+    """Returns float32 (classes,): 1 for the class, of which `smoothing` is spread evenly over all."""
     target = torch.full((classes,), smoothing / classes)
     target[label] = 1.0 - smoothing + smoothing / classes
     return target

@@ -38,7 +38,7 @@ class Batch:
     n_damaged: int = 0
     """Rows that are padding because a shard they need cannot be used."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Those shards: name -> what is wrong with it, in one line."""
+    """The damaged shards: name -> what is wrong with it, in one line."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further inputs of the model by name, (B, L, ...), such as token_type_ids."""
     examples: torch.Tensor | None = None
@@ -62,11 +62,11 @@ class Batch:
 
 
 def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str) -> Batch:
-    """Batch for next-token prediction.
+    """Returns a batch for next-token prediction.
 
-    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a
-    document begins, counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`. Nothing
-    predicts the first token of a document.
+    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a document begins,
+    counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`. Nothing predicts the first
+    token of a document.
     """
     seqlen = tokens.shape[1] - 1
     input_ids = np.ascontiguousarray(tokens[:, :-1])
@@ -78,12 +78,12 @@ def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, 
 def masked_batch(
     input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
 ) -> Batch:
-    """Batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
+    """Returns a batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
     return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
 
 
 def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
-    """Batch of rows that are one document each, with inputs (B, L, ...) and labels (B, L, ...) as they are.
+    """Returns a batch of rows that are one document each, with inputs (B, L, ...) and labels (B, L, ...) as they are.
 
     n_tokens: positions without padding. Batches that are not causal come with `select`.
     """
@@ -93,8 +93,8 @@ def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: 
 
 
 def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None = None, **more: Any) -> Batch:
-    """Batch of images (B, C, H, W), which have no positions: labels int64 (B,) or float32 (B, classes), `n_images` of
-    them real (None = all), and `more` fields of `Batch`."""
+    """Returns a batch of images (B, C, H, W), which have no positions: labels int64 (B,) or float32 (B, classes),
+    `n_images` of them real (None = all), and `more` fields of `Batch`."""
     return Batch(
         inputs=images,
         labels=labels,
@@ -108,7 +108,7 @@ def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None
 
 
 def has_target(labels: np.ndarray) -> np.ndarray:
-    """bool (B, L): which positions have something to predict, by labels as in `Batch`."""
+    """Returns bool (B, L): which positions have something to predict, by labels as in `Batch`."""
     if labels.dtype.kind != "f":
         return labels != IGNORED
     return ~np.isnan(labels).reshape(*labels.shape[:2], -1).all(axis=2)

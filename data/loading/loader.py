@@ -151,7 +151,8 @@ class Loader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint": {...}}."""
+        """Returns the position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint":
+        {...}}."""
         return {"samples": self.samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -198,7 +199,8 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: 
 
 
 def _first_difference(saved: Any, found: Any, name: str) -> tuple[str, Any, Any] | None:
-    """Where two values of JSON first differ: dotted name, the one value and the other; None where they are equal."""
+    """Returns where two values of JSON first differ: dotted name, the one value and the other; None where they are
+    equal."""
     if saved == found:
         return None
     pairs: list[tuple[str, Any, Any]] = []

@@ -142,12 +142,11 @@ class Mixture:
             self._dataset, self._rank = interleave(self.counts)
 
     def epoch(self, samples: np.ndarray) -> np.ndarray:
-        """Epoch of the mixture for each sample number."""
+        """Returns the epoch of the mixture for each sample number."""
         return samples // self.samples_per_epoch
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(dataset, epoch of that dataset, slot in that epoch), each int64 (n,), of sample numbers int64
-        (n,)."""
+        """Returns (dataset, its epoch, slot in that epoch), each int64 (n,), of sample numbers int64 (n,)."""
         if self.counts is not None:
             period, place = np.divmod(samples, PERIOD)
             dataset = self._dataset[place]
@@ -159,7 +158,7 @@ class Mixture:
 
 
 def quotas(weights: Sequence[float], period: int) -> np.ndarray:
-    """int64 (n,): shares of `period` in proportion to weights, by largest remainders, each at least 1."""
+    """Returns int64 (n,): shares of `period` in proportion to weights, by largest remainders, each at least 1."""
     shares = np.asarray(weights, dtype=np.float64)
     if len(shares) > period:
         raise ValueError(f"a mixture may have at most {period} datasets, got {len(shares)}")

@@ -60,7 +60,7 @@ class Packing(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Slots in an epoch."""
+        """Returns the number of slots in an epoch."""
 
     @abstractmethod
     def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
@@ -69,8 +69,7 @@ class Packing(ABC):
         raises."""
 
     def _copy(self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0) -> None:
-        """out[at : at + length] = elements [offset, offset + length) of a document with its special
-        tokens."""
+        """Sets out[at : at + length] to elements [offset, offset + length) of a document with its special tokens."""
         text = self.shards.read(int(block.shard[number]), int(block.index[number]))
         lead = self.prefix is not None
         first, last = max(offset, lead), min(offset + length, lead + len(text))
@@ -106,7 +105,7 @@ class ConcatPacking(Packing):
         return count
 
     def _window(self, epoch: int, slot: int, starts: np.ndarray) -> int:
-        """The window that stands at `slot` in the epoch's order."""
+        """Returns the window that stands at `slot` in the epoch's order."""
         if not self.order.shuffle:
             return slot
         # The first window of each block.

@@ -30,7 +30,7 @@ _END = signal.SIGURG
 
 
 def reading_context(start: str) -> contexts.BaseContext:
-    """The context for a DataLoader. start: fork, spawn or forkserver."""
+    """Returns the context for a DataLoader. start: fork, spawn or forkserver."""
     if start != "fork":
         with _signals_blocked():  # the helper of these contexts, which queues would start, must outlive them as well
             resource_tracker.ensure_running()
@@ -38,7 +38,7 @@ def reading_context(start: str) -> contexts.BaseContext:
 
 
 def worker_beginning(start: str) -> Callable[[int], None]:
-    """The `worker_init_fn` of a DataLoader whose workers are started now, by this thread."""
+    """Returns the `worker_init_fn` of a DataLoader whose workers are started now, by this thread."""
     # The kernel watches the thread that starts a process, not its process, so it is asked where that thread stays.
     # A fork server is no parent to follow: it lives for as long as the processes that it started.
     lasting = start != "forkserver" and threading.current_thread() is threading.main_thread()

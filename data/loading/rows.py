@@ -46,7 +46,7 @@ _Rows = TypeVar("_Rows")
 def errors_as_failures(
     read: Callable[[_Rows, list[int]], Batch | Failure],
 ) -> Callable[[_Rows, list[int]], Batch | Failure]:
-    """For a data set's `__getitems__`: what is wrong with the data comes as a Failure."""
+    """Decorates `Rows.__getitems__`, which then returns errors of the data as a Failure."""
 
     @functools.wraps(read)
     def wrapped(rows: _Rows, samples: list[int]) -> Batch | Failure:
@@ -60,7 +60,7 @@ def errors_as_failures(
 
 
 class Facts:
-    """What a model, its config and an evaluation need to know of the data. A modality sets what it has, as an attribute
+    """The facts that a model, its config and an evaluation need to know of the data. A modality sets what it has, as an attribute
     or a property; the defaults say that there is no such thing."""
 
     inputs: str = "tokens"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a split is read."""
+    """The way a split is read."""
 
     split: str = "train"
     seed: int = 0
@@ -44,7 +44,7 @@ class Opened(NamedTuple):
     rows: Rows
     facts: Facts
     fingerprint: dict[str, Any]
-    """What a saved position in the data belongs to: JSON values."""
+    """The data that a saved position belongs to: JSON values."""
 
 
 class Modality(abc.ABC):

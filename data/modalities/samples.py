@@ -91,8 +91,8 @@ class Samples(Modality):
         return SampleFacts(make_generated(data.synthetic), data.seqlen)
 
     def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
-        """masking: makes samples for models that read the whole sequence, which put in masks of their own; None = for
-        causal ones."""
+        """Readies the source. masking: makes samples for models that read the whole sequence, which put in masks of
+        their own; None = for causal ones."""
         options, source, causal = data.synthetic, make_generated(data.synthetic), masking is None
         _check_form(source, data, causal)
         limit = options.validation_samples if reading.one_pass else None

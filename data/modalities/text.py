@@ -31,7 +31,7 @@ class TextFacts(Facts):
     """Facts about prepared texts (all of a mixture), from their manifests."""
 
     def __init__(self, manifests: Sequence[Manifest], shards: Sequence[TokenShards] = (), around: int = 0) -> None:
-        """around: special tokens put around a document."""
+        """around: number of special tokens that are put around a document."""
         self.shards, self.around = shards, around
         self.vocab_size = manifests[0].tokenizer.vocab_size
 
@@ -64,7 +64,7 @@ class Text(Modality):
         return TextFacts(manifests) if manifests[0].tokenizer else Facts()
 
     def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
-        """masking: makes masked-LM batches; None = causal ones."""
+        """Opens the shards. masking: makes masked-LM batches; None = causal ones."""
         sources = self.datasets(data, reading.split)
         if not sources:
             raise ValueError(
@@ -144,7 +144,7 @@ class TokenRows:
         return self.batch(np.asarray(samples, dtype=np.int64))
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """The micro-batch of sample numbers int64 (B,)."""
+        """Returns the micro-batch of sample numbers int64 (B,)."""
         from matmix.data.loading.batch import causal_batch, masked_batch
 
         width = self.packings[0].width

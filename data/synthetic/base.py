@@ -34,7 +34,7 @@ class GeneratedSamples(abc.ABC):
 
     @abc.abstractmethod
     def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
-        """(inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch` has."""
+        """Returns (inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch` has."""
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, inputs: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
@@ -48,7 +48,7 @@ class GeneratedSamples(abc.ABC):
     """What `fill` is given as the mask in the bidirectional form; without meaning where the inputs are no tokens."""
 
     def count(self, inputs: np.ndarray) -> int:
-        """How many of the inputs (seqlen, ...) of a sample are no padding."""
+        """Returns how many of the inputs (seqlen, ...) of a sample are no padding."""
         return len(inputs)
 
 
@@ -72,19 +72,20 @@ class Puzzle(GeneratedSamples):
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
-        """As `GeneratedSamples.fill`; ids and labels int64 (seqlen,), labels are `IGNORED` so far."""
+        """Writes one sample, as `GeneratedSamples.fill`; ids and labels int64 (seqlen,), labels are `IGNORED` so far."""
 
     def count(self, inputs: np.ndarray) -> int:
         return int((inputs != self.pad_id).sum())
 
     def answer_counts(self, seqlen: int) -> np.ndarray:
-        """int64 (len(tokens),): how often each token is the answer, in any unit. By default all answers are alike."""
+        """Returns int64 (len(tokens),): how often each token is the answer, in any unit. By default all answers are
+        alike."""
         counts = np.zeros(len(self.tokens), dtype=np.int64)
         counts[self.answers] = 1
         return counts
 
     def sample(self, draw: np.random.Generator, seqlen: int, mask: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of one sample, both int64 (seqlen,); see `fill`."""
+        """Returns (input_ids, labels) of one sample, both int64 (seqlen,); see `fill`."""
         ids, labels = np.zeros(seqlen, dtype=np.int64), np.full(seqlen, IGNORED, dtype=np.int64)
         self.fill(draw, ids, labels, mask)
         return ids, labels

@@ -26,7 +26,7 @@ _COUNTED = 2000  # samples by which answers are counted
 
 
 def evaluate(tokens: Iterable[str]) -> int:
-    """The value of an expression. Raises ValueError (one line) for tokens that are none."""
+    """Returns the value of an expression. Raises ValueError (one line) for tokens that are none."""
     open_: list[tuple[str, list[int]]] = [("", [])]
     for place, token in enumerate(tokens, 1):
         if token in OPERATORS:
@@ -48,7 +48,7 @@ def evaluate(tokens: Iterable[str]) -> int:
 
 
 def expression(draw: np.random.Generator, size: int, depth: int, arguments: int) -> list[str]:
-    """An operation of at most `size` tokens (4 or more), with up to `depth` operators inside one another."""
+    """Returns an operation of at most `size` tokens (4 or more), with up to `depth` operators inside one another."""
     names = list(OPERATORS)
     tokens: list[str] = []
     shares = iter(draw.random(3 * size).tolist())  # drawn at once: one by one costs more than all the rest

@@ -21,18 +21,18 @@ Permutation = tuple[int, ...]
 
 
 def compose(first: Permutation, second: Permutation) -> Permutation:
-    """The permutation that does `first`, then `second`."""
+    """Returns the permutation that does `first`, then `second`."""
     return tuple(second[image] for image in first)
 
 
 def is_even(permutation: Permutation) -> bool:
-    """Whether it is a product of an even number of swaps."""
+    """Returns whether the permutation is a product of an even number of swaps."""
     n = len(permutation)
     return sum(permutation[i] > permutation[j] for i in range(n) for j in range(i + 1, n)) % 2 == 0
 
 
 def cycles(permutation: Permutation) -> str:
-    """(1, 0, 2, 4, 3) -> "(12)(45)"; "()" moves nothing."""
+    """Returns the permutation in cycles: (1, 0, 2, 4, 3) -> "(12)(45)"; "()" moves nothing."""
     seen: set[int] = set()
     text = ""
     for start in range(len(permutation)):
@@ -48,7 +48,8 @@ def cycles(permutation: Permutation) -> str:
 
 @cache
 def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]:
-    """Its elements, the one that moves nothing first, and int64 (n, n): the number of each product."""
+    """Returns the elements of the group, the one that moves nothing first, and int64 (n, n): the number of each
+    product."""
     elements = tuple(p for p in permutations(range(degree)) if not even or is_even(p))
     number = {element: index for index, element in enumerate(elements)}
     return elements, np.array([[number[compose(p, q)] for q in elements] for p in elements], dtype=np.int64)

@@ -32,7 +32,7 @@ _AT_THE_END = {"lengths"}
 
 
 def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]]:
-    """A run's evaluators in order, each with the steps between its evaluations (0 = only after the last step).
+    """Returns a run's evaluators in order, each with the steps between its evaluations (0 = only after the last step).
 
     Raises ValueError (one line) for names and options that cannot be used.
     """

@@ -52,12 +52,12 @@ class MixingGain(Evaluator):
 
 
 def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of each prediction of a token."""
+    """Returns the loss of each prediction of a token."""
     return row_losses(model, batch).loss
 
 
 def image_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """float32 (B,): the loss of each image, 0 without a label."""
+    """Returns float32 (B,): the loss of each image, 0 without a label."""
     return image_costs(model(batch.inputs).float(), batch.labels)[0]
 
 
@@ -67,11 +67,12 @@ def mixing_metrics(
     batches: Callable[[], Iterable[Batch]],
     losses: Callable[[nn.Module, Batch], Tensor] = token_losses,
 ) -> dict[str, float]:
-    """`loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and `mixing_gain`, by
-    how much that is above the loss of the model as it is, on the same batches. To be called on all ranks.
+    """Returns `loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and
+    `mixing_gain`, by how much that is above the loss of the model as it is, on the same batches. To be called on all
+    ranks.
 
-    batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank.
-    losses: of a micro-batch, one for each prediction.
+    batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank. losses: of a
+    micro-batch, one for each prediction.
 
     The means are taken in a pass before, by layer and channel, over the positions of all ranks that have a target:
     where nothing is mixed, no other position has a say in the loss. Of an image with a target these are all; each patch
@@ -113,8 +114,8 @@ def mixing_metrics(
 
 @contextlib.contextmanager
 def mixing_replaced(blocks: Sequence[Block], replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """Within, the i-th block adds replacement(i, mix, x, cu_seqlens, max_seqlen) to the stream, where mix is its own
-    way. Blocks run as they are written, not compiled: they would be compiled again for each replacement."""
+    """Within, the i-th block adds replacement(i, mix, x, cu_seqlens, max_seqlen) to the stream, where mix is
+    its own way. Blocks run as they are written, not compiled: they would be compiled again for each replacement."""
     forwards = [vars(block).get("forward") for block in blocks]
     try:
         for place, block in enumerate(blocks):
@@ -129,7 +130,7 @@ def mixing_replaced(blocks: Sequence[Block], replacement: Callable[..., Tensor])
 
 
 def _predicting(batch: Batch) -> Tensor:
-    """Which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding out."""
+    """Returns which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding out."""
     targets = batch.labels.flatten() != IGNORED
     if batch.attention_mask is not None:
         targets = targets[batch.attention_mask.flatten()]

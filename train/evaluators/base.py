@@ -52,7 +52,7 @@ class Evaluation:
             yield self.engine.part_of_batch(batch)
 
     def batches(self, limit: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the first `limit` global batches, 0 = all, in host memory."""
+        """Yields this rank's micro-batches of the first `limit` global batches, 0 = all, in host memory."""
         self.loader.samples = 0
         return self.walk(itertools.islice(self.loader, limit * self.loader.micro_batches_per_step or None))
 
@@ -87,7 +87,7 @@ class Evaluator:
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        """Whether there is anything to measure in such a run."""
+        """Returns whether there is anything to measure in such a run."""
         return True
 
     def begin(self, evaluation: Evaluation) -> None:
@@ -102,11 +102,11 @@ class Evaluator:
         raise NotImplementedError
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """The results in a few words each, for the line of progress; metrics: of all evaluators that were due."""
+        """Returns the results in a few words each, for the line of progress; metrics: of all evaluators that were due."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """The results in sentences, for the end of a run."""
+        """Returns the results in sentences, for the end of a run."""
         known = [metric for metric in self.metrics if metric.name in metrics]
         return [f"{metric.title.capitalize()}: {metric.number(metrics[metric.name])}." for metric in known]
 
@@ -116,18 +116,17 @@ TITLE = "averaged weights"
 
 
 def as_averaged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics that were found with the averaged weights, by the names that records have for them."""
+    """Returns metrics of the averaged weights by the names that records have for them."""
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def of_averaged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Those of an evaluation's metrics that are of the averaged weights, by their usual names; {} where there are
-    none."""
+    """Returns the metrics of the averaged weights in those of an evaluation, by their usual names."""
     return {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
 
 
 def averaged_metrics(known: Iterable[Metric]) -> list[Metric]:
-    """What evaluations find of the averaged weights where they find the `known` metrics."""
+    """Returns the metrics of the averaged weights that an evaluation has where it has the `known` ones."""
     return [
         dataclasses.replace(metric, name=PREFIX + metric.name, title=f"{metric.title} of the {TITLE}")
         for metric in known

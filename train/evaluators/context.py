@@ -49,11 +49,11 @@ class ContextGain(Evaluator):
 
 
 def position_sums(batch: Batch, losses: Tensor, seqlen: int) -> Tensor:
-    """Losses (row 0) and targets (row 1) of a micro-batch by bins of position: (2, bins) float64.
+    """Returns the losses (row 0) and targets (row 1) of a micro-batch by bins of position: (2, bins) float64.
 
-    losses: those of `Task.costs`. The position of a target is the number of tokens of its document, as far as that
-    lies in the row, up to and with the one that predicts it: what a causal model has read. Of a masked token it is its
-    own place. Bin k holds the positions 2^k to 2^(k + 1) - 1.
+    losses: those of `Task.costs`. The position of a target is the number of tokens of its document, as far as that lies
+    in the row, up to and with the one that predicts it: what a causal model has read. Of a masked token it is its own
+    place. Bin k holds the positions 2^k to 2^(k + 1) - 1.
     """
     batch_size, length = batch.labels.shape
     if batch.cu_seqlens is None:  # padding lies behind the tokens
@@ -71,7 +71,8 @@ def position_sums(batch: Batch, losses: Tensor, seqlen: int) -> Tensor:
 
 
 def position_metrics(sums: Tensor, seqlen: int) -> dict[str, float]:
-    """`position_loss/<first>-<last position>` (nats per target) and `context_gain` from the sums of all batches.
+    """Returns `position_loss/<first>-<last position>` (nats per target) and `context_gain` from the sums of all
+    batches.
 
     Bins without a target, and losses that are no finite numbers, are left out. The last bin takes in those behind it
     that hold fewer targets than the positions 1 to 3 together, so that neither the position at which rows are cut nor
@@ -100,12 +101,12 @@ def position_metrics(sums: Tensor, seqlen: int) -> dict[str, float]:
 
 
 def finite(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics without NaN and infinities, which JSON cannot hold."""
+    """Returns the metrics without NaN and infinities, which JSON cannot hold."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def context_words(metrics: Mapping[str, float]) -> list[str]:
-    """The results of an evaluation about context, as lines for a person."""
+    """Returns the results of an evaluation about context, as lines for a person."""
     parts = []
     if "context_gain" in metrics:
         begin, _, end = [name for name in metrics if name.startswith(PREFIX)][-1].removeprefix(PREFIX).partition("-")

@@ -43,8 +43,8 @@ class AccuracyByLength(Evaluator):
 
 
 def multiples(config: RunConfig) -> list[int]:
-    """At which multiples of data.seqlen a run's task is scored: those of the config, or the usual ones that its model
-    can take."""
+    """Returns the multiples of data.seqlen at which a run is scored: those of the config, or the usual ones that its
+    model can take."""
 
     def fits(multiple: int) -> bool:
         try:
@@ -57,7 +57,7 @@ def multiples(config: RunConfig) -> list[int]:
 
 
 def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
-    """The accuracies that `AccuracyByLength` found, in a sentence."""
+    """Returns a sentence with the accuracies of `AccuracyByLength`."""
     found = {1: metrics["accuracy"]}
     found |= {int(key.removeprefix("accuracy_x")): metrics[key] for key in metrics if key.startswith("accuracy_x")}
     listed = ", ".join(f"{value:.1%} at {multiple * seqlen:,}" for multiple, value in sorted(found.items()))
@@ -65,8 +65,8 @@ def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
 
 
 def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
-    """The run on samples that are so many times as long, in micro-batches of at most as many tokens, if they can be cut
-    so far."""
+    """Returns the run on samples that are so many times as long, in micro-batches of at most as many tokens, if they
+    can be cut so far."""
     micro = config.micro_batch(data_size)
     fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
     data = config.modality.stretched(config.data, multiple)
@@ -74,7 +74,7 @@ def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
 
 
 def _score(evaluation: Evaluation, config: RunConfig) -> tuple[float, float]:
-    """(share of answers, share of samples) that are right."""
+    """Returns (share of answers, share of samples) that are right."""
     engine = evaluation.engine
     loader = make_loader(config, "validation", engine.mesh.data_rank, engine.mesh.data_size)
     sums = torch.zeros(4, dtype=torch.float64)
@@ -85,7 +85,7 @@ def _score(evaluation: Evaluation, config: RunConfig) -> tuple[float, float]:
 
 
 def _counts(engine: Engine, batch: Batch) -> torch.Tensor:
-    """float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch."""
+    """Returns float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch."""
     labels = batch.labels
     places = torch.nonzero(labels.flatten() != IGNORED)[:, 0]
 

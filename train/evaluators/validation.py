@@ -66,7 +66,7 @@ class Scores(Evaluator):
 
 
 def in_order(parts: list[Predicted]) -> Predicted:
-    """All predictions in the order of their examples, without those that filled up the last batch."""
+    """Returns all predictions in the order of their examples, without those that filled up the last batch."""
     together = Predicted(*(np.concatenate(values) for values in zip(*parts, strict=True)))
     order = np.argsort(together.numbers, kind="stable")
     order = order[together.numbers[order] >= 0]

@@ -35,8 +35,8 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
-    """The task that `objective` names. Raises ValueError (one line) where there is none, or it does not train such a
-    model."""
+    """Returns the task that `objective` names. Raises ValueError (one line) where there is none, or it does not train
+    such a model."""
     kind = find_part(objective.name, TASKS, "objective.name", Task)
     if kind.architectures and model.architecture not in kind.architectures:
         needs = " or ".join(f'"{name}"' for name in kind.architectures)
@@ -48,6 +48,6 @@ def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
 
 
 def unit_of(objective: str) -> str:
-    """What the counters of a run with this objective.name count. One from outside is not imported for that: those of
-    tokens are."""
+    """Returns the unit of the counters of a run with this objective.name. An objective from outside is not imported for
+    that, and taken to count tokens."""
     return MODALITIES[TASKS.get(objective, Task).modalities[0]].unit

@@ -37,7 +37,7 @@ class Loss(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What a model predicts of labelled examples; tensors, or arrays of several micro-batches, of one length."""
+    """The predictions of a model for labelled examples; tensors, or arrays of several micro-batches, of one length."""
 
     numbers: Any
     """int64 (n,): of the examples, -1 = none."""
@@ -54,11 +54,11 @@ class Costs(NamedTuple):
     loss: Tensor
     sums: dict[str, Tensor]
     predicted: Predicted | None = None
-    """Of labelled examples."""
+    """The predictions, of labelled examples."""
 
 
 class Task:
-    """What a model is trained on. A subclass must define `loss`; all else has a default."""
+    """A task that a model is trained on. A subclass must define `loss`; all else has a default."""
 
     architectures: ClassVar[tuple[str, ...]] = ()
     """The values of model.architecture that it trains; () = all."""
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def unit(self) -> str:
-        """What is counted: `Modality.unit`."""
+        """The unit of counters: `Modality.unit`."""
         return MODALITIES[self.modalities[0]].unit
 
     def asks(self, split: str) -> dict[str, Any]:
@@ -101,7 +101,8 @@ class Task:
         return self.modality(data).loader(data, split=split, **self.asks(split), **options)
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        """A batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and benchmarks."""
+        """Returns a batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and
+        benchmarks."""
         return Batch(
             inputs=inputs,
             labels=inputs.clone(),
@@ -122,25 +123,25 @@ class Task:
         return MODALITIES[self.modalities[0]].units(seqlen)
 
     def flops(self, model: ModelConfig, seqlen: int) -> float:
-        """Floating-point operations (2 per multiply-add) of one forward pass for one unit, in a sample of data.seqlen =
-        `seqlen`. A training step costs about three times as much."""
+        """Returns the floating-point operations (2 per multiply-add) of one forward pass for one unit, in a sample of
+        data.seqlen = `seqlen`. A training step costs about three times as much."""
         positions = model.model_class.sequence_length(model, seqlen)
         share = flops_per_token(model, positions, head_share=self.target_share)
         return share * (positions / self.units(seqlen))
 
     def count_targets(self, batch: Batch) -> int:
-        """Number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host): positions
-        that have a label."""
+        """Returns the number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host):
+        positions that have a label."""
         return batch.select.numel() if batch.select is not None else int(has_target(batch.labels.numpy()).sum())
 
     # -- the loss ------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
-        """What the model, or `readout` in it, makes of a micro-batch."""
+        """Returns what the model, or `readout` in it, makes of a micro-batch."""
         return forward(model, batch, readout)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        """The sums of a micro-batch, which is on the model's device."""
+        """Returns the sums of a micro-batch, which is on the model's device."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -150,28 +151,28 @@ class Task:
         return Costs(found.loss.reshape(1), {name: value.reshape(1) for name, value in found.sums.items()})
 
     def outputs(self, data: DataConfig) -> Outputs:
-        """What the outputs of a classifier that was trained on `data` stand for, for exports and their users."""
+        """Returns what the outputs of a classifier that was trained on `data` stand for."""
         return Outputs()
 
     # -- what is measured and said -------------------------------------------------------------------------------
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
-        """The metrics of an evaluation; means: "loss" and what is `recorded`, per target of the validation split that
-        `loader` reads."""
+        """Returns the metrics of an evaluation; means: "loss" and what is `recorded`, per target of the validation
+        split that `loader` reads."""
         return means
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """The text that an evaluation adds to the line of progress besides the loss, in a few words each."""
+        """Returns the text that an evaluation adds to the line of progress besides the loss, in a few words each."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """The results of the last evaluation in sentences, with those of its controls, for the end of a run."""
+        """Returns the results of the last evaluation in sentences, with those of its controls, for the end of a run."""
         loss = f"Validation loss {self.loss_metric.number(metrics['loss'])}"
         return [", ".join([loss, *words_on(self.metrics, metrics)]) + ".", *control_lines(self.metrics, metrics)]
 
 
 def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
-    """What the model, or `readout` in it, makes of a micro-batch."""
+    """Returns what the model, or `readout` in it, makes of a micro-batch."""
     return model(
         batch.inputs,
         cu_seqlens=batch.cu_seqlens,

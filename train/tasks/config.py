@@ -10,7 +10,7 @@ from matmix.data.loading.masking import MaskingConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """What is learned."""
+    """The objective."""
 
     name: str = "causal_lm"
     """causal_lm: next-token prediction, for language models; masked_lm: prediction of masked tokens, for encoders;

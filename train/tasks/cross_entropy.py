@@ -110,7 +110,7 @@ def linear_cross_entropy(
 def chunked_linear_cross_entropy(
     features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, z_loss: float = 0.0
 ) -> CrossEntropy:
-    """`linear_cross_entropy` in PyTorch alone, on any device; n > 0."""
+    """Returns `linear_cross_entropy` in PyTorch alone, on any device; n > 0."""
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss))
 
 
@@ -123,7 +123,7 @@ class RowCrossEntropy(NamedTuple):
 
 @torch.no_grad()
 def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowCrossEntropy:
-    """The cross-entropy of each row of ``features @ weight.T + bias``; arguments as of `linear_cross_entropy`."""
+    """Returns the cross-entropy of each row of ``features @ weight.T + bias``; arguments as of `linear_cross_entropy`."""
     if features.is_cuda and features.shape[0]:
         output = _liger(features, weight, bias, targets, reduction="none")
         return RowCrossEntropy(output.loss.float(), output.token_accuracy.float())

@@ -66,16 +66,16 @@ class ImageClassification(Task):
 
 
 def image_controls(counts: np.ndarray) -> dict[str, float]:
-    """What the most frequent classes score as the answer to all pictures; counts (classes,): the pictures of each. The
-    score of five says nothing where there are no more, and is left out."""
+    """Returns the scores of the most frequent classes as the answer to all pictures; counts (classes,): the pictures of
+    each. The score of five says nothing where there are no more, and is left out."""
     shares = np.sort(counts)[::-1] / counts.sum()
     found = {"accuracy": float(shares[0]), "top5": float(shares[:_TOP].sum())}
     return found if len(counts) > _TOP else {"accuracy": found["accuracy"]}
 
 
 def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each image the cross-entropy, whether the class is the likeliest, and whether it is one of the five likeliest:
-    float32 (B,), 0 where there is no label.
+    """Returns for each image the cross-entropy, whether the class is the likeliest, and whether it is one of the five
+    likeliest: float32 (B,), 0 where there is no label.
 
     logits: float32 (B, classes). labels: int64 (B,), or float32 (B, classes).
     """

@@ -62,7 +62,7 @@ class MaskedRows:
 
 
 def hidden_squares(side: int, options: MaskedImageOptions) -> int:
-    """How many of the side x side squares of an image are hidden: one at least, and not all."""
+    """Returns how many of the side x side squares of an image are hidden: one at least, and not all."""
     return min(max(1, round(options.ratio * side**2)), side**2 - 1)
 
 
@@ -114,20 +114,20 @@ class MaskedImage(Task):
 
 
 def from_patches(pixels: Tensor, images: Tensor, patch: int) -> Tensor:
-    """The inverse of `cut_patches`: (B, rows * columns, C patch patch) -> (B, C, H, W), the shape of `images`."""
+    """Returns the inverse of `cut_patches`: (B, rows * columns, C patch patch) -> (B, C, H, W), the shape of `images`."""
     batch, channels, height, width = images.shape
     parts = pixels.view(batch, height // patch, width // patch, channels, patch, patch)
     return parts.permute(0, 3, 1, 4, 2, 5).reshape(images.shape)
 
 
 def _summed_error(predicted: Tensor, images: Tensor, masked: Tensor) -> Tensor:
-    """The sum over the hidden squares of the mean absolute difference of their pixels."""
+    """Returns the sum over the hidden squares of the mean absolute difference of their pixels."""
     errors = cut_patches((predicted - images).abs(), images.shape[2] // masked.shape[1]).mean(2)
     return (errors * masked.flatten(1)).sum()
 
 
 def _mean_colour(images: Tensor, masked: Tensor) -> Tensor:
-    """(B, C): the mean over the squares that are seen, what one would guess without a model."""
+    """Returns (B, C): the mean over the squares that are seen, what one would guess without a model."""
     side = images.shape[2] // masked.shape[1]
     seen = (~masked).flatten(1).float()
     channels = cut_patches(images, side).unflatten(2, (images.shape[1], -1)).mean(3)

@@ -31,11 +31,11 @@ class Metric:
         return f"{self.title} ({self.unit})" if self.unit not in ("", self.title) else self.title
 
     def number(self, value: float) -> str:
-        """The value with its unit, such as "93.1%" or "1.234 bits per byte"."""
+        """Returns the value with its unit, such as "93.1%" or "1.234 bits per byte"."""
         return self._digits(value) if self.unit == "%" else f"{self._digits(value)} {self.unit}".rstrip()
 
     def words(self, value: float) -> str:
-        """The value in few words, such as "masked accuracy 93.1%" or "1.234 bits per byte"."""
+        """Returns the value in few words, such as "masked accuracy 93.1%" or "1.234 bits per byte"."""
         return self.number(value) if self.unit == self.title else f"{self.title} {self._digits(value)}"
 
     def _digits(self, value: float) -> str:
@@ -43,29 +43,30 @@ class Metric:
 
 
 def words_on(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
-    """Those of `metrics` that are known, in words."""
+    """Returns the `known` ones of `metrics` in words."""
     return [metric.words(metrics[metric.name]) for metric in known if metric.name in metrics]
 
 
 def as_controls(scores: Mapping[str, float]) -> dict[str, float]:
-    """What trivial answers score, by the names that records have for it."""
+    """Returns the scores of trivial answers by the names that records have for them."""
     return {_CONTROL + name: value for name, value in scores.items()}
 
 
 def control_of(metric: Metric, metrics: Mapping[str, float]) -> float | None:
-    """What the trivial answer scores by a metric; None where nothing is known of it. metrics: of an evaluation."""
+    """Returns the score of the trivial answer by a metric in those of an evaluation; None where it is not known."""
     return metrics.get(_CONTROL + metric.name)
 
 
 def control_words(metric: Metric, metrics: Mapping[str, float]) -> str:
-    """The score of the trivial answer and what that is, as in "38.9% (the most frequent class)"; "" where there is
+    """Returns the score of the trivial answer and its name, as in "38.9% (the most frequent class)"; "" where there is
     none."""
     value = control_of(metric, metrics)
     return "" if value is None else f"{metric.number(value)} ({metric.control})"
 
 
 def control_lines(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
-    """Sentences with the controls of an evaluation, and with what the model is not better at; [] where it has none."""
+    """Returns sentences with the controls of an evaluation, and with what the model is not better at; [] where it has
+    none."""
     beside = [metric for metric in known if metric.name in metrics and control_of(metric, metrics) is not None]
     if not beside:
         return []

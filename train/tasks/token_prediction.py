@@ -40,7 +40,7 @@ class TokenPrediction(Task):
         return Costs(rows.loss, {"accuracy": rows.correct})
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
-        """Perplexity and accuracy; of generated samples also the accuracy of a constant guess."""
+        """Returns perplexity and accuracy; of generated samples also the accuracy of a constant guess."""
         metrics = {"loss": means["loss"], "perplexity": math.exp(min(means["loss"], 700.0))}
         metrics[self.accuracy] = means["accuracy"]
         if (chance := loader.facts.chance_accuracy) is not None:
@@ -54,13 +54,13 @@ class TokenPrediction(Task):
         return words
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Nothing of generated samples, of which the accuracies by length say more."""
+        """Says nothing of generated samples, of which the accuracies by length say more."""
         return [] if "chance_accuracy" in metrics else super().summary(metrics)
 
 
 def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
-    """Cross-entropy of each position of a micro-batch that goes through the readout, without gradients: of all B * L
-    of them, or of those that `select` names."""
+    """Returns the cross-entropy of each position of a micro-batch that goes through the readout, without gradients: of all
+    B * L of them, or of those that `select` names."""
     targets = _targets(batch)
     # Unpacked by position: some engines hand a named tuple back as a plain one.
     loss, correct = forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))

@@ -28,7 +28,7 @@ class ExampleTask(Task):
         return {"kind": self.examples}
 
     def count_targets(self, batch: Batch) -> int:
-        """Labels that are there; an example with several values counts once."""
+        """Counts the labels that are there; an example with several values counts once."""
         return int(labelled(batch.labels).sum())
 
     @property
@@ -36,24 +36,24 @@ class ExampleTask(Task):
         return 0.0  # of documents: the model knows that it has one output for each
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        """The sums of a micro-batch from the model's outputs, float32."""
+        """Returns the sums of a micro-batch from the model's outputs, float32."""
         raise NotImplementedError
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
-        """What the model predicts, by the number of the example."""
+        """Returns the predictions of the model by the number of the example."""
         raise NotImplementedError
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """The metrics of the predictions of a split: arrays in the order of the examples, each of them once."""
+        """Returns the metrics of the predictions of a split: arrays in the order of the examples, each of them once."""
         raise NotImplementedError
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterable[np.ndarray]:
-        """Predictions that look at no example, each in the form of one of `values`, of which the best by each metric is
-        its control; labels: those that there are."""
+        """Yields predictions that look at no example, each in the form of one of `values`, of which the best by each
+        metric is its control; labels: those that there are."""
         return ()
 
     def control(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """The best that one and the same prediction for all examples scores, by the metrics that have a control.
+        """Returns the best scores of one and the same prediction for all examples, by the metrics that have a control.
         predicted: as of `scores`."""
         best: dict[str, float] = {}
         for constant in self.constants(*with_labels(predicted)):
@@ -66,9 +66,9 @@ class ExampleTask(Task):
         return best
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """For a file of predictions of a split: the number of each example's row, from 0 on, and JSON values: under
-        "predicted" what stands under "label" in a file of examples, "label" itself, None where there is none, and what
-        else there is to say. predicted: as of `scores`, but labels may be missing."""
+        """Yields what a file of predictions has of a split: the number of each example's row, from 0 on, and JSON
+        values: under "predicted" what stands under "label" in a file of examples, "label" itself, None where there is
+        none, and what else there is to say. predicted: as of `scores`, but labels may be missing."""
         for number, value, label in each(predicted):
             yield number, {"predicted": value, "label": label}
 
@@ -90,20 +90,21 @@ class ExampleTask(Task):
 
 
 def labelled(labels: Tensor) -> Tensor:
-    """bool (n,): which labels are there."""
+    """Returns bool (n,): which labels are there."""
     there = ~labels.isnan() if labels.is_floating_point() else labels != IGNORED
     return there.flatten(1).all(1) if there.dim() > 1 else there
 
 
 def each(predicted: Predicted) -> Iterator[tuple[int, Any, Any]]:
-    """Number, value and label of each prediction, as numbers and lists of them; None for a label that is not there."""
+    """Yields number, value and label of each prediction, as numbers and lists of them; None for a label that is not
+    there."""
     there = labelled(torch.from_numpy(predicted.labels)).tolist()
     for number, value, label, known in zip(*(array.tolist() for array in predicted), there, strict=True):
         yield number, value, label if known else None
 
 
 def with_labels(predicted: Predicted) -> tuple[np.ndarray, np.ndarray]:
-    """Values and labels of those that have a label."""
+    """Returns the values and labels of those that have a label."""
     kept = labelled(torch.from_numpy(predicted.labels)).numpy()
     return predicted.values[kept], predicted.labels[kept]
 
@@ -134,7 +135,7 @@ def check_weights(weights: Sequence[float]) -> None:
 
 
 def weights_like(weights: Sequence[float], logits: Tensor) -> Tensor | None:
-    """(classes,): the weights of the classes that logits (n, classes) stand for; None where none are given.
+    """Returns (classes,): the weights of the classes that logits (n, classes) stand for; None where none are given.
 
     Raises ValueError (one line) for another number of them.
     """
@@ -146,8 +147,8 @@ def weights_like(weights: Sequence[float], logits: Tensor) -> Tensor | None:
 
 
 def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
-    """Cross-entropy of logits (n, classes) and labels (n,): with weights and smoothing to train on, without them to
-    report, and how many are predicted right."""
+    """Returns the cross-entropy of logits (n, classes) and labels (n,): with weights and smoothing to train on, without
+    them to report, and how many are predicted right."""
     plain = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     total = plain
     if options.label_smoothing or options.class_weights:
@@ -163,13 +164,14 @@ def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
 
 
 def most_frequent(labels: np.ndarray) -> int:
-    """The class that most of the labels (n,) are."""
+    """Returns the class that most of the labels (n,) are."""
     return int(np.bincount(labels).argmax())
 
 
 def calibration_error(probabilities: np.ndarray, labels: np.ndarray) -> float:
-    """The expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and confidence are
-    apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv 1706.04599)."""
+    """Returns the expected calibration error of probabilities (n, classes) for labels (n,): how far accuracy and
+    confidence are apart, by 15 bins of confidence of equal width, weighted by their numbers of predictions (arXiv
+    1706.04599)."""
     confidence, right = probabilities.max(1), probabilities.argmax(1) == labels
     bins = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
     gaps = np.bincount(bins, right.astype(float) - confidence, _BINS)

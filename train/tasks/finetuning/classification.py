@@ -58,7 +58,7 @@ class SequenceClassification(ExampleTask):
         return Predicted(batch.examples, outputs.softmax(1), batch.labels)
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """F1 is that of the second of two classes, of more the mean over the classes."""
+        """Returns the metrics. F1 is that of the second of two classes, of more the mean over the classes."""
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
@@ -72,14 +72,14 @@ class SequenceClassification(ExampleTask):
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-        """The most frequent class; of two also the second, whose F1 is that of the metric."""
+        """Yields the most frequent class; of two also the second, whose F1 is that of the metric."""
         classes = np.eye(values.shape[1])
         yield classes[most_frequent(labels)]
         if len(classes) == 2:
             yield classes[1]
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Names of classes, and the probability of each under "values"."""
+        """Yields names of classes, and the probability of each under "values"."""
         names = examples.classes.names
         for number, values, label in each(predicted):
             row = {"predicted": names[int(np.argmax(values))], "label": None if label is None else names[label]}
@@ -141,7 +141,7 @@ class MultiLabel(ExampleTask):
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-        """Of each metric the best: the set of classes that most examples have; as many of the most frequent classes as
+        """Yields the best of each metric: the set of classes that most examples have; as many of the most frequent classes as
         give the largest F1 over all labels; and all classes, whose mean F1 no fewer ones reach."""
         given, counts = np.unique(labels > 0, axis=0, return_counts=True)
         yield given[counts.argmax()].astype(float)
@@ -152,7 +152,7 @@ class MultiLabel(ExampleTask):
         yield np.ones(len(order))
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Lists of names of classes, and the probability of each class under "values"."""
+        """Yields lists of names of classes, and the probability of each class under "values"."""
 
         names = examples.classes.names
         found = (predicted.values >= self.options.threshold).tolist()
@@ -191,7 +191,7 @@ class Regression(ExampleTask):
         return Predicted(batch.examples, outputs, batch.labels)
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """Means over the values of an example."""
+        """Returns the means over the values of an example."""
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
@@ -202,7 +202,7 @@ class Regression(ExampleTask):
         yield labels.mean(0, dtype=np.float64)
 
     def prediction_rows(self, predicted: Predicted, examples: ValueTexts) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Numbers, or lists of them where an example has several."""
+        """Yields numbers, or lists of them where an example has several."""
         for number, values in zip(predicted.numbers.tolist(), predicted.values.tolist(), strict=True):
             found = {"predicted": values, "label": examples.values(number)}
             yield number, {name: one[0] if one and len(one) == 1 else one for name, one in found.items()}
@@ -217,8 +217,8 @@ class Regression(ExampleTask):
 
 
 def correlations(values: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Pearson and Spearman correlation of (n, k) values with their labels, means over k; 0 where all values are the
-    same, for which there is none."""
+    """Returns Pearson and Spearman correlation of (n, k) values with their labels, means over k; 0 where all values are
+    the same, for which there is none."""
     from scipy import stats
 
     def correlation(measure, column: int) -> float:

@@ -29,8 +29,8 @@ class EmbeddingOptions:
 
 
 class Embedding(ExampleTask):
-    """Of all second texts in a micro-batch, over all ranks, the one that belongs to a first text is to have the
-    largest cosine with it (in-batch negatives, arXiv 1705.00652). The sum over a global batch depends on how many
+    """The second text of a pair is to have the largest cosine with the first one among all second texts of a
+    micro-batch, over all ranks (in-batch negatives, arXiv 1705.00652). The sum over a global batch depends on how many
     examples are seen together: micro_batch_size times the number of ranks."""
 
     architectures = ("text_embedder",)
@@ -66,12 +66,13 @@ class Embedding(ExampleTask):
         return Loss(total, total.detach(), {"in_batch_accuracy": (cosines.argmax(1) == targets).sum().float()})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
-        """Both vectors of an example, one after the other."""
+        """Returns both vectors of an example, one after the other."""
         vectors = F.normalize(outputs, dim=1)
         return Predicted(batch.examples[::2], vectors.view(len(batch.labels), -1), batch.labels)
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """Among the second texts of the whole split; where pairs have a label, its correlation with their cosine."""
+        """Looks for each text among the second texts of the whole split; where pairs have a label, returns its
+        correlation with their cosine."""
         from sklearn import metrics
 
         first, second = _both(predicted)
@@ -85,14 +86,14 @@ class Embedding(ExampleTask):
         }
 
     def control(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """What an order of the second texts at random gives; of correlations there is none."""
+        """Returns the scores of a random order of the second texts; of correlations there is no control."""
         if examples.similarities is not None:
             return {}
         count = len(predicted.numbers)
         return {"pair_accuracy": 1 / count, "reciprocal_rank": float(np.mean(1 / np.arange(1, count + 1)))}
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The cosine of both texts, and their vectors, of length 1, under "vectors"."""
+        """Yields the cosine of both texts, and their vectors, of length 1, under "vectors"."""
         labels = examples.similarities
         for number, first, second in zip(predicted.numbers.tolist(), *_both(predicted), strict=True):
             label = None if labels is None else labels[number]
@@ -108,7 +109,7 @@ class Embedding(ExampleTask):
 
 
 def _both(predicted: Predicted) -> list[np.ndarray]:
-    """Twice (n, width), float64: the vectors of the first and of the second texts."""
+    """Returns the vectors of the first and of the second texts."""
     return np.split(predicted.values.astype(np.float64), 2, axis=1)
 
 

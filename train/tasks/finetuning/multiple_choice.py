@@ -63,16 +63,16 @@ class MultipleChoice(ExampleTask):
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-        """The choice that is right most often."""
+        """Yields the choice that is right most often."""
         yield np.eye(values.shape[1])[most_frequent(labels)]
 
     def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Numbers of choices from 0 on, and the probability of each under "values"."""
+        """Yields numbers of choices from 0 on, and the probability of each under "values"."""
         for number, values, label in each(predicted):
             yield number, {"predicted": int(np.argmax(values)), "label": label, "values": values}
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        """Two choices each."""
+        """Returns examples with two choices each."""
         batch = super().example_batch(inputs.repeat_interleave(2, 0))
         batch.labels = torch.zeros(len(inputs), dtype=torch.long)
         return batch

@@ -60,7 +60,7 @@ class QuestionAnswering(ExampleTask):
         return Loss(total, total.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
-        """Of each window (4,): first and last position of the best answer, its score, and that of no answer."""
+        """Returns for each window (4,): first and last position of the best answer, its score, and that of no answer."""
         logits = _by_window(outputs, batch)
         windows, width = logits.shape[:2]
         reach = torch.ones(width, width, dtype=torch.bool, device=logits.device)
@@ -77,7 +77,7 @@ class QuestionAnswering(ExampleTask):
         return Predicted(batch.examples[starts], values, batch.labels)
 
     def answers(self, predicted: Predicted, examples: Answers) -> dict[int, str]:
-        """The answer to each question, by its row."""
+        """Returns the answer to each question, by its row."""
         best: dict[int, tuple[float, str]] = defaultdict(lambda: (-np.inf, ""))
         nothing: dict[int, float] = defaultdict(lambda: np.inf)
         for number, (first, last, score, null) in zip(predicted.numbers.tolist(), predicted.values, strict=True):
@@ -96,14 +96,14 @@ class QuestionAnswering(ExampleTask):
         )
 
     def control(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
-        """Of the answer that is right most often, which may be none."""
+        """Returns the scores of the answer that is right most often, which may be none."""
         rows = self.answers(predicted, examples)
         wanted = [examples.answers(row) or [""] for row in rows]
         [(most, _)] = Counter(" ".join(normalized(text)) for right in wanted for text in set(right)).most_common(1)
         return _answer_scores((most, right) for right in wanted)
 
     def prediction_rows(self, predicted: Predicted, examples: Answers) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The answer to each question, "" = none, and the list of right ones."""
+        """Yields the answer to each question, "" = none, and the list of right ones."""
         known = "label" in examples.rows.columns
         for row, answer in self.answers(predicted, examples).items():
             yield row, {"predicted": answer, "label": examples.answers(row) if known else None}
@@ -117,14 +117,14 @@ class QuestionAnswering(ExampleTask):
 
 
 def _windows(batch: Batch) -> Tensor:
-    """int64 (n,): the document that each output lies in."""
+    """Returns int64 (n,): the document that each output lies in."""
     if batch.cu_seqlens is None:
         return batch.select // batch.inputs.shape[1]
     return torch.bucketize(batch.select, batch.cu_seqlens, right=True)
 
 
 def _by_window(outputs: Tensor, batch: Batch) -> Tensor:
-    """Outputs (n, 2) as (windows, positions, 2), -inf where a window has fewer positions."""
+    """Returns the outputs (n, 2) as (windows, positions, 2), -inf where a window has fewer positions."""
     counts = _windows(batch).unique_consecutive(return_counts=True)[1]
     return (
         torch.nn.utils.rnn.pad_sequence(outputs.split(counts.tolist()), True, -torch.inf)
@@ -134,24 +134,24 @@ def _by_window(outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def _answer_scores(answers: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:
-    """Means over pairs of the answer that is given and the right ones."""
+    """Returns the means over pairs of the answer that is given and the right ones."""
     exact, f1 = np.mean([(exact_match(*pair), overlap_f1(*pair)) for pair in answers], axis=0).tolist()
     return {"exact_match": exact, "f1": f1}
 
 
 def normalized(answer: str) -> list[str]:
-    """The words of an answer as SQuAD compares them: small letters, without punctuation and articles."""
+    """Returns the words of an answer as SQuAD compares them: small letters, without punctuation and articles."""
     letters = "".join(letter for letter in answer.lower() if letter not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", letters).split()
 
 
 def exact_match(given: str, right: Sequence[str]) -> float:
-    """1 where an answer is one of the right ones."""
+    """Returns 1 where an answer is one of the right ones."""
     return float(any(normalized(given) == normalized(answer) for answer in right))
 
 
 def overlap_f1(given: str, right: Sequence[str]) -> float:
-    """F1 of the words of an answer, against the right one for which it is largest (arXiv 1606.05250)."""
+    """Returns the F1 of the words of an answer, against the right one for which it is largest (arXiv 1606.05250)."""
 
     def f1(answer: str) -> float:
         ours, theirs = normalized(given), normalized(answer)

@@ -90,8 +90,8 @@ class TokenClassification(ExampleTask):
         yield np.array(most_frequent(labels))
 
     def prediction_rows(self, predicted: Predicted, examples: Words) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Lists of the words, and of the names of their classes: None is predicted for words that were cut off or have
-        no token."""
+        """Yields lists of the words, and of the names of their classes: None is predicted for words that were cut off
+        or have no token."""
         names = np.array([*examples.classes.names, None], object)
         for number in range(len(examples)):
             words, kept = examples.words(number)
@@ -117,7 +117,7 @@ def _spell_entities(names: Sequence[str]) -> bool:
 
 
 def entity_scores(labels: list[list[str]], predicted: list[list[str]], *, strict: bool = False) -> dict[str, float]:
-    """F1, precision and recall by seqeval over the entities of all sentences, 0 where there is none; labels and
+    """Returns F1, precision and recall by seqeval over the entities of all sentences, 0 where there is none; labels and
     predicted: the tags of the words of each sentence."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as by_conlleval
     from seqeval.metrics.v1 import precision_recall_fscore_support as by_scheme
