@@ -108,8 +108,8 @@ class ExampleRows:
 def _targets(
     found: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
-    """Returns the labels, the number of the example that each output belongs to, and the positions of the outputs, where
-    they are not one for each document."""
+    """Returns the labels, the number of the example that each output belongs to, and the positions of the outputs,
+    where they are not one for each document."""
     nothing = examples.nothing
     if not examples.by_position:
         labels = [nothing if example is None else example.labels for example in found]

@@ -60,8 +60,8 @@ def errors_as_failures(
 
 
 class Facts:
-    """The facts that a model, its config and an evaluation need to know of the data. A modality sets what it has, as an attribute
-    or a property; the defaults say that there is no such thing."""
+    """The facts that a model, its config and an evaluation need to know of the data. A modality sets what it has, as an
+    attribute or a property; the defaults say that there is no such thing."""
 
     inputs: str = "tokens"
     """What a model reads, by the word that `Architecture.inputs` has for it."""

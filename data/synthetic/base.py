@@ -34,7 +34,8 @@ class GeneratedSamples(abc.ABC):
 
     @abc.abstractmethod
     def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch` has."""
+        """Returns (inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch`
+        has."""
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, inputs: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
@@ -72,7 +73,8 @@ class Puzzle(GeneratedSamples):
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
-        """Writes one sample, as `GeneratedSamples.fill`; ids and labels int64 (seqlen,), labels are `IGNORED` so far."""
+        """Writes one sample, as `GeneratedSamples.fill`; ids and labels int64 (seqlen,), labels are `IGNORED` so
+        far."""
 
     def count(self, inputs: np.ndarray) -> int:
         return int((inputs != self.pad_id).sum())

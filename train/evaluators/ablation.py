@@ -130,7 +130,8 @@ def mixing_replaced(blocks: Sequence[Block], replacement: Callable[..., Tensor])
 
 
 def _predicting(batch: Batch) -> Tensor:
-    """Returns which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding out."""
+    """Returns which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding
+    out."""
     targets = batch.labels.flatten() != IGNORED
     if batch.attention_mask is not None:
         targets = targets[batch.attention_mask.flatten()]

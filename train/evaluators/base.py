@@ -102,7 +102,8 @@ class Evaluator:
         raise NotImplementedError
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the results in a few words each, for the line of progress; metrics: of all evaluators that were due."""
+        """Returns the results in a few words each, for the line of progress; metrics: of all evaluators that were
+        due."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:

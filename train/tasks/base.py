@@ -130,8 +130,8 @@ class Task:
         return share * (positions / self.units(seqlen))
 
     def count_targets(self, batch: Batch) -> int:
-        """Returns the number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the host):
-        positions that have a label."""
+        """Returns the number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the
+        host): positions that have a label."""
         return batch.select.numel() if batch.select is not None else int(has_target(batch.labels.numpy()).sum())
 
     # -- the loss ------------------------------------------------------------------------------------------------

@@ -141,8 +141,8 @@ class MultiLabel(ExampleTask):
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the best of each metric: the set of classes that most examples have; as many of the most frequent classes as
-        give the largest F1 over all labels; and all classes, whose mean F1 no fewer ones reach."""
+        """Yields the best of each metric: the set of classes that most examples have; as many of the most frequent
+        classes as give the largest F1 over all labels; and all classes, whose mean F1 no fewer ones reach."""
         given, counts = np.unique(labels > 0, axis=0, return_counts=True)
         yield given[counts.argmax()].astype(float)
         found = (labels > 0).sum(0)
