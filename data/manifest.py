@@ -22,6 +22,8 @@ from matmix.data.formats.base import Shard, ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
+OTHER_DTYPES = ("uint16", "uint32", "int16", "int32", "int64", "float16", "float32", "float64")
+"""Dtypes of documents that are neither text nor pictures (uint8 would be pictures)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +85,8 @@ class Manifest:
     format: str
     """Format of the shards: a name in `FORMATS`."""
     compression: Literal["zstd"] | None
-    dtype: Literal["uint8", "uint16", "uint32"]
-    """uint8 where the documents are pictures."""
+    dtype: str
+    """uint16 or uint32 of tokens, uint8 of pictures, one of `OTHER_DTYPES` of other documents."""
     tokenizer: TokenizerInfo | None = None
     """None where the documents are pictures, as are the next two."""
     splits: dict[str, SplitInfo]
@@ -100,6 +102,8 @@ class Manifest:
     """Documents without text, which were left out."""
     images: ImagesInfo | None = None
     """None where the documents are text."""
+    facts: dict[str, Any] | None = None
+    """Facts about documents that are neither text nor pictures; None of those."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options that decide the contents; asking again with the same ones changes nothing."""
     files: dict[str, str] = field(default_factory=dict)
@@ -108,8 +112,9 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the text of the file, with a digest over all that it says."""
         values = asdict(self)
-        if self.images is None:
-            del values["images"]
+        for name in ("images", "facts"):
+            if values[name] is None:
+                del values[name]
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -119,7 +124,7 @@ class Manifest:
             lists = {key: tuple(images[key]) for key in ("classes", "mean", "std", "width", "height")}
             counts = {split: tuple(numbers) for split, numbers in images["counts"].items()}
             values["images"] = ImagesInfo(**{**images, **lists, "counts": counts})
-        else:
+        elif raw.get("facts") is None:
             values["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
         values["splits"] = {
             name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])})
@@ -197,17 +202,21 @@ def _check(manifest: Manifest) -> None:
     for what, value, readable in (
         ("format", manifest.format, tuple(FORMATS)),
         ("compression", manifest.compression, ("zstd", None)),
-        ("dtype", manifest.dtype, ("uint16", "uint32") if manifest.images is None else ("uint8",)),
+        ("dtype", manifest.dtype, _dtypes(manifest)),
     ):
         if value not in readable:
             names = ", ".join(str(name) for name in readable)
             raise ValueError(f"it says {what} {value!r:.60}; readable are {names}")
-    if manifest.images is None:
+    if manifest.tokenizer is not None:
         _check_tokenizer(manifest)
         artifact_name(manifest.token_histogram, "it")
         require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
     else:
+        for name in ("token_histogram", "unigram_entropy"):
+            require(getattr(manifest, name) is None, name, getattr(manifest, name))
+    if manifest.images is not None:
         _check_images(manifest)
+    require(manifest.facts is None or isinstance(manifest.facts, dict), "facts", manifest.facts)
     require(is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
     for source in manifest.sources:
         fine = isinstance(source, dict) and is_count(source.get("documents", 0))
@@ -227,6 +236,12 @@ def _check(manifest: Manifest) -> None:
         require(is_digest(digest), f"files.{name}", digest)
 
 
+def _dtypes(manifest: Manifest) -> tuple[str, ...]:
+    if manifest.images is not None:
+        return ("uint8",)
+    return ("uint16", "uint32") if manifest.facts is None else OTHER_DTYPES
+
+
 def _check_tokenizer(manifest: Manifest) -> None:
     tokenizer = manifest.tokenizer
     if tokenizer.kind not in (kinds := ("sentencepiece", "tokenizers")):
@@ -243,8 +258,7 @@ def _check_tokenizer(manifest: Manifest) -> None:
 
 def _check_images(manifest: Manifest) -> None:
     images = manifest.images
-    for name in ("tokenizer", "token_histogram", "unigram_entropy"):
-        require(getattr(manifest, name) is None, name, getattr(manifest, name))
+    require(manifest.tokenizer is None, "tokenizer", manifest.tokenizer)
     classes = images.classes
     fine = 0 < len(classes) == len(set(classes)) and all(isinstance(c, str) and one_line(c) == c for c in classes)
     require(fine, "images.classes", classes)

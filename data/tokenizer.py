@@ -67,7 +67,7 @@ class Tokenizer:
 
     def __init__(self, path: Path, raw: bytes) -> None:
         self.path = path
-        self._raw = raw
+        self.raw = raw
         self.sha256 = hashlib.sha256(raw).hexdigest()
         self.vocab_size: int = 0
         self.special: dict[str, int | None] = {}
@@ -124,7 +124,7 @@ class Tokenizer:
         `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(target, self._raw, alone=alone)
+        write_atomic(target, self.raw, alone=alone)
         return target
 
     def __repr__(self) -> str:

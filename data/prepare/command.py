@@ -1,177 +1,220 @@
-"""Text files to a dataset of token shards: `prepare`.
+"""Prepares a dataset: the command flow that all kinds of data share.
 
-    matmix prepare --inputs bundled:shakespeare --out datasets/shakespeare --vocab-size 4096
-    --max-document-chars 2000
+    matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 4096 --max-document-chars 2000
 
-One process reads the files in order and writes the shards, others tokenise. What comes out depends on the
-text and on the options, not on the number of processes nor on how often the work was stopped and taken up
-again.
+One process reads the input in order and writes the shards, others turn it into documents. What comes out depends on the
+input and the options, not on the number of processes nor on how often the work was stopped and continued.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from matmix.data.arrays import write_vector
 from matmix.data.formats import make_format
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
-from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.cuts import find_cuts
-from matmix.data.prepare.parts import Parts, Share, write_spans
-from matmix.data.prepare.pool import Tokenized, tokenize_in_order
-from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.report import MalformedError, check_malformed, check_splits, print_summary, write_manifest
-from matmix.data.prepare.sources import Chunk, Position, Source, find_sources
-from matmix.data.prepare.tokenizer import copied_tokenizer, train_tokenizer
-from matmix.data.prepare.validation import usable_fraction
-from matmix.data.prepare.workspace import SPLITS, Progress, Workspace, fingerprint, write_histogram
+from matmix.data.prepare.base import Position, Preparation, PrepareOptions
+from matmix.data.prepare.parts import Parts, Share
+from matmix.data.prepare.pool import work_in_order
+from matmix.data.prepare.report import check_broken, check_splits, print_summary, write_manifest
+from matmix.data.prepare.workspace import PART_NAME, SUMS_NAME, Workspace, compare_preparations, parse_object
 from matmix.data.processes import cores
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
-from matmix.data.tokenizer import Tokenizer
+from matmix.data.storage.files import write_atomic
+from matmix.data.storage.remote import RemoteError, RemoteFolder, is_url, scratch_folder
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["MalformedError", "PrepareConfig", "prepare"]
-
-# How often the state is saved; what was done since is done again after a stop. A state holds up to a shard of
-# each split, so it is saved more rarely where that would take more than the given share of the time.
+# Seconds between two saved states; what was done since is done again after a stop. A state holds up to a shard of each
+# split, so it is saved more rarely where saving would take more than the given share of the time.
 STATE_SECONDS = 5.0
 STATE_SHARE = 0.05
-# So many records without a single good one: something else is wrong with them than a few bad lines.
+# After so many records without a single good one, something else is wrong with them than a few bad lines.
 HOPELESS_RECORDS = 1000
+# The file at a URL that says whose unfinished upload lies there.
+_UNFINISHED = ".prepare.json"
+_NOTHING_TO_DO = "earlier, with the same input and options: nothing to do"
 
 
-def prepare(config: PrepareConfig, *, summary: bool = True) -> Manifest:
-    """Write the dataset that `config` describes (or its part `config.part`), or go on with it, and say what came out.
+def prepare(config: PrepareOptions, *, summary: bool = True) -> Manifest:
+    """Writes the dataset of `config` (or its part `config.part`), or continues it; `config.out` may be a URL.
 
     Progress goes to stderr, the summary to stdout. A complete dataset of the same options is left as it is.
 
-    Raises FileNotFoundError and ValueError (one line each) for what a user can mend; nothing that was there
-    before is touched then. Raises RuntimeError if a tokenising process was killed.
+    Raises FileNotFoundError and ValueError (one line) for mistakes of the user; nothing that was there before is
+    touched then. Raises RuntimeError if a working process was killed, RemoteError (one line) if the store of a URL
+    fails: what was prepared and uploaded is kept.
     """
-    sources, make_tokenizer, wanted = read_input(config)
-    workspace, tokenizer = Workspace(config.out, wanted), None
-    share = Share(number=0, start=Position(), stop=Position(source=len(sources)))
-    when = "earlier, with the same input and options: nothing to do"
-    if config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
-        parts, (number, of) = Parts(config.out), config.share
-        tokenizer = parts.begin(config, wanted, sources, make_tokenizer)
-        share = parts.share(number, of, lambda: find_cuts(sources, config, of))
-        workspace = Workspace(str(parts.part(number, of)), {**wanted, "part": config.part})
-    status = workspace.check()
-    if status == "unfinished":
-        tokenizer = copied_tokenizer(workspace.out) or tokenizer
-    if status != "finished":
-        # Parts may have one split only.
-        fraction = config.validation_fraction if share.number else usable_fraction(config, sources)
-        # Made before the folder is, so that an error in the input leaves none behind.
-        started = time.monotonic()
-        tokenizer = tokenizer or make_tokenizer()
-
-        def write() -> None:
-            if copied_tokenizer(workspace.out) is None:
-                tokenizer.save(workspace.out / "tokenizer")
-            _write(config, sources, workspace, share, fraction)
-
-        if workspace.fill(write, is_new=status == "new", kept=MalformedError):
-            when = f"in {time.monotonic() - started:.0f} s"
-    manifest = Manifest.load(workspace.out)
-    workspace.clear_work()
+    if is_url(config.out) and config.part:
+        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
+    preparation = config.kind()(config)
+    make = _make_at_url if is_url(config.out) else _make
+    manifest, out, when = make(preparation, config.out)
     if summary:
-        print_summary(manifest, workspace.out, when)
+        print_summary(type(preparation), manifest, out, when)
     return manifest
 
 
-def prepare_tokenizer(config: PrepareConfig) -> Tokenizer:
-    """Make the tokenizer that all parts of `config.out` will share, unless it is there. Raises as `prepare`."""
-    sources, make_tokenizer, wanted = read_input(config)
-    workspace = Workspace(config.out, wanted)
+def prepare_shared(config: PrepareOptions) -> Path:
+    """Makes only the files that all parts of `config.out` share; returns their folder. Raises as `prepare`."""
+    if is_url(config.out):
+        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
+    preparation = config.kind()(config)
+    workspace, parts = Workspace(config.out, preparation.wanted), Parts(config.out, type(preparation))
     if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
-        return Tokenizer.load(workspace.out)
-    return Parts(config.out).begin(config, wanted, sources, make_tokenizer)
+        return workspace.out
+    parts.begin(preparation)
+    return parts.folder
 
 
-def read_input(config: PrepareConfig) -> tuple[list[Source], Callable[[], Tokenizer], dict[str, Any]]:
-    """The input files, what gives or trains the tokenizer, and the fingerprint of the whole preparation."""
-    sources, ignored = find_sources(config.inputs)
-    if ignored:
-        logger.info(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
-    given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-    wanted = fingerprint(config, sources, given.sha256 if given else "")
-    return sources, lambda: given or train_tokenizer(config, sources), wanted
+def _make(preparation: Preparation, out: str) -> tuple[Manifest, Path, str]:
+    """Returns the manifest of the dataset in the folder `out`, the folder, and when it was made."""
+    workspace, when = Workspace(out, preparation.wanted), _NOTHING_TO_DO
+    share, shared = Share(0, Position(), Position(source=len(preparation.sources))), workspace.out
+    if preparation.config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
+        number, of = preparation.config.share
+        parts = Parts(out, type(preparation))
+        parts.begin(preparation)
+        share = parts.share(preparation, number, of)
+        wanted = {**preparation.wanted, "part": preparation.config.part}
+        workspace, shared = Workspace(parts.part(number, of), wanted), parts.folder
+    status = workspace.check()
+    if status != "finished":
+        started = time.monotonic()
+        # Before the folder is made, so that an error in the input leaves none behind.
+        preparation.ready(shared, is_part=share.number > 0)
+
+        def write() -> None:
+            preparation.save_shared(workspace.out)
+            _write(preparation, workspace, share)
+
+        if workspace.fill(write, is_new=status == "new", files=preparation.files):
+            when = f"in {time.monotonic() - started:.0f} s"
+    manifest = Manifest.load(workspace.out)
+    workspace.clear_work()
+    return manifest, workspace.out, when
 
 
-def _write(config: PrepareConfig, sources: list[Source], workspace: Workspace, share: Share, fraction: float) -> None:
-    """All shards (of a share of the input) and everything else, the manifest last. fraction: of the documents, for
-    validation."""
-    tokenizer = Tokenizer.load(workspace.out)
-    dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    shard_format = make_format(workspace.wanted, dtype, prefix=f"{share.number:05}-" if share.number else "")
-    splits = SPLITS if config.validation_fraction else SPLITS[:1]
-    writers = {name: SplitWriter(shard_format, workspace.out / name, workspace.work / name) for name in splits}
-    histogram = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    progress = workspace.restore(writers, histogram, share.start)
+def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None:
+    """Writes all shards (of a share of the input) and the other files, the manifest last."""
+    kind, config, out = type(preparation), preparation.config, workspace.out
+    prefix = f"{share.number:05}-" if share.number else ""
+    shard_format = make_format(workspace.wanted, preparation.dtype(), prefix=prefix)
+    writers = {name: SplitWriter(shard_format, out / name, workspace.work / name) for name in preparation.splits}
+    sums = preparation.new_sums()
+    progress = workspace.restore(writers, sums, share.start)
     if progress.records:
-        logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} documents")
-    worker = (tokenizer.path, dtype, config, fraction)
-    chunks = read_chunks(share.name(sources), config, progress.position, share.stop)
-    bytes_before = np.cumsum([0, *(s.bytes for s in sources), 0])
-    # Of a compressed file it is known only how much of the disk was read, not where on the disk a position lies.
-    begin, end = (int(bytes_before[p.source]) + p.offset for p in (share.start, share.stop))
-    processes = config.processes or min(cores(), 1 + max(0, end - begin) // (1 << 20))
+        logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} {kind.unit}")
+    before = list(itertools.accumulate((source.bytes for source in preparation.sources), initial=0))
+    begin, end = (_bytes_before(preparation, before, position) for position in (share.start, share.stop))
+    processes = config.processes or min(cores(), 1 + max(0, end - begin) // kind.bytes_a_process)
+    chunks = preparation.chunks(progress.position, share.stop, share.start)
     saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
+
+    def count() -> int:
+        return sum(getattr(writer, kind.counted) for writer in writers.values())
+
     with (
-        ProgressReport(end - begin, tokens=sum(w.tokens for w in writers.values())) as report,
-        closing(tokenize_in_order(chunks, processes, worker)) as results,
+        ProgressReport(end - begin, tokens=count(), label=kind.doing, unit=kind.counted) as report,
+        closing(work_in_order(chunks, processes, preparation.worker(out), doing=kind.doing)) as results,
     ):
-        for chunk, done in results:
-            _add(chunk, done, writers, histogram, progress)
-            read = int(bytes_before[chunk.start.source]) + chunk.disk_bytes - begin
-            report.update(read, sum(w.tokens for w in writers.values()))
+        for chunk, made in results:
+            for document, size, validation in zip(made.split(), made.sizes, made.validation, strict=True):
+                writers["validation" if validation else "train"].write(document, int(size))
+            kind.add(sums, made.sums)
+            progress.add(chunk, made)
+            report.update(before[chunk.start.source] + chunk.disk_bytes - begin, count())
             if hopeless := progress.malformed == progress.records >= HOPELESS_RECORDS:
                 break
             if (now := time.monotonic()) - saved >= pause:
-                workspace.save(progress, writers, histogram)
+                workspace.save(progress, writers, sums)
                 saved = time.monotonic()
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
-    if not share.number:
-        check_malformed(progress, config.max_malformed)
-        check_splits(writers, sources, config.validation_fraction)
+    workspace.save(progress, writers, sums)
+    names = [source.name for source in preparation.sources]
+    if not share.number:  # the merge checks parts
+        check_broken(kind, progress, getattr(config, kind.most_broken))
+        check_splits(kind, writers, names, config.validation_fraction)
     elif hopeless:
-        check_malformed(progress, 0)
-    workspace.save(progress, writers, histogram)
+        check_broken(kind, progress, 0)
     for writer in writers.values():
         writer.finish()
-    write_histogram(workspace.out, histogram)
     if share.number:
-        write_spans(workspace.out, progress.spans)
+        write_atomic(out / PART_NAME, json.dumps({"spans": progress.spans}).encode())
+        write_vector(out / SUMS_NAME, "int64", len(sums), [sums.tobytes()])
     splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
-    write_manifest(workspace.out, workspace.wanted, sources, tokenizer, shard_format, splits, progress)
+    files = [SUMS_NAME] if share.number else []
+    write_manifest(kind, out, workspace.wanted, names, shard_format, splits, progress, sums, files)
 
 
-def _add(
-    chunk: Chunk, done: Tokenized, writers: dict[str, SplitWriter], histogram: np.ndarray, progress: Progress
-) -> None:
-    documents = np.split(done.tokens, np.cumsum(done.lengths)[:-1]) if len(done.lengths) else []
-    for tokens, size, is_validation in zip(documents, done.text_bytes, done.validation, strict=True):
-        writers["validation" if is_validation else "train"].write(tokens, int(size))
-    in_train = ~np.repeat(done.validation, done.lengths)
-    histogram += np.bincount(done.tokens[in_train], minlength=len(histogram))
-    progress.position = chunk.end
-    progress.records += done.records
-    progress.empty += done.empty
-    progress.add_malformed(chunk.source.name, done.examples, done.malformed)
-    spans, begin = progress.spans, [chunk.start.source, chunk.start.offset]
-    if not spans or [spans[-1][0], spans[-1][2]] != begin:
-        spans.append([*begin, chunk.start.offset, 0, 0, 0])
-    span = spans[-1]
-    span[2] = chunk.end.offset
-    span[3] += chunk.end.line - chunk.start.line
-    span[4] += done.records
-    span[5] += len(documents)
+def _bytes_before(preparation: Preparation, before: list[int], position: Position) -> int:
+    """Returns the bytes on the disk before a position. before: those before each source.
+
+    In a compressed file an offset in the text stands for one on the disk, which nobody knows.
+    """
+    if position.source == len(preparation.sources):
+        return before[-1]
+    source = preparation.sources[position.source]
+    inside = source.bytes * position.offset // source.end if source.end else position.offset
+    return before[position.source] + inside
+
+
+def _make_at_url(preparation: Preparation, url: str) -> tuple[Manifest, str, str]:
+    """Does what `_make` does in a folder of this machine, and uploads the dataset, its manifest last.
+
+    The same call continues what was stopped, also within the upload.
+    """
+    remote, wanted = RemoteFolder(url), preparation.wanted
+    if (manifest := _finished(remote, wanted)) is not None:
+        return manifest, remote.url, _NOTHING_TO_DO
+    folder = scratch_folder("prepare", remote.url)
+    logger.info(f"preparing in {folder}, to be uploaded to {remote.url}")
+    started = time.monotonic()
+    manifest, _, _ = _make(preparation, str(folder))
+    try:
+        _upload(folder, remote, wanted)
+    except RemoteError:
+        logger.info(f"the prepared dataset is kept in {folder}: the same command goes on with the upload")
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return manifest, remote.url, f"in {time.monotonic() - started:.0f} s, with its upload"
+
+
+def _finished(remote: RemoteFolder, wanted: Mapping[str, Any]) -> Manifest | None:
+    """Returns the manifest of this preparation if it is complete at the URL. Raises ValueError for anything else."""
+    if (raw := remote.read(MANIFEST_NAME)) is not None:
+        manifest = Manifest.parse(raw, remote.url)
+        compare_preparations(remote.url, manifest.options, wanted)
+        return manifest
+    if (raw := remote.read(_UNFINISHED)) is not None:
+        compare_preparations(remote.url, parse_object(raw, f"{remote.url}/{_UNFINISHED}"), wanted)
+    elif remote.sizes():
+        raise ValueError(f"{remote.url} is not empty and holds no preparation of matmix; choose another output URL")
+    return None
+
+
+def _upload(folder: Path, remote: RemoteFolder, wanted: Mapping[str, Any]) -> None:
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    del files[MANIFEST_NAME]
+    remote.write(_UNFINISHED, json.dumps(wanted).encode())
+    # The same input and options give the same bytes, so that a file of the same name and size is the same file.
+    there = remote.sizes()
+    missing = [name for name, size in files.items() if there.get(name) != size]
+    megabytes = sum(files[name] for name in missing) / 1e6
+    logger.info(f"uploading {len(missing)} of {len(files)} files ({megabytes:,.1f} MB) to {remote.url}")
+    remote.upload_all(folder, missing)
+    there = remote.sizes()
+    for name, size in files.items():
+        if there.get(name) != size:
+            raise RemoteError(f"{remote.url}/{name} has {there.get(name, 0)} bytes after its upload instead of {size}")
+    remote.upload(folder / MANIFEST_NAME, MANIFEST_NAME)
+    remote.remove([_UNFINISHED])

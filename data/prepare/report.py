@@ -1,4 +1,4 @@
-"""What is said of a preparation: that it cannot be used, its manifest, and a few lines for people."""
+"""Refuses a preparation that cannot be used, writes the manifest of one that can, and says what came out."""
 
 from __future__ import annotations
 
@@ -6,122 +6,110 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from matmix.data.artifacts import shell_line
 from matmix.data.formats.base import ShardFormat
-from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo, TokenizerInfo, unigram_entropy
-from matmix.data.prepare.sources import Source
-from matmix.data.prepare.workspace import HISTOGRAM_NAME, Progress, read_histogram
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
+from matmix.data.prepare.base import BrokenInputError, Preparation, Progress
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
-from matmix.data.tokenizer import Tokenizer
+
+Kind = type[Preparation]
 
 
-class MalformedError(ValueError):
-    """Too large a share of the input is malformed. The work done is kept: a larger share may be allowed."""
-
-
-def check_malformed(met: Progress, most: float) -> None:
-    """Raises MalformedError if more than the share `most` of the records is malformed."""
+def check_broken(kind: Kind, met: Progress, most: float) -> None:
+    """Raises BrokenInputError if more than the share `most` of the records is broken."""
     if met.malformed > most * met.records:
-        shown = "; ".join(f"{e['file']}, line {e['line']}: {e['reason']}" for e in met.examples[:3])
-        reasons = [e["reason"] for e in met.examples[:3]]
-        advice = ""
-        if any(reason.startswith("no field") for reason in reasons):
-            advice = "name the field of the text with --text-field, "
-        elif met.malformed == met.records and any(reason.startswith("not ") for reason in reasons):
-            advice = "give one object a line (jq -c '.[]' FILE makes them of a JSON array), "
-        raise MalformedError(
-            f"{met.malformed:,} of {met.records:,} lines are malformed ({shown}); {advice}mend them, or allow a larger "
-            f"share with --max-malformed"
+        shown = "; ".join(kind.shown(example) for example in met.examples[:3])
+        raise BrokenInputError(
+            f"{met.malformed:,} of {met.records:,} {kind.record} are {kind.broken} ({shown}); {kind.advice(met)}mend "
+            f"or remove them, or allow a larger share with --{kind.most_broken.replace('_', '-')}"
         )
 
 
 def check_splits(
-    splits: Mapping[str, SplitInfo | SplitWriter], sources: Sequence[Source], validation_fraction: float
+    kind: Kind, splits: Mapping[str, SplitInfo | SplitWriter], names: Sequence[str], fraction: float
 ) -> None:
-    """Raises ValueError if a split has no documents."""
-    if not (total := sum(split.documents for split in splits.values())):
-        raise ValueError(empty_sentence(sources))
+    """Raises ValueError if a split has no documents. names: of the sources."""
+    total = sum(split.documents for split in splits.values())
+    if not total:
+        raise empty_input(kind, names)
     for name, split in splits.items():
         if not split.documents:
-            raise empty_split(name, total, validation_fraction)
+            raise empty_split(kind, name, total, fraction)
 
 
-def empty_split(name: str, documents: int, validation_fraction: float) -> ValueError:
-    """The error for a split without documents, of so many in all."""
-    return ValueError(
-        f"the {name} split got none of the {documents:,} documents at a validation fraction of "
-        f"{validation_fraction}; change the fraction, or cut documents with --max-document-chars"
-    )
+def empty_split(kind: Kind, name: str, documents: int, fraction: float) -> ValueError:
+    """Returns the error for a split that gets none of so many documents."""
+    hint = f" at a validation fraction of {fraction}; change the fraction{kind.split_advice}" if fraction else ""
+    return ValueError(f"the {name} split got none of the {documents:,} {kind.unit}{hint}")
 
 
-def empty_sentence(sources: Sequence[Source]) -> str:
-    where = sources[0].name if len(sources) == 1 else f"{len(sources)} files"
-    return f"the corpus is empty: there is no text in {where}"
+def empty_input(kind: Kind, names: Sequence[str]) -> ValueError:
+    """Returns the error for sources that give no document."""
+    where = names[0] if len(names) == 1 else f"{len(names)} files"
+    return ValueError(f"the corpus is empty: there is no {kind.content} in {where}")
 
 
 def write_manifest(
+    kind: Kind,
     out: Path,
     options: dict[str, Any],
-    sources: Sequence[Source],
-    tokenizer: Tokenizer,
+    names: Sequence[str],
     shard_format: ShardFormat,
     splits: dict[str, SplitInfo],
     progress: Progress,
+    sums: np.ndarray,
+    files: Sequence[str] = (),
 ) -> Manifest:
-    """Complete the dataset whose other files lie in `out`. options: what `fingerprint` gave."""
-    by_source = [0] * len(sources)
+    """Completes the dataset whose shards lie in `out`.
+
+    options: the fingerprint of the preparation. names: of the sources. sums: those of `Preparation.add` over all
+    documents. files: further files, whose digests the manifest gets.
+    """
+    by_source = [0] * len(names)
     for source, *_, documents in progress.spans:
         by_source[source] += documents
-    names = [HISTOGRAM_NAME, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
+    own = kind.finish(out, options, list(splits), sums)
+    if histogram := own.get("token_histogram"):
+        files = [histogram, *files]
+    files = [*files, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
+    inputs = [*options["inputs"], *options.get("validation", ())]
     manifest = Manifest(
         format=options["format"],
         compression=shard_format.compression,
         dtype=shard_format.dtype.name,
-        tokenizer=TokenizerInfo(
-            kind=tokenizer.kind,
-            file=f"tokenizer/{tokenizer.file_name}",
-            sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            special=tokenizer.special,
-        ),
         splits=splits,
-        token_histogram=HISTOGRAM_NAME,
-        unigram_entropy=unigram_entropy(read_histogram(out, tokenizer.vocab_size)),
         sources=tuple(
-            {"path": s.name, "bytes": s.bytes, "digest": digest, "documents": documents}
-            for s, (_, _, digest), documents in zip(sources, options["inputs"], by_source, strict=True)
+            {"path": name, "bytes": size, "digest": digest, "documents": documents}
+            for name, (_, size, digest), documents in zip(names, inputs, by_source, strict=True)
         ),
         malformed={"count": progress.malformed, "records": progress.records, "examples": progress.examples},
         empty_documents=progress.empty,
         options=options,
-        files={name: sha256_of(out / name) for name in names},
+        files={name: sha256_of(out / name) for name in files},
+        **own,
     )
     write_atomic(out / MANIFEST_NAME, manifest.to_json().encode())
     return manifest
 
 
-def print_summary(manifest: Manifest, out: Path | str, when: str) -> None:
-    """Say on stdout what a dataset holds and what to do with it."""
-    kind = f"{manifest.format}, {manifest.compression or 'not compressed'}"
-    lines = [f"prepared {out} ({kind}) {when}"]
+def print_summary(kind: Kind, manifest: Manifest, out: Path | str, when: str) -> None:
+    """Says on stdout what a dataset holds and what to do with it."""
+    lines = [f"prepared {out} ({manifest.format}, {manifest.compression or 'not compressed'}) {when}"]
     for name, split in manifest.splits.items():
         shards = "1 shard" if len(split.shards) == 1 else f"{len(split.shards):,} shards"
-        lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens, {shards}")
-    tokenizer, train = manifest.tokenizer, manifest.splits["train"]
-    lines.append(
-        f"  tokenizer   {tokenizer.kind}, {tokenizer.vocab_size:,} ids, "
-        f"{train.bytes / max(1, train.tokens):.2f} bytes a token; "
-        f"entropy of single tokens {manifest.unigram_entropy:.3f} nats"
-    )
+        lines.append(f"  {name:<11} {split.documents:,} {kind.unit}, {kind.amount(split)}, {shards}")
+    lines += [f"  {title:<11} {text}" for title, text in kind.summary(manifest)]
     bad = manifest.malformed
     if bad["count"]:
-        lines.append(f"  malformed   {bad['count']:,} of {bad['records']:,} lines were left out:")
-        lines += [f"              {e['file']}, line {e['line']}: {e['reason']}" for e in bad["examples"][:5]]
+        lines.append(f"  {kind.broken:<11} {bad['count']:,} of {bad['records']:,} {kind.record} were left out:")
+        lines += [f"              {kind.shown(example)}" for example in bad["examples"][:5]]
     if manifest.empty_documents:
-        lines.append(f"  empty       {manifest.empty_documents:,} documents without text were left out")
-    step = f"next: {shell_line('matmix', 'train', 'RECIPE.toml', '--data.path', out)}"
+        lines.append(f"  empty       {manifest.empty_documents:,} {kind.unit} without {kind.content} were left out")
+    step = f"next: {kind.next_step(manifest, out)}"
     if "part" in manifest.options:
-        merge = shell_line("matmix", "prepare", "--merge", "--out", Path(out).parent.parent)
+        merge = shell_line(*kind.verb.split(), "--merge", "--out", Path(out).parent.parent)
         step = f"next, when all parts are finished: {merge}"
     print(*lines, step, sep="\n", flush=True)

@@ -1,10 +1,9 @@
-"""The output folder of a preparation: who may write into it, and how far it has come.
+"""The output folder of a preparation: which process may write into it, and how far it has come.
 
-While a preparation runs, the folder holds `.prepare/`: a lock, the options it was started with, the lengths
-of the documents of finished shards, and a state. The state is one file, replaced as a whole from time to
-time: the position in the input, the counts, and the documents that wait for a shard. What was written after
-the last state is written again, with the same bytes, when the preparation goes on. `.prepare/` is removed
-once the manifest is there.
+While a preparation runs, the folder holds `.prepare/`: a lock, the options it was started with, the lengths of the
+documents of finished shards, and a state. The state is one file, replaced as a whole from time to time: the position in
+the input, the counts, and the documents that wait for a shard. What was written after the last state is written again,
+with the same bytes, when the preparation goes on. `.prepare/` is removed once the manifest is there.
 """
 
 from __future__ import annotations
@@ -14,82 +13,38 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import filelock
 import numpy as np
 
-from matmix.data.arrays import read_vector, write_vector
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
-from matmix.data.prepare.config import OF_TRAINING, PrepareConfig
-from matmix.data.prepare.documents import Malformed
-from matmix.data.prepare.sources import Position, Source
+from matmix.data.prepare.base import SPLITS, BrokenInputError, Position, Progress
 from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
 from matmix.data.storage.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
 WORK_NAME = ".prepare"
-# Raise it when the same options give other bytes than before.
-CONTENTS_VERSION = 1
-KEPT_EXAMPLES = 100
-SPLITS = ("train", "validation")
-HISTOGRAM_NAME = "token_histogram.npy"
 PARTS_NAME = "parts"
-PART_NAME = "part.json"
-# These say how to go about it, not what comes out.
-_WITHOUT_EFFECT_ON_CONTENTS = (
-    *("inputs", "out", "tokenizer", "processes", "max_line_megabytes", "max_malformed", "part", "tokenizer_only"),
-)
+# Files of a part beside those of a dataset: what it has read, and its sums.
+PART_NAME, SUMS_NAME = "part.json", "sums.npy"
 
 
-@dataclass
-class Progress:
-    """How far the input was read, and what was met there."""
-
-    position: Position = field(default_factory=Position)
-    records: int = 0
-    """Lines, rows or text documents looked at."""
-    malformed: int = 0
-    examples: list[dict[str, Any]] = field(default_factory=list)
-    """File, line and reason of the first malformed records."""
-    empty: int = 0
-    spans: list[list[int]] = field(default_factory=list)
-    """What was read, a stretch of a source each: source, first offset, last offset + 1, lines, records, documents."""
-
-    def add_malformed(self, source: str, found: Sequence[Malformed], count: int) -> None:
-        """Counts `count` malformed records of a source, and keeps the first ones of all."""
-        self.malformed += count
-        for one in found[: KEPT_EXAMPLES - len(self.examples)]:
-            self.examples.append({"file": source, "line": one.line, "reason": one.reason})
-
-
-def fingerprint(config: PrepareConfig, sources: Sequence[Source], tokenizer_sha256: str) -> dict[str, Any]:
-    """What makes two preparations the same. Input files count by name, size and digest, not by folder."""
-    left_out = (*_WITHOUT_EFFECT_ON_CONTENTS, *((*OF_TRAINING, "sample_megabytes") if tokenizer_sha256 else ()))
-    wanted = {
-        **{name: value for name, value in asdict(config).items() if name not in left_out},
-        "tokenizer": tokenizer_sha256 or "trained",
-        "inputs": [[Path(s.path).name, s.bytes, s.digest()] for s in sources],
-        "contents_version": CONTENTS_VERSION,
-    }
-    return json.loads(json.dumps(wanted))
-
-
-def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises ValueError, with the differences, if what is at `where` is not the wanted preparation."""
+def compare_preparations(where: str | Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises ValueError, with the differences, if the preparation at `where` is not the wanted one."""
     differences = "; ".join(
         f"other {name}"
         if name in ("inputs", "contents_version")
-        else f"{name} {found.get(name)!r} there, {wanted.get(name)!r} here"
-        for name in sorted(found.keys() | wanted.keys())
-        if found.get(name) != wanted.get(name)
+        else f"{name} {there.get(name)!r} there, {wanted.get(name)!r} here"
+        for name in sorted(there.keys() | wanted.keys())
+        if there.get(name) != wanted.get(name)
     )
-    if found != wanted:
+    if there != wanted:
         raise ValueError(
             f"{where} holds another preparation ({differences}); choose another output folder or delete that one"
         )
@@ -97,7 +52,8 @@ def compare_preparations(where: str | Path, found: dict[str, Any], wanted: dict[
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
-    """Keeps other processes out. busy: what to say if one is at work, which is waited for or else a ValueError."""
+    """Keeps other processes out. busy: the message if another process is at work, for which this one waits or else
+    raises ValueError."""
     lock = filelock.FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)
@@ -115,16 +71,16 @@ def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
 
 
 class Workspace:
-    """An output folder. Nothing is created before `opened`."""
+    """An output folder. Nothing is created before `fill`. wanted: the fingerprint of the preparation."""
 
-    def __init__(self, out: str, wanted: dict[str, Any]) -> None:
+    def __init__(self, out: str | Path, wanted: dict[str, Any]) -> None:
         self.out = Path(out).expanduser()
         self.work = self.out / WORK_NAME
         self.wanted = wanted
         self._made = False
 
     def check(self) -> Literal["new", "unfinished", "finished"]:
-        """Raises ValueError if the folder holds anything but this preparation."""
+        """Returns how far the preparation has come. Raises ValueError if the folder holds anything else."""
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"{self.out} is a file; choose another output folder")
         if (self.out / MANIFEST_NAME).exists():
@@ -150,30 +106,24 @@ class Workspace:
             )
         return "new"
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Create the folder if needed, and keep other processes out of it. Raises ValueError if one is in it."""
+    def fill(self, write: Callable[[], object], *, is_new: bool, files: Sequence[str]) -> bool:
+        """Brings the folder to its end by `write`, while other processes are kept out; False if one has done so.
+
+        A user's error in a new preparation leaves nothing behind, unless it is a BrokenInputError: after any other one
+        the input or the options must change, and nothing here could be used again. files: names beside the splits.
+        """
         self._made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         with locked(self.work, f"another process is preparing {self.out} right now"):
             if not (self.work / "options.json").exists():
                 write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
-            yield
-
-    def fill(self, write: Callable[[], None], *, is_new: bool, kept: type[Exception]) -> bool:
-        """Brings the folder to its end by `write`; False if another process has done so.
-
-        A user's error in a new preparation leaves nothing behind, but for one of the kind `kept`: with other input or
-        options this would be another preparation, and nothing here could be used again.
-        """
-        with self.opened():
             try:
                 if self.check() == "finished":
                     return False
                 write()
             except (ValueError, FileNotFoundError) as error:
-                if is_new and not isinstance(error, kept):
-                    self.discard()
+                if is_new and not isinstance(error, BrokenInputError):
+                    self._discard(files)
                 raise
             except KeyboardInterrupt:
                 logger.info(f"stopped; run the same command again to continue in {self.out}")
@@ -181,64 +131,53 @@ class Workspace:
         return True
 
     def clear_work(self) -> None:
-        """Remove what only an unfinished preparation needs."""
+        """Removes the files that only an unfinished preparation needs."""
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def discard(self) -> None:
-        """Remove what a preparation puts into the folder, and the folder if `opened` made it."""
-        for name in ("tokenizer", *SPLITS, WORK_NAME):
-            shutil.rmtree(self.out / name, ignore_errors=True)
-        for name in (HISTOGRAM_NAME, PART_NAME):
-            (self.out / name).unlink(missing_ok=True)
+    def _discard(self, files: Sequence[str]) -> None:
+        """Removes the files of a preparation, and the folder if `fill` has made it."""
+        for path in (self.out / name for name in (WORK_NAME, PART_NAME, SUMS_NAME, *SPLITS, *files)):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         if self._made and not any(self.out.iterdir()):
             self.out.rmdir()
 
-    def save(self, progress: Progress, writers: dict[str, SplitWriter], histogram: np.ndarray) -> None:
-        """Writes a state. histogram: int64 (n,), sums over the input so far, such as how often each token occurs."""
+    def save(self, progress: Progress, writers: Mapping[str, SplitWriter], sums: np.ndarray) -> None:
+        """Writes a state. sums: int64 (n,), those of `Preparation.add` over the input so far."""
         facts: dict[str, Any] = {"progress": asdict(progress), "splits": {}}
-        arrays = {"histogram": histogram}
+        arrays = {"sums": sums}
         for name, writer in writers.items():
-            facts["splits"][name], parts = writer.state()
-            arrays |= {f"{name}.{key}": value for key, value in parts.items()}
+            facts["splits"][name], pending = writer.state()
+            arrays |= {f"{name}.{key}": value for key, value in pending.items()}
         arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)
         write_atomic(self.work / "state.npz", buffer.getvalue())
 
-    def restore(self, writers: dict[str, SplitWriter], histogram: np.ndarray, start: Position) -> Progress:
-        """Bring writers and histogram (in place) to the last state; if there is none, work begins at `start`."""
+    def restore(self, writers: Mapping[str, SplitWriter], sums: np.ndarray, start: Position) -> Progress:
+        """Brings writers and sums (in place) to the last state; without a state, work begins at `start`."""
         if not (path := self.work / "state.npz").exists():
             return Progress(position=start)
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 facts = parse_json(arrays["facts"].tobytes(), "its JSON")
-                histogram[:] = arrays["histogram"]
+                sums[:] = arrays["sums"]
                 for name, writer in writers.items():
-                    parts = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
-                    writer.restore(facts["splits"][name], parts)
+                    pending = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
+                    writer.restore(facts["splits"][name], pending)
             progress = facts["progress"]
-            progress.pop("documents_by_source", None)  # which earlier versions wrote
             return Progress(**{**progress, "position": Position(**progress["position"])})
         except DamagedPreparationError:
             raise
-        except Exception as error:  # of a damaged archive, which has many kinds
+        except Exception as error:  # a damaged archive gives errors of many kinds
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ValueError(f"{path} is damaged ({reason}); delete {self.out} and prepare again") from None
 
 
-def write_histogram(folder: Path, histogram: np.ndarray) -> None:
-    """Write how often each token occurs in the training split, int64 (vocab_size,)."""
-    write_vector(folder / HISTOGRAM_NAME, "int64", len(histogram), [histogram.tobytes()])
-
-
-def read_histogram(folder: Path, vocab_size: int) -> np.ndarray:
-    """What `write_histogram` wrote. Raises as `read_vector`."""
-    path = folder / HISTOGRAM_NAME
-    return read_vector(path, "int64", path, length=vocab_size)
-
-
 def parse_object(raw: bytes, where: object) -> dict[str, Any]:
-    """The object in a JSON file of a preparation. Raises ValueError (one line) if it is damaged."""
+    """Returns the object in a JSON file of a preparation. Raises ValueError (one line) if it is damaged."""
     values = parse_json(raw, where)
     if not isinstance(values, dict):
         raise ValueError(f"{where} is damaged: delete its folder and prepare again")

@@ -1,1 +1,1 @@
-"""Verbs on pictures: preparing them, and the classes that a model gives them."""
+"""Verbs on pictures: the classes that a model gives them."""

@@ -10,7 +10,7 @@ from harness import run_distributed
 from runs import records, weights
 
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.text import PrepareConfig
 
 STEPS = 6
 ENGINES = {

@@ -10,7 +10,7 @@ from fault_harness import assert_same
 from runs import losses, records, run_recipe
 
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.text import PrepareConfig
 from matmix.data.splits.reader import TokenShards
 from matmix.train.process.exits import EXIT_USER
 

@@ -11,7 +11,7 @@ import pytest
 import matmix
 from matmix.data.artifacts import shell_line
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.text import PrepareConfig
 from matmix.launch.cli import TREE, VERBS
 from matmix.launch.tree import Branch
 from matmix.train.command import _closing_words

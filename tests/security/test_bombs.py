@@ -94,7 +94,8 @@ def bombs(folder):
 PREPARE = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[2]), int(sys.argv[2])))
-from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig
 import pyarrow.parquet
 try:
     prepare(PrepareConfig(inputs=(sys.argv[1],), out=sys.argv[1] + "-out", processes=1, max_line_megabytes=1,

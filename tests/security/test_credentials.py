@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from matmix.data.config import DataConfig
-from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import merge
+from matmix.data.prepare.text import PrepareConfig
+from matmix.data.prepare.text.preparation import TextPreparation
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import RemoteFolder, has_secret
 from matmix.launch.cli import main
@@ -52,7 +53,7 @@ def test_every_option_refuses_it_without_repeating_it(url, tmp_path):
         lambda: DataConfig(validation_path=url),
         lambda: PrepareConfig(inputs=(url,), out="x"),
         lambda: PrepareConfig(inputs=("x",), out=url),
-        lambda: merge(url),
+        lambda: merge(url, TextPreparation),
         lambda: RunConfig(run_dir=url),
         lambda: open_dataset(url),
         lambda: read_toml(recipe),

@@ -16,6 +16,7 @@ from matmix.data.arrays import read_vector
 from matmix.data.manifest import Manifest
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.parts import Parts, read_spans
+from matmix.data.prepare.text.preparation import TextPreparation
 from matmix.data.splits.reader import open_dataset
 
 
@@ -100,7 +101,8 @@ def test_arrays(packed, tmp_path, data):
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    from matmix.data.prepare.command import PrepareConfig, prepare
+    from matmix.data.prepare.command import prepare
+    from matmix.data.prepare.text import PrepareConfig
 
     folder = tmp_path_factory.mktemp("parts")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": f"verse {n} of the king"}) + "\n" for n in range(80)))
@@ -121,7 +123,7 @@ def test_parts_of_a_preparation(parts, tmp_path, data):
     file = out / data.draw(st.sampled_from(names))
     raw = file.read_bytes()
     file.write_bytes(data.draw(mutated(raw) | mutated_json(json.loads(raw)).map(_signed)))
-    works_or_is_one_line(lambda: Parts(str(out)).facts())
+    works_or_is_one_line(lambda: Parts(str(out), TextPreparation).facts())
     works_or_is_one_line(lambda: read_spans(out / part))
-    works_or_is_one_line(lambda: merge(str(out)))
+    works_or_is_one_line(lambda: merge(str(out), TextPreparation))
     assert {entry.name for entry in tmp_path.iterdir()} == {"out"}

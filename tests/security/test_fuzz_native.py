@@ -51,8 +51,9 @@ def tokenizer(path):
     found.decode(range(min(found.vocab_size, 50)))
 
 def parquet(path):
-    from matmix.data.prepare.readers import read_chunks, ReadOptions
-    from matmix.data.prepare.sources import find_sources
+    from matmix.data.prepare.text import ReadOptions
+    from matmix.data.prepare.text.readers import read_chunks
+    from matmix.data.prepare.text.sources import find_sources
     (source,), _ = find_sources([str(path)])
     for chunk in read_chunks([source], ReadOptions(max_line_megabytes=1)):
         pass

@@ -16,11 +16,10 @@ from pyarrow import parquet
 
 from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import decode
-from matmix.data.images.prepare.folders import read_table
-from matmix.data.images.prepare.parquet import ParquetFile
-from matmix.data.images.prepare.tars import TarFile
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import build_loader
+from matmix.data.prepare.pictures.files import TarFile, read_table
+from matmix.data.prepare.pictures.packed import ParquetFile
 
 FILES = [encoded(pixels(1, 24, 24), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
 TABLES = {"a.csv": b"image,label\n1.png,0\n2.png,owl\n", "a.json": b'{"1.png": 0}'}

@@ -14,10 +14,10 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.artifacts import artifact_path, parse_json
 from matmix.data.config import DataConfig
-from matmix.data.prepare.cuts import find_cuts
-from matmix.data.prepare.documents import ReadOptions, documents_of
-from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.sources import find_sources
+from matmix.data.prepare.text import ReadOptions
+from matmix.data.prepare.text.documents import documents_of
+from matmix.data.prepare.text.readers import find_cuts, read_chunks
+from matmix.data.prepare.text.sources import find_sources
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.train.recipe import config_from_dict, load_config
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, read_toml

@@ -86,7 +86,7 @@ def main() -> int:
 
 def _prepare(folder: Path) -> str:
     from matmix.data.prepare.command import prepare
-    from matmix.data.prepare.config import PrepareConfig
+    from matmix.data.prepare.text import PrepareConfig
 
     out = str(folder / "dataset")
     prepare(PrepareConfig(inputs=("bundled:shakespeare",), out=out, vocab_size=512, validation_fraction=0.03))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
+from matmix.data.prepare.text import PrepareConfig
 
 _KEPT = tempfile.TemporaryDirectory()
 _WORDS = ["the", "a", "king", "queen", "sword", "crown", "night", "day", "speaks", "rises", "falls", "gives", "takes"]

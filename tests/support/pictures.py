@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from matmix.data.images.prepare.command import prepare_images
-from matmix.data.images.prepare.config import PrepareImagesConfig
+from matmix.data.prepare import command
+from matmix.data.prepare.pictures import PrepareImagesConfig
 
 CLASSES = ("cat", "dog", "owl")
 
@@ -61,5 +61,5 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 def prepare(source: Path | str, out: Path, **options: Any) -> Path:
     """The dataset of a source, in the folder `out`."""
-    prepare_images(PrepareImagesConfig(sources=(str(source),), out=str(out), **{"processes": 1, **options}))
+    command.prepare(PrepareImagesConfig(inputs=(str(source),), out=str(out), **{"processes": 1, **options}))
     return out

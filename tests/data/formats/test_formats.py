@@ -16,8 +16,9 @@ from matmix.data.formats.base import DamagedShard, OpenShard, ShardFormat, damag
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import build_loader
 from matmix.data.prepare import command
-from matmix.data.prepare.config import PrepareConfig
 from matmix.data.prepare.merge import merge
+from matmix.data.prepare.text import PrepareConfig
+from matmix.data.prepare.text.preparation import TextPreparation
 from matmix.data.splits.reader import open_dataset
 from matmix.data.tokenizer import Tokenizer
 
@@ -128,17 +129,17 @@ def test_a_damaged_shard_is_named(tmp_path, texts, registered):
 def test_stopped_and_continued_and_in_parts(tmp_path, texts, registered, monkeypatch):
     monkeypatch.setattr(command, "STATE_SECONDS", 0)
     monkeypatch.setattr(command, "STATE_SHARE", float("inf"))
-    monkeypatch.setattr("matmix.data.prepare.readers.CHUNK_BYTES", 1500)
+    monkeypatch.setattr("matmix.data.prepare.text.readers.CHUNK_BYTES", 1500)
     command.prepare(options(tmp_path), summary=False)
-    tokenize, chunks = command.tokenize_in_order, itertools.count()
+    work, chunks = command.work_in_order, itertools.count()
 
-    def stopped(*arguments):
-        for result in tokenize(*arguments):
+    def stopped(*arguments, **options):
+        for result in work(*arguments, **options):
             if next(chunks) == 4:
                 raise KeyboardInterrupt
             yield result
 
-    monkeypatch.setattr(command, "tokenize_in_order", stopped)
+    monkeypatch.setattr(command, "work_in_order", stopped)
     with pytest.raises(KeyboardInterrupt):
         command.prepare(options(tmp_path, "again"), summary=False)
     assert not (tmp_path / "again" / "manifest.json").exists()
@@ -146,7 +147,7 @@ def test_stopped_and_continued_and_in_parts(tmp_path, texts, registered, monkeyp
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
     for part in ("1/2", "2/2"):
         command.prepare(options(tmp_path, "parts", part=part), summary=False)
-    assert merge(str(tmp_path / "parts")).format == "npy"
+    assert merge(str(tmp_path / "parts"), TextPreparation).format == "npy"
     whole, joined = (
         everything(open_dataset(str(tmp_path / name), cache_dir=str(tmp_path / "cache"))) for name in ("out", "parts")
     )

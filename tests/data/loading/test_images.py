@@ -12,11 +12,11 @@ from PIL import Image
 
 from matmix.data.config import DataConfig, ImagesConfig
 from matmix.data.images.decode import decode
-from matmix.data.images.prepare.command import prepare_images
-from matmix.data.images.prepare.config import PrepareImagesConfig
 from matmix.data.loading.masking import IGNORED
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import MODALITIES, build_loader
+from matmix.data.prepare import command
+from matmix.data.prepare.pictures import PrepareImagesConfig
 from matmix.data.splits.reader import open_pictures
 
 GLOBAL = 16
@@ -330,7 +330,7 @@ def test_pictures_at_a_url_and_packed_give_the_same_batches(tmp_path, monkeypatc
     options = {"format": form, "shard_megabytes": 0.02}
     plain = prepare(source, tmp_path / "plain", **options)
     url = (tmp_path / "mounted" / "set").as_uri()
-    prepare_images(PrepareImagesConfig(sources=(str(source),), out=url, processes=1, compression="zstd", **options))
+    command.prepare(PrepareImagesConfig(inputs=(str(source),), out=url, processes=1, compression="zstd", **options))
     expected = global_batches([loader_of(plain, **FULL)], 2)
     assert same(global_batches([loader_of(url, workers=1, **FULL)], 2), expected)
     assert not (tmp_path / "scratch" / "prepare").exists() or not any((tmp_path / "scratch" / "prepare").iterdir())

@@ -17,7 +17,8 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.modalities import build_loader
-from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig
 
 GLOBAL = 16
 

@@ -15,7 +15,9 @@ from matmix.data import tokenizer as tokenizer_module
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
 from matmix.data.prepare import pool as prepare_pool
-from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare
+from matmix.data.prepare.base import BrokenInputError
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig, preparation
 
 TEXTS = [f"some words of document {i}\nand a second line\n" for i in range(200)]
 
@@ -93,7 +95,7 @@ def test_malformed_lines(tmp_path, corpus, capfd):
     corpus[7] = "{broken"
     corpus[120] = '{"body": "x"}'
     (tmp_path / "in.jsonl").write_text("\n".join(corpus))
-    message = fails(options(tmp_path, max_malformed=0.009), "2 of 200 lines are malformed", MalformedError, True)
+    message = fails(options(tmp_path, max_malformed=0.009), "2 of 200 lines are malformed", BrokenInputError, True)
     assert "in.jsonl, line 8: not JSON" in message
     assert "in.jsonl, line 121: no field 'text' (its fields: body)" in message
     # The work is kept: a larger share is no other preparation.
@@ -118,7 +120,7 @@ def test_missing_text_field(tmp_path, corpus, monkeypatch):
     prepare(options(tmp_path, out=str(tmp_path / "made")))
     monkeypatch.setattr(module, "HOPELESS_RECORDS", 100)
     config = options(tmp_path, text_field="content", tokenizer=str(tmp_path / "made"))
-    fails(config, "200 of 200 lines", MalformedError, True)
+    fails(config, "200 of 200 lines", BrokenInputError, True)
 
 
 def test_output_that_is_something_else(tmp_path, corpus):
@@ -165,7 +167,7 @@ def test_empty_split(tmp_path, corpus):
 
 
 def test_one_document_is_refused_before_a_tokenizer_is_trained(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "train_tokenizer", None)
+    monkeypatch.setattr(preparation, "train_tokenizer", None)
     (tmp_path / "book.txt").write_text("\n\n".join(TEXTS))
     fails(options(tmp_path, "book.txt"), r"book\.txt is one document.*--max-document-chars 4000")
     (tmp_path / "twice.jsonl").write_text(2 * (json.dumps({"text": TEXTS[0]}) + "\n"))

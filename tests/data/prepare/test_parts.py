@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,15 @@ from nightly import nightly
 
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command as module
-from matmix.data.prepare import cuts as prepare_cuts
 from matmix.data.prepare import merge as prepare_merge
-from matmix.data.prepare import readers
-from matmix.data.prepare.command import MalformedError, PrepareConfig, prepare, prepare_tokenizer
+from matmix.data.prepare.base import BrokenInputError
+from matmix.data.prepare.command import prepare, prepare_shared
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.parts import missing_parts
+from matmix.data.prepare.text import PrepareConfig, preparation, readers
+from matmix.data.prepare.text.preparation import TextPreparation
 from matmix.data.splits.reader import open_dataset
+from matmix.data.tokenizer import Tokenizer
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 PARTS = 5
@@ -36,12 +37,36 @@ def texts(count, seed=0):
     return [" ".join(rng.choice(WORDS, rng.integers(1, 40))) for _ in range(count)]
 
 
-@pytest.fixture
-def inputs(tmp_path, monkeypatch):
-    """Files of four kinds; three lines of 240 are malformed, the last in the middle of a file."""
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(prepare_cuts, "REMEMBERED_BYTES", 1)
-    folder = tmp_path / "in"
+    monkeypatch.setattr(readers, "REMEMBERED_BYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Files, and their parts in `out`."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "CHUNK_BYTES", 700)
+        patch.setattr(readers, "REMEMBERED_BYTES", 1)
+        prepare_parts(write_inputs(folder / "in"), folder / "out")
+    return folder
+
+
+@pytest.fixture
+def prepared(made, tmp_path):
+    """A copy of the parts."""
+    return shutil.copytree(made / "out", tmp_path / "prepared")
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    return write_inputs(tmp_path / "in")
+
+
+def write_inputs(folder):
+    """Files of four kinds; three lines of 240 are malformed, the last in the middle of a file."""
     folder.mkdir()
     lines = [json.dumps({"text": t}) for t in texts(100)]
     (folder / "a.jsonl").write_text("\n".join([*lines[:70], "{", "[]", *lines[70:90], "not json", *lines[90:]]))
@@ -70,8 +95,8 @@ def prepare_parts(inputs, out, numbers=range(1, PARTS + 1), **changes):
         prepare(options(inputs, out, part=f"{number}/{PARTS}", **changes))
 
 
-def join(out, **changes):
-    return merge(str(out), **{"max_malformed": 0.1, **changes})
+def join(out, most_broken=0.1, **changes):
+    return merge(str(out), TextPreparation, most_broken=most_broken, **changes)
 
 
 def documents(folder, split):
@@ -206,15 +231,14 @@ def test_joining_that_stopped_at_any_step_is_finished(tmp_path, inputs, monkeypa
         shutil.rmtree(out)
 
 
-def test_parts_are_not_touched_while_they_are_joined(tmp_path, inputs, monkeypatch):
-    prepare_parts(inputs, tmp_path / "out")
+def test_parts_are_not_touched_while_they_are_joined(made, prepared, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(prepare_merge, "sync_directory", lambda _: (_ for _ in ()).throw(Interruption()))
         with pytest.raises(Interruption):
-            join(tmp_path / "out")
+            join(prepared)
     with pytest.raises(ValueError, match=r"is being joined; finish that: matmix prepare --merge --out"):
-        prepare_parts(inputs, tmp_path / "out", (1,))
-    assert join(tmp_path / "out").splits["train"].documents > 0
+        prepare_parts(made / "in", prepared, (1,))
+    assert join(prepared).splits["train"].documents > 0
 
 
 def test_missing_parts_are_named_with_the_command(tmp_path, inputs, capsys):
@@ -265,9 +289,7 @@ def other_part(out):
 
 
 def other_tokenizer(out):
-    manifest = Manifest.load(part(out, 2))
-    other = replace(manifest, tokenizer=replace(manifest.tokenizer, sha256="0" * 64))
-    (part(out, 2) / "manifest.json").write_text(other.to_json())
+    (part(out, 2) / "tokenizer" / "tokenizer.model").write_bytes(b"another")
 
 
 def fewer_documents(out):
@@ -301,21 +323,20 @@ def begin_late(out):
         (cut_shard, r"part-00003-of-00005/train/shard\S+ is missing or damaged; delete .*part-00003"),
         (lambda out: (part(out, 4) / "part.json").unlink(), r"part-00004\S+/part.json is missing or damaged"),
         (other_part, r"part-00003\S+ holds another preparation \(part '2/5' there, '3/5' here\)"),
-        (other_tokenizer, "part-00002.* was made with another tokenizer"),
+        (other_tokenizer, "part-00002.*tokenizer.model is not the file that the parts were begun with; delete"),
         (fewer_documents, r"part-00002\S+/lengths.npy is missing, damaged or was changed; delete .*part-00002"),
         (skip_records, r"part-00002-of-00005 ends at .*: records are lost"),
         (read_twice, r"part-00003-of-00005 begins at .*: records come twice"),
         (begin_late, r"part-00003-of-00005 begins at .*: records are lost"),
     ],
 )
-def test_parts_that_do_not_fit(tmp_path, inputs, harm, message):
-    prepare_parts(inputs, tmp_path / "out")
-    harm(tmp_path / "out")
-    before = contents(tmp_path / "out")
+def test_parts_that_do_not_fit(prepared, harm, message):
+    harm(prepared)
+    before = contents(prepared)
     with pytest.raises(ValueError, match=message) as caught:
-        join(tmp_path / "out")
+        join(prepared)
     assert "\n" not in str(caught.value)
-    assert contents(tmp_path / "out") == before
+    assert contents(prepared) == before
 
 
 def test_an_input_that_changed(tmp_path, inputs):
@@ -331,7 +352,7 @@ def test_an_input_that_changed(tmp_path, inputs):
     with pytest.raises(ValueError, match=r"a\.jsonl has changed since the parts were begun"):
         join(tmp_path / "out")
     path.unlink()
-    with pytest.raises(ValueError, match=r"a\.jsonl cannot be found any more"):
+    with pytest.raises(ValueError, match=r"a\.jsonl has gone since the parts were begun"):
         join(tmp_path / "out")
     path.write_bytes(original)
     join(tmp_path / "out")
@@ -365,16 +386,15 @@ def test_options_that_do_not_fit(tmp_path, inputs):
     assert not (tmp_path / "new").exists()
 
 
-def test_too_much_malformed_is_found_when_all_is_known(tmp_path, inputs):
-    prepare_parts(inputs, tmp_path / "out")
-    with pytest.raises(MalformedError, match=r"3 of \d+ lines are malformed \(\S+a\.jsonl, line 71: not JSON"):
-        join(tmp_path / "out", max_malformed=0.001)
-    assert join(tmp_path / "out").malformed["count"] == 3
+def test_too_much_malformed_is_found_when_all_is_known(prepared):
+    with pytest.raises(BrokenInputError, match=r"3 of \d+ lines are malformed \(\S+a\.jsonl, line 71: not JSON"):
+        join(prepared, 0.001)
+    assert join(prepared).malformed["count"] == 3
 
 
 def test_a_tokenizer_made_first_or_given(tmp_path, inputs, told):
-    first = prepare_tokenizer(options(inputs, tmp_path / "out", tokenizer_only=True))
-    assert prepare_tokenizer(options(inputs, tmp_path / "out", tokenizer_only=True)).sha256 == first.sha256
+    first = Tokenizer.load(prepare_shared(options(inputs, tmp_path / "out")))
+    assert Tokenizer.load(prepare_shared(options(inputs, tmp_path / "out"))).sha256 == first.sha256
     prepare_parts(inputs, tmp_path / "out")
     assert "".join(told).count("training") == 1
     told.clear()
@@ -385,8 +405,6 @@ def test_a_tokenizer_made_first_or_given(tmp_path, inputs, told):
     joined = join(tmp_path / "given")
     assert joined.tokenizer.sha256 == joined.options["tokenizer"] == first.sha256
     assert documents(tmp_path / "given", "train") == documents(tmp_path / "out", "train")
-    with pytest.raises(ValueError, match="leave out part and tokenizer"):
-        options(inputs, tmp_path / "out", tokenizer_only=True, part="1/5")
 
 
 def test_a_file_system_without_locks(tmp_path, inputs, monkeypatch):
@@ -396,18 +414,18 @@ def test_a_file_system_without_locks(tmp_path, inputs, monkeypatch):
     def refuse(*_, **__):
         raise NotImplementedError("FileSystem does not appear to support flock")
 
-    make, calls = module.train_tokenizer, []
+    make, calls = preparation.train_tokenizer, []
 
     def another_is_faster(*arguments):
         calls.append(arguments)
         if len(calls) == 1:
-            prepare_tokenizer(options(inputs, tmp_path / "out", tokenizer_only=True))
+            prepare_shared(options(inputs, tmp_path / "out"))
         return make(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(filelock.FileLock, "acquire", refuse)
-        patch.setattr(module, "train_tokenizer", another_is_faster)
-        prepare_tokenizer(options(inputs, tmp_path / "out", tokenizer_only=True))
+        patch.setattr(preparation, "train_tokenizer", another_is_faster)
+        prepare_shared(options(inputs, tmp_path / "out"))
         assert len(calls) == 2
         prepare_parts(inputs, tmp_path / "out")
         assert join(tmp_path / "out").splits["train"].documents
@@ -416,7 +434,9 @@ def test_a_file_system_without_locks(tmp_path, inputs, monkeypatch):
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig, preparation
+from matmix.data.prepare.text.preparation import TextPreparation
 print("ready", flush=True)
 while not Path(sys.argv[3]).exists():
     time.sleep(0.01)

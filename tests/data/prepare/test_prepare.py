@@ -17,7 +17,8 @@ import zstandard
 from matmix.data.formats.mds import Mds
 from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
-from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig
 from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.tokenizer import Tokenizer
@@ -203,7 +204,7 @@ def test_webdataset_size_limit(tmp_path):
 
 
 def test_result_does_not_depend_on_processes(tmp_path, texts, monkeypatch):
-    from matmix.data.prepare import readers
+    from matmix.data.prepare.text import readers
 
     monkeypatch.setattr(readers, "CHUNK_BYTES", 4000)
     prepare(options(tmp_path, out=str(tmp_path / "one")))
@@ -302,9 +303,10 @@ def test_tokenizer_sample_is_bounded(tmp_path, told):
 def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     """The options make a command line, and progress without a terminal is plain lines."""
     program = (
-        "import logging, tyro, matmix.data.prepare.command as p, matmix.data.progress as r;"
+        "import logging, tyro, matmix.data.progress as r;"
+        "from matmix.data.prepare import command as p, text as t;"
         "logging.basicConfig(level='INFO');"
-        "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(p.PrepareConfig))"
+        "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(t.PrepareConfig))"
     )
     call = [
         sys.executable,
@@ -366,6 +368,7 @@ def test_bundled_corpora(tmp_path):
 
 
 def test_workers_do_not_pay_for_torch():
-    program = "import sys, matmix.data.prepare.pool; print('torch' in sys.modules or 'streaming' in sys.modules)"
+    modules = "matmix.data.prepare.pool, matmix.data.prepare.text.preparation"
+    program = f"import sys, {modules}; print({{'torch', 'streaming'}} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "set()"

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from matmix.data.prepare import command as module
-from matmix.data.prepare import readers
-from matmix.data.prepare.command import PrepareConfig, prepare
+from matmix.data.prepare.command import prepare
+from matmix.data.prepare.text import PrepareConfig, readers
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 
@@ -112,11 +112,12 @@ def test_same_again_does_nothing(tmp_path, capfd):
 PROGRAM = """
 import logging
 import sys
-from matmix.data.prepare import command as prepare, readers
+from matmix.data.prepare import command as prepare
+from matmix.data.prepare.text import PrepareConfig, readers
 if __name__ == "__main__":
     logging.basicConfig(level="INFO", format="%(message)s")
     prepare.STATE_SECONDS, prepare.STATE_SHARE, readers.CHUNK_BYTES = 0, float("inf"), 20_000
-    prepare.prepare(prepare.PrepareConfig(
+    prepare.prepare(PrepareConfig(
         inputs=(sys.argv[1],), out=sys.argv[2], vocab_size=300, validation_fraction=0.3,
         shard_megabytes=0.02, processes=int(sys.argv[3])))
 """

@@ -11,8 +11,7 @@ from object_store import running_store
 from matmix.data.config import DataConfig
 from matmix.data.modalities import build_loader
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.upload import prepare_to_url
+from matmix.data.prepare.text import PrepareConfig
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import RemoteError, scratch_folder
 
@@ -47,19 +46,19 @@ def test_prepare_into_a_store_gives_what_a_folder_gets(store, tmp_path, capsys):
     expected = local_files(tmp_path / "local")
     assert len(expected) > 5
     capsys.readouterr()
-    prepare_to_url(options(tmp_path, f"{store.url}/sets/x"))
+    prepare(options(tmp_path, f"{store.url}/sets/x"))
     assert f"next: matmix train RECIPE.toml --data.path {store.url}/sets/x\n" in capsys.readouterr().out
     assert remote_files(store, "sets/x") == expected
     assert not scratch_folder("prepare", f"{store.url}/sets/x").exists()
     writes = [path for method, path in store.requests if method == "PUT"]
     assert writes[-1].endswith("/manifest.json")
     # The same again writes nothing; other options, or a place with something else in it, are refused.
-    prepare_to_url(options(tmp_path, f"{store.url}/sets/x"))
+    prepare(options(tmp_path, f"{store.url}/sets/x"))
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"sets/x holds another preparation \(vocab_size 290 there, 300 here\)"):
-        prepare_to_url(options(tmp_path, f"{store.url}/sets/x", vocab_size=300))
+        prepare(options(tmp_path, f"{store.url}/sets/x", vocab_size=300))
     with pytest.raises(ValueError, match=r"sets is not empty and holds no preparation of matmix"):
-        prepare_to_url(options(tmp_path, f"{store.url}/sets"))
+        prepare(options(tmp_path, f"{store.url}/sets"))
     assert [path for method, path in store.requests if method == "PUT"] == writes
 
 
@@ -67,16 +66,16 @@ def test_a_failed_upload_is_continued_by_the_same_command(store, tmp_path, capsy
     url = f"{store.url}/x"
     store.fail(1000, part="shard.00003")
     with pytest.raises(RemoteError, match=rf"^cannot upload {url}/train/shard.00003\S+: .*internal error"):
-        prepare_to_url(options(tmp_path, url))
+        prepare(options(tmp_path, url))
     assert "x/manifest.json" not in store.names()
     with pytest.raises(FileNotFoundError, match=rf"^there is no prepared dataset at {url}"):
         open_dataset(url)
     with pytest.raises(ValueError, match="holds another preparation"):
-        prepare_to_url(options(tmp_path, url, vocab_size=300))
+        prepare(options(tmp_path, url, vocab_size=300))
     before = {path.rpartition("/")[2] for method, path in store.requests if method == "PUT"}
     store.fail(0)
     store.requests.clear()
-    prepare_to_url(options(tmp_path, url))
+    prepare(options(tmp_path, url))
     again = {path.rpartition("/")[2] for method, path in store.requests if method == "PUT"}
     assert {name for name in again if name.startswith("shard.00003")}
     assert not [name for name in again & before if name.startswith(("shard.00000", "tokenizer"))]
@@ -87,7 +86,7 @@ def test_a_failed_upload_is_continued_by_the_same_command(store, tmp_path, capsy
 @pytest.mark.parametrize("format", ["mds", "webdataset"])
 def test_batches_from_a_store_equal_those_from_a_folder(store, tmp_path, format):
     prepare(options(tmp_path, str(tmp_path / "local"), format=format))
-    prepare_to_url(options(tmp_path, f"{store.url}/x", format=format))
+    prepare(options(tmp_path, f"{store.url}/x", format=format))
 
     def batches(path: str, workers: int) -> list:
         loader = build_loader(
@@ -109,7 +108,7 @@ def test_batches_from_a_store_equal_those_from_a_folder(store, tmp_path, format)
 
 
 def test_shards_that_are_damaged_truncated_or_missing_in_the_store(store, tmp_path):
-    prepare_to_url(options(tmp_path, f"{store.url}/x"))
+    prepare(options(tmp_path, f"{store.url}/x"))
     shards = json.loads(store.get("x/manifest.json"))["splits"]["train"]["shards"]
     key = f"x/train/{shards[1]['file']}"
     whole = store.get(key)

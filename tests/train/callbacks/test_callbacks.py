@@ -88,7 +88,7 @@ def test_a_profiler_trace_covers_its_window(dataset, tmp_path):
 
 def test_another_tokenizer_than_the_runs_is_refused(dataset, tmp_path):
     from matmix.data.prepare.command import prepare
-    from matmix.data.prepare.config import PrepareConfig
+    from matmix.data.prepare.text import PrepareConfig
 
     run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "2")
     source = str(Path(dataset).parent / "verses.jsonl")

@@ -1,39 +1,84 @@
-"""Which sources of pictures the arguments mean, and what their classes are."""
+"""Finds the sources of pictures that the arguments name, and their classes."""
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from matmix.data.artifacts import errors_in_one_line, one_line
-from matmix.data.images.prepare.base import Label, Source
-from matmix.data.images.prepare.config import PrepareImagesConfig
-from matmix.data.images.prepare.folders import ClassFolders, TabledFolder, read_table
-from matmix.data.images.prepare.packaged import PACKAGED
-from matmix.data.images.prepare.parquet import ParquetFile
-from matmix.data.images.prepare.tars import TarFile, read_member
+from matmix.data.images.decode import UnreadablePicture
+from matmix.data.prepare.base import ListedSource
+from matmix.data.prepare.pictures import PrepareImagesConfig
 
+SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
+"""Suffixes of files that are pictures, in lower case."""
+Label = int | str
 _SHARDS = (".tar", ".parquet")
+_MOST_CLASSES = 1 << 20
 
 
-def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Source]:
-    """The sources that arguments name, in their order, files of folders and globs sorted.
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture of a source."""
 
-    Raises FileNotFoundError for what is not there, ValueError (one line) for what cannot be used.
+    name: str
+    """Name in messages."""
+    label: Label
+    """The label in the source's words."""
+    where: Any
+    """What the source needs to read it."""
+
+
+class PictureSource(ListedSource):
+    """Pictures that are read one after another. Other processes get a copy that can only `read`."""
+
+    names: tuple[str, ...] | None = None
+    """Classes in the order of the labels, where the source states them."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.path = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It goes to a process with every chunk, and the list of all pictures would be large.
+        return {name: value for name, value in self.__dict__.items() if name not in ("listed", "table")}
+
+    @property
+    def bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @abstractmethod
+    def items(self) -> Sequence[Item]:
+        """Returns the pictures in a fixed order. Raises ValueError (one line) for a source that cannot be used."""
+
+    @abstractmethod
+    def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
+        """Yields the bytes of the files of consecutive items, or why there are none."""
+
+
+def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[PictureSource]:
+    """Returns the sources that arguments name, in their order, files of folders and globs sorted.
+
+    Raises FileNotFoundError for missing files, ValueError (one line) for sources that cannot be used.
     """
-    found: dict[str, Source] = {}
+    from matmix.data.prepare.pictures.packed import PACKAGED
+
+    sources: dict[str, PictureSource] = {}
     for item in inputs:
         if item in PACKAGED:
-            found.setdefault(item, PACKAGED[item](item))
+            sources.setdefault(item, PACKAGED[item](item))
             continue
-        for path in _expand(item):
-            if (key := str(path.resolve())) not in found:
-                found[key] = _source(path, config)
-    return list(found.values())
+        for path in _expand(item, PACKAGED):
+            if (key := str(path.resolve())) not in sources:
+                sources[key] = _source(path, config)
+    return list(sources.values())
 
 
-def _expand(item: str) -> list[Path]:
+def _expand(item: str, packaged: Collection[str]) -> list[Path]:
     path = Path(item).expanduser()
     if path.exists():
         shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
@@ -43,12 +88,15 @@ def _expand(item: str) -> list[Path]:
             return paths
         raise FileNotFoundError(f"no file matches the pattern {item}")
     prefix = item.partition(":")[0] + ":"
-    if any(name.startswith(prefix) for name in PACKAGED):
-        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(PACKAGED)}")
-    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(PACKAGED)}")
+    if any(name.startswith(prefix) for name in packaged):
+        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(packaged)}")
+    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(packaged)}")
 
 
-def _source(path: Path, config: PrepareImagesConfig) -> Source:
+def _source(path: Path, config: PrepareImagesConfig) -> PictureSource:
+    from matmix.data.prepare.pictures.files import ClassFolders, TabledFolder, TarFile
+    from matmix.data.prepare.pictures.packed import ParquetFile
+
     name = str(path)
     if path.is_dir():
         if config.labels:
@@ -67,7 +115,9 @@ def _source(path: Path, config: PrepareImagesConfig) -> Source:
 
 
 def _table(source: Path, config: PrepareImagesConfig) -> dict[str, Label]:
-    """The table of the labels: a file of its own, or one that lies in the source."""
+    """Returns the table of the labels, which is a file of its own or lies in the source."""
+    from matmix.data.prepare.pictures.files import read_member, read_table
+
     path, raw = Path(config.labels).expanduser(), None
     if path.is_file():
         raw = path.read_bytes()
@@ -81,10 +131,9 @@ def _table(source: Path, config: PrepareImagesConfig) -> dict[str, Label]:
 
 
 class Classes:
-    """From labels as sources have them to numbers."""
+    """Maps the labels of sources to numbers. stated: where the names of the classes are from, for errors."""
 
     def __init__(self, names: Sequence[str], stated: str) -> None:
-        """stated: where the names are from, for errors."""
         self.names = tuple(names)
         if odd := [name for name in self.names if not name or one_line(name) != name]:
             raise ValueError(f"the class {odd[0]!r:.100} of {stated} has no name, or control characters in it")
@@ -92,15 +141,15 @@ class Classes:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     @classmethod
-    def find(cls, sources: Sequence[Source], file: str) -> Classes:
-        """Those in a file, those that the sources state, or the labels found: their names sorted, or for numbers as
-        many as the largest says."""
+    def find(cls, sources: Sequence[PictureSource], file: str) -> Classes:
+        """Returns the classes that a file names, that the sources state, or that all labels are: their names sorted, or
+        the numbers up to the largest one."""
         if file:
             return cls(_names_in(file), file)
         stated = {source.names for source in sources}
         if len(stated) == 1 and (names := stated.pop()):
             return cls(names, sources[0].name)
-        labels = {str(label) for source in sources for label in source.labels()}
+        labels = {str(item.label) for source in sources for item in source.items()}
         if not labels:
             raise ValueError(f"there are no pictures in {', '.join(source.name for source in sources)}")
         where = "the labels found"
@@ -113,7 +162,7 @@ class Classes:
 
     @errors_in_one_line()
     def number(self, label: Label, where: str) -> int:
-        """The number of a label's class. Raises ValueError (one line) where there is no such class."""
+        """Returns the number of a label's class. Raises ValueError (one line) where there is no such class."""
         if isinstance(label, str) and label in self._numbers:
             return self._numbers[label]
         try:
@@ -125,9 +174,6 @@ class Classes:
             last = len(self.names) - 1
             raise ValueError(f"{where}: label {number} is out of range: {self.stated} has the classes 0 to {last}")
         return number
-
-
-_MOST_CLASSES = 1 << 20
 
 
 def _names_in(file: str) -> list[str]:

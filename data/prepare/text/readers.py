@@ -1,38 +1,47 @@
-"""Input files as a stream of chunks of raw records, from any position.
+"""Reads text files as a stream of chunks of raw records, from any position, and cuts the stream into parts.
 
-The records of a source are lines (.jsonl), documents (.txt) or rows (.parquet); reading cuts them into chunks
-of about `CHUNK_BYTES`, which other processes turn into documents (documents.py). For text formats a position
-is a byte offset in the decompressed file, so that reading can go on where it was left.
+The records of a source are lines (.jsonl), documents (.txt) or rows (.parquet). Reading cuts them into chunks of about
+`CHUNK_BYTES`, which other processes turn into documents (documents.py). A position in a text is a byte offset in the
+decompressed file, so that reading can continue there.
+
+For parts, the input counts as one line of bytes, all files one after another, cut at k/n of its length; each cut then
+moves to where a record begins. A file that can be entered anywhere (lines of uncompressed text, rows of a .parquet
+file) is cut at the next record. One that can only be read from its beginning (compressed text, or a text that is cut
+into pieces of `max_document_chars`) stays whole in one part unless it is larger than a part; then it is read through
+once to find its records. So the cuts follow from the input, its options and n, and parts in order give the documents in
+order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matmix.data.artifacts import one_line
-from matmix.data.prepare.documents import ReadOptions, decode, split_text
-from matmix.data.prepare.sources import Chunk, Position, Source
+from matmix.data.prepare.base import Chunk, Position
+from matmix.data.prepare.text import ReadOptions
+from matmix.data.prepare.text.documents import decode, split_text
+from matmix.data.prepare.text.sources import BOM, TextFile
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyarrow import parquet
 
 CHUNK_BYTES = 1 << 20
-# A .txt file that is one document is read and tokenised in one piece; a larger one would need gigabytes of
-# memory.
+# A .txt file that is one document is read and tokenised in one piece; a larger one would need gigabytes of memory.
 LARGEST_TEXT_DOCUMENT = 1 << 26
-_BOM = b"\xef\xbb\xbf"
+# Bytes of a text that is read through, for each of which at most one end of a record is remembered.
+REMEMBERED_BYTES = 1 << 16
 
 
 def read_chunks(
-    sources: Sequence[Source], options: ReadOptions, start: Position | None = None, stop: Position | None = None
+    sources: Sequence[TextFile], options: ReadOptions, start: Position | None = None, stop: Position | None = None
 ) -> Iterator[Chunk]:
-    """Chunks of all sources in order, from a position on and up to another (where a record begins).
+    """Yields chunks of all sources in order, from a position on and up to another (where a record begins).
 
     Raises ValueError for a damaged or non-UTF-8 file and for a .parquet file without the text column.
     """
@@ -48,26 +57,11 @@ def read_chunks(
         yield from reader(source, options, position, limit)
 
 
-@contextlib.contextmanager
-def _parquet(source: Source, **options: object) -> Iterator[parquet.ParquetFile]:
-    """A .parquet file, open. Raises ValueError (one line) where reading it meets damage."""
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        with parquet.ParquetFile(source.path, **options) as file:
-            yield file
-    except FileNotFoundError:
-        raise
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise ValueError(f"{source.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
-
-
-def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
+def _read_parquet(source: TextFile, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
     name = options.text_field
     _check_column(source, name)
     # As a dictionary, so that a long value that stands in many rows is in memory once until it is cut to size.
-    with _parquet(source, read_dictionary=[name]) as file:
+    with source.parquet(read_dictionary=[name]) as file:
         row = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
@@ -86,17 +80,11 @@ def _read_parquet(source: Source, options: ReadOptions, start: Position, limit: 
                     return
 
 
-def rows_of(source: Source) -> int:
-    """Rows of a .parquet file. Raises ValueError if it is none."""
-    with _parquet(source) as file:
-        return file.metadata.num_rows
-
-
-def _check_column(source: Source, name: str) -> None:
+def _check_column(source: TextFile, name: str) -> None:
     """Raises ValueError unless a .parquet file has a column of text under this name."""
     import pyarrow
 
-    with _parquet(source) as file:
+    with source.parquet() as file:
         schema = file.schema_arrow
     if name not in schema.names:
         raise ValueError(
@@ -110,9 +98,9 @@ def _check_column(source: Source, name: str) -> None:
 
 
 def _portions(
-    values: pyarrow.DictionaryArray, source: Source, options: ReadOptions, row: int
+    values: pyarrow.DictionaryArray, source: TextFile, options: ReadOptions, row: int
 ) -> Iterator[list[object]]:
-    """Rows in portions of about `CHUNK_BYTES`, `row` rows of the file coming before them."""
+    """Yields rows in portions of about `CHUNK_BYTES`; `row` rows of the file come before them."""
     import pyarrow.compute as compute
 
     lengths = compute.binary_length(values.dictionary).take(values.indices)
@@ -129,11 +117,11 @@ def _portions(
         yield values[begin:].to_pylist()
 
 
-def _read_text(source: Source, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
+def _read_text(source: TextFile, options: ReadOptions, start: Position, limit: int | None) -> Iterator[Chunk]:
     begin, records, size = start, [], 0
     with source.open(start.offset) as (stream, raw):
-        if start.offset == 0 and stream.peek(3)[:3] == _BOM:
-            begin = replace(start, offset=len(stream.read(3)))
+        if start.offset == 0 and stream.peek(3)[:3] == BOM:
+            size = len(stream.read(3))
         # None comes after the last record of the file.
         for record in itertools.chain(_records(stream, source, options, start.line), [None]):
             if record is not None:
@@ -150,18 +138,18 @@ def _read_text(source: Source, options: ReadOptions, start: Position, limit: int
                 return
 
 
-def record_offsets(source: Source, options: ReadOptions) -> Iterator[int]:
-    """Where the records of a text file end, in bytes of the decompressed file, by reading all of it."""
+def record_offsets(source: TextFile, options: ReadOptions) -> Iterator[int]:
+    """Yields where the records of a text file end, in bytes of the decompressed file, by reading all of it."""
     with source.open() as (stream, _):
-        offset = len(stream.read(3)) if stream.peek(3)[:3] == _BOM else 0
+        offset = len(stream.read(3)) if stream.peek(3)[:3] == BOM else 0
         for record in _records(stream, source, options, 1):
             offset += len(record)
             yield offset
 
 
-def next_record(source: Source, options: ReadOptions, offset: int) -> int:
-    """Where the first record begins that is sure to begin at or after a byte of an uncompressed text file (its size if
-    none does): what stands before `offset` is not read, so of records of several lines one may be passed over."""
+def next_record(source: TextFile, options: ReadOptions, offset: int) -> int:
+    """Returns where the first record begins that surely begins at or after a byte of an uncompressed text (its size if
+    none does). What stands before `offset` is not read, so that one record of several lines may be passed over."""
     if offset == 0:
         return 0
     with open(source.path, "rb") as file:
@@ -174,8 +162,8 @@ def next_record(source: Source, options: ReadOptions, offset: int) -> int:
         return position + len(next(_groups(rows, source, options, 1), b""))
 
 
-def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
-    """Raw records of a text file; put together they are the file. Raises ValueError at one that is too long."""
+def _records(stream: io.BufferedReader, source: TextFile, options: ReadOptions, line: int) -> Iterator[bytes]:
+    """Yields the raw records of a text file; joined, they are the file. Raises ValueError at one that is too long."""
     rows = _rows(stream, source, options, line)
     if source.kind == "jsonl" or options.text_documents == "line":
         yield from rows
@@ -185,8 +173,8 @@ def _records(stream: io.BufferedReader, source: Source, options: ReadOptions, li
         yield from _groups(rows, source, options, line)
 
 
-def _rows(stream: io.BufferedReader, source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
-    """The lines of a text file, none of them longer in memory than it may be."""
+def _rows(stream: io.BufferedReader, source: TextFile, options: ReadOptions, line: int) -> Iterator[bytes]:
+    """Yields the lines of a text file. Raises ValueError at one that is too long."""
     longest = options.longest_line
     while row := stream.readline(longest + 1):
         if len(row) > longest:
@@ -202,8 +190,8 @@ def _too_long(name: str, where: str, options: ReadOptions) -> ValueError:
     )
 
 
-def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: int) -> Iterator[bytes]:
-    """Lines up to and with the one that ends a record (of blank lines, the last of a run of them)."""
+def _groups(rows: Iterable[bytes], source: TextFile, options: ReadOptions, line: int) -> Iterator[bytes]:
+    """Yields records that end with a separator, or with the last blank line of a run of them."""
     paragraphs, mark = options.text_documents == "paragraph", options.document_separator.strip().encode()
     group: list[bytes] = []
     ended, size = False, 0
@@ -222,8 +210,8 @@ def _groups(rows: Iterable[bytes], source: Source, options: ReadOptions, line: i
         yield b"".join(group)
 
 
-def _whole_file(lines: Iterable[bytes], source: Source, max_chars: int, line: int) -> Iterator[bytes]:
-    """The file as one record, or pieces of it of at most `max_chars` characters without holding it whole."""
+def _whole_file(lines: Iterable[bytes], source: TextFile, max_chars: int, line: int) -> Iterator[bytes]:
+    """Yields the file as one record, or in pieces of at most `max_chars` characters without holding it whole."""
     limit = max(4 * CHUNK_BYTES, 16 * max_chars) if max_chars else LARGEST_TEXT_DOCUMENT
     rows: list[bytes] = []
     size = 0
@@ -247,5 +235,44 @@ def _whole_file(lines: Iterable[bytes], source: Source, max_chars: int, line: in
         yield from _pieces(whole, source, max_chars, line) if max_chars else [whole]
 
 
-def _pieces(raw: bytes, source: Source, max_chars: int, line: int) -> list[bytes]:
+def _pieces(raw: bytes, source: TextFile, max_chars: int, line: int) -> list[bytes]:
     return [piece.encode("utf-8") for piece in split_text(decode(raw, source.name, line), max_chars)]
+
+
+def find_cuts(sources: Sequence[TextFile], options: ReadOptions, parts: int) -> list[Position]:
+    """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k.
+
+    Raises ValueError as reading does.
+    """
+    starts = [0, *itertools.accumulate(s.bytes for s in sources)]
+    total, share = starts[-1], -(-starts[-1] // parts)
+    wanted: dict[int, list[int]] = {}
+    cuts = [Position()]
+    for number in range(1, parts):
+        place = total * number // parts
+        index = bisect_right(starts, place) - 1
+        wanted.setdefault(min(index, len(sources) - 1), []).append(place - starts[index])
+    for index, places in wanted.items():
+        for offset in _cut(sources[index], options, places, share):
+            cuts.append(Position(source=index + 1) if offset is None else Position(source=index, offset=offset))
+    return [*cuts, Position(source=len(sources))]
+
+
+def _cut(source: TextFile, options: ReadOptions, places: Sequence[int], share: int) -> list[int | None]:
+    """Returns the offsets of records to cut at for ascending places in the file's bytes; None for its end."""
+    if source.kind == "parquet":
+        rows = source.end
+        return [row if row < rows else None for row in (rows * place // max(1, source.bytes) for place in places)]
+    whole = source.kind == "txt" and options.text_documents == "file"
+    if not whole and not source.compression:
+        offsets = [next_record(source, options, place) for place in places]
+        return [offset if offset < source.bytes else None for offset in offsets]
+    if source.bytes <= share or (whole and not options.max_document_chars):
+        return [0 if 2 * place < source.bytes else None for place in places]
+    ends, last = array("q"), 0
+    for last in record_offsets(source, options):
+        if last - (ends[-1] if ends else 0) >= REMEMBERED_BYTES:
+            ends.append(last)
+    ends.insert(0, 0)
+    chosen = [bisect_left(ends, last * place // source.bytes) for place in places]
+    return [ends[i] if i < len(ends) and ends[i] < last else None for i in chosen]

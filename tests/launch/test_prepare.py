@@ -21,7 +21,7 @@ def test_from_a_folder_to_a_dataset(tmp_path, capfd):
 
 
 BAD = {
-    "no source": ([], "no source given"),
+    "no source": ([], "no input given"),
     "missing": (["nowhere"], "nowhere does not exist"),
     "member": (["{tar}"], "sample 2 has no member with the label"),
     "quality": (["sklearn:digits", "--quality", "0"], "quality must be in [1, 100], got 0"),

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from matmix.data.prepare import tokenizer_training as module
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.config import PrepareConfig
-from matmix.data.prepare.tokenizer_training import train_in
+from matmix.data.prepare.text import PrepareConfig
+from matmix.data.prepare.text import preparation as module
+from matmix.data.prepare.text.preparation import train_in
 from matmix.data.tokenizer import train_sentencepiece
 
 TEXTS = ["the king speaks\nto the queen\r\n", "café 日本語 \u2028 of a land far away"]

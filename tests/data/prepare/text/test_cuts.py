@@ -11,12 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from matmix.data.prepare import cuts as prepare_cuts
-from matmix.data.prepare import readers
-from matmix.data.prepare.cuts import find_cuts
-from matmix.data.prepare.documents import ReadOptions, documents_of
-from matmix.data.prepare.readers import Position, read_chunks
-from matmix.data.prepare.sources import find_sources
+from matmix.data.prepare.base import Position
+from matmix.data.prepare.text import ReadOptions, readers
+from matmix.data.prepare.text.documents import documents_of
+from matmix.data.prepare.text.readers import find_cuts, read_chunks
+from matmix.data.prepare.text.sources import find_sources
 
 TEXTS = [f"document {i}" + " and words" * (i * 7 % 23) + f"\n\nsecond paragraph {i}\nlast line" for i in range(60)]
 COMPRESS = {
@@ -30,7 +29,7 @@ COMPRESS = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(prepare_cuts, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(readers, "REMEMBERED_BYTES", 1)
 
 
 def write(folder, name, texts):
@@ -100,7 +99,7 @@ def test_small_compressed_files_are_not_read_to_be_cut(tmp_path, monkeypatch):
     for number in range(8):
         write(tmp_path, f"{number}.jsonl.gz", TEXTS)
     sources, _ = find_sources([str(tmp_path)])
-    monkeypatch.setattr(prepare_cuts, "record_offsets", lambda *_: pytest.fail("read through"))
+    monkeypatch.setattr(readers, "record_offsets", lambda *_: pytest.fail("read through"))
     cuts = find_cuts(sources, ReadOptions(), 4)
     assert cuts == [Position(source=i) for i in (0, 2, 4, 6, 8)]
 

@@ -12,10 +12,11 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matmix.data.prepare import readers
-from matmix.data.prepare.documents import Malformed, ReadOptions, documents_of, split_text
-from matmix.data.prepare.readers import read_chunks
-from matmix.data.prepare.sources import find_sources
+from matmix.data.prepare.base import Malformed
+from matmix.data.prepare.text import ReadOptions, readers
+from matmix.data.prepare.text.documents import documents_of, split_text
+from matmix.data.prepare.text.readers import read_chunks
+from matmix.data.prepare.text.sources import find_sources
 
 COMPRESS = {
     "": lambda raw: raw,

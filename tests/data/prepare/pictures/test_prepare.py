@@ -15,9 +15,9 @@ from pyarrow import parquet
 
 from matmix.data.formats.base import unpack
 from matmix.data.images.decode import decode
-from matmix.data.images.prepare import command
-from matmix.data.images.prepare.report import CorruptError
 from matmix.data.manifest import Manifest
+from matmix.data.prepare import command
+from matmix.data.prepare.base import BrokenInputError
 from matmix.data.splits.reader import open_dataset, open_pictures
 
 SAMPLES = samples()
@@ -160,7 +160,7 @@ def test_another_encoding(tmp_path):
 def test_corrupt_pictures_are_left_out_counted_and_named(tmp_path, capfd):
     bad = [("bad-1", 0, SAMPLES[0][2][:-30]), ("bad-2", 2, b"")]
     source = write_tree(tmp_path / "tree", [*SAMPLES, *bad])
-    with pytest.raises(CorruptError, match=r"2 of 26 pictures are corrupt.*cat/bad-1\.png: it is truncated"):
+    with pytest.raises(BrokenInputError, match=r"2 of 26 pictures are corrupt.*cat/bad-1\.png: it is truncated"):
         prepare(source, tmp_path / "out")
     out = prepare(source, tmp_path / "out", max_corrupt=0.1)
     assert sorted(held(out)) == everything()
@@ -185,7 +185,7 @@ def test_stopped_at_any_write(tmp_path, monkeypatch, form):
     source = write_tree(tmp_path / "tree", SAMPLES)
     monkeypatch.setattr(command, "STATE_SECONDS", 0)
     monkeypatch.setattr(command, "STATE_SHARE", math.inf)
-    monkeypatch.setattr("matmix.data.images.prepare.base.Source.chunk", 3)
+    monkeypatch.setattr("matmix.data.prepare.base.ListedSource.chunk", 3)
     rename, calls, stop = os.replace, 0, 0
 
     def failing(a, b):

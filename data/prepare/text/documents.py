@@ -1,65 +1,30 @@
-"""Raw records to documents: JSON and UTF-8 decoding, what counts as malformed, cutting of long documents."""
+"""Turns raw records into documents: decodes JSON and UTF-8, finds malformed records, and cuts long documents."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
-from matmix.data.prepare.sources import Chunk
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReadOptions:
-    """How records become documents."""
-
-    text_field: str = "text"
-    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
-    text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
-    """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what
-    stands between lines that consist of the document separator."""
-    document_separator: str = "<|endoftext|>"
-    """The line between two documents of a .txt file, for --text-documents separator."""
-    max_document_chars: int = 0
-    """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words
-    where possible; the pieces are documents of their own. 0: never."""
-    max_line_megabytes: float = 64.0
-    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
-    memory that a file can ask for, also a small compressed one."""
-
-    @property
-    def longest_line(self) -> int:
-        """Bytes of the longest record."""
-        return int(self.max_line_megabytes * (1 << 20))
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """A record that gives no document."""
-
-    line: int
-    """Line of the file, or row of the .parquet file, counted from 1."""
-    reason: str
+from matmix.data.prepare.base import Chunk, Malformed
+from matmix.data.prepare.text import ReadOptions
 
 
 def documents_of(chunk: Chunk, options: ReadOptions) -> Iterator[str | Malformed]:
-    """Documents of a chunk in order; "" for one of white space only. Blank lines of .jsonl files are passed
-    over.
+    """Yields the documents of a chunk in order, "" for one of white space only. Blank lines of .jsonl files give none.
 
-    Raises ValueError at bytes that are not UTF-8, naming file, line and byte.
+    Raises ValueError at bytes that are not UTF-8, with file, line and byte.
     """
     line = chunk.start.line
     for record in chunk.records:
         if isinstance(record, bytes):
-            found, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
+            text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
         else:
-            found, line = _checked(record, f"column {options.text_field!r}", line), line + 1
-        if isinstance(found, Malformed):
-            yield found
-        elif found is not None:
+            text, line = _checked(record, f"column {options.text_field!r}", line), line + 1
+        if isinstance(text, Malformed):
+            yield text
+        elif text is not None:
             longest = options.max_document_chars
-            pieces = split_text(found, longest) if longest and found.strip() else [found]
+            pieces = split_text(text, longest) if longest and text.strip() else [text]
             yield from (piece if piece.strip() else "" for piece in pieces)
 
 
@@ -100,7 +65,7 @@ def _checked(value: object, name: str, line: int) -> str | Malformed:
 
 
 def decode(raw: bytes, name: str, first_line: int) -> str:
-    """The text of bytes that begin with line `first_line` of a file. Raises ValueError where they are no UTF-8."""
+    """Returns the text of bytes that begin at line `first_line` of a file. Raises ValueError if they are not UTF-8."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -113,10 +78,10 @@ def decode(raw: bytes, name: str, first_line: int) -> str:
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """Cut a text into pieces of at most `max_chars` characters; put together they are the text.
+    """Cuts a text into pieces of at most `max_chars` characters; joined, they are the text.
 
-    Each cut is the last one possible: after a blank line, or else a line, or else a space, or else anywhere;
-    a kind of cut that would leave less than a quarter of `max_chars` gives way to the next kind.
+    Each cut is the last one possible: after a blank line, or else a line, or else a space, or else anywhere. A kind of
+    cut that would leave less than a quarter of `max_chars` gives way to the next kind.
     """
     pieces: list[str] = []
     start = 0

@@ -1,9 +1,8 @@
-"""Input files: which an argument means, how one is opened, and what is read from it at a time."""
+"""Finds the text files that an argument names, and opens them, decompressed."""
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import io
 import lzma
 import zlib
@@ -11,12 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import zstandard
 
-from matmix.data.artifacts import check_utf8
+from matmix.data.artifacts import check_utf8, one_line
 from matmix.data.corpora import bundled_path
+from matmix.data.prepare.base import Source
+
+if TYPE_CHECKING:
+    from pyarrow import parquet
+
+BOM = b"\xef\xbb\xbf"
 
 SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
     ".txt": "txt",
@@ -25,42 +30,36 @@ SUFFIXES: dict[str, Literal["txt", "jsonl", "parquet"]] = {
     ".json": "jsonl",
     ".parquet": "parquet",
 }
-_DIGESTED = 1 << 16
 _BLOCK = 1 << 20
-# At once, of compressed bytes: one of zstd makes up to 32 KiB, of .xz some 7, of gzip 1, so this bounds the memory.
+# Compressed bytes that are read at once. One of zstd makes up to 32 KiB, of .xz 7, of gzip 1: this bounds the memory.
 _COMPRESSED_BLOCK = 1 << 11
-# For the window of a file, the largest that `zstd --long=31` and `xz --lzma2=dict=1536MiB` ask for (`xz -9e` needs 65
-# MiB). Pages of it that hold no text yet take no memory.
+# The largest window: `zstd --long=31` and `xz --lzma2=dict=1536MiB` ask for that (`xz -9e` needs 65 MiB). Its pages
+# that hold no text yet take no memory.
 _WINDOW_MEMORY = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+@dataclass(frozen=True)
+class TextFile(Source):
     """One input file."""
 
     name: str
-    """What to call it in messages and in the manifest."""
     path: str
     kind: Literal["txt", "jsonl", "parquet"]
     compression: str
     """"" or the suffix .gz, .xz, .zst."""
     bytes: int
-    """Size on the disk."""
 
-    def digest(self) -> str:
-        """Digest of the size and of the first and last 64 KiB: tells versions of a file apart without reading
-        it.
-        """
-        hashed = hashlib.sha256(str(self.bytes).encode())
-        with open(self.path, "rb") as file:
-            hashed.update(file.read(_DIGESTED))
-            file.seek(max(0, self.bytes - _DIGESTED))
-            hashed.update(file.read(_DIGESTED))
-        return hashed.hexdigest()
+    @property
+    def end(self) -> int | None:
+        if self.kind == "parquet":
+            with self.parquet() as file:
+                return file.metadata.num_rows
+        # A file of a byte order mark alone has no records.
+        return None if self.compression or self.bytes <= len(BOM) else self.bytes
 
     @contextmanager
     def open(self, offset: int = 0) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
-        """(the text, from a byte offset of it on; the file itself, which is compressed where the source is).
+        """Opens the text, from a byte offset on, and the file on the disk, which may be compressed.
 
         Raises ValueError (one line) where reading it meets damage.
         """
@@ -71,40 +70,29 @@ class Source:
             kind = self.compression.removeprefix(".")
             raise ValueError(f"{self.name} is damaged, or no {kind} file: {error}") from error
 
+    @contextmanager
+    def parquet(self, **options: object) -> Iterator[parquet.ParquetFile]:
+        """Opens a .parquet file. Raises ValueError (one line) where reading it meets damage."""
+        import pyarrow
+        import pyarrow.parquet as parquet
 
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the next record begins."""
-
-    source: int = 0
-    offset: int = 0
-    """Bytes of the decompressed file, or rows of a .parquet file, before it."""
-    line: int = 1
-    """Its line, or its row, counted from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive records of a source: raw bytes that adjoin in the file, or values of a column."""
-
-    source: Source
-    start: Position
-    end: Position
-    disk_bytes: int
-    """How much of the file was read up to here (for progress)."""
-    records: list[bytes] | list[object]
+        try:
+            with parquet.ParquetFile(self.path, **options) as file:
+                yield file
+        except FileNotFoundError:
+            raise
+        except (pyarrow.ArrowException, OSError, MemoryError) as error:
+            raise ValueError(f"{self.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
 
 
-def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
-    """Files named by paths, folders (with their subfolders), globs and `bundled:NAME`.
+def find_sources(inputs: Sequence[str]) -> tuple[list[TextFile], list[str]]:
+    """Returns the files that paths, folders (with their subfolders), globs and `bundled:NAME` name, without repetition.
 
-    They come in a fixed order, that of the arguments and sorted within each, without repetition. The second
-    list holds the files of folders and globs that were passed over for their suffix.
-
-    Raises FileNotFoundError for a path or pattern without a file, ValueError for a suffix that cannot be
-    read and a name that is no UTF-8.
+    They come in the order of the arguments, sorted within each. The second list holds the files of folders and globs
+    that were passed over for their suffix. Raises FileNotFoundError for a path or pattern without a file, ValueError
+    for a suffix that cannot be read and a name that is not UTF-8.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, TextFile] = {}
     ignored: list[str] = []
     for item in inputs:
         kinds = {path: _kind_of(path) for path in _expand(item)}
@@ -117,12 +105,12 @@ def find_sources(inputs: Sequence[str]) -> tuple[list[Source], list[str]]:
             if kind is not None:
                 check_utf8(str(path), "the file name {}", "rename it")
                 name = item if item.startswith("bundled:") else str(path)
-                sources.setdefault(str(path.resolve()), Source(name, str(path), *kind, path.stat().st_size))
+                sources.setdefault(str(path.resolve()), TextFile(name, str(path), *kind, path.stat().st_size))
     return list(sources.values()), ignored
 
 
 def _expand(item: str) -> list[Path]:
-    """All files that an argument means, whatever their suffix."""
+    """Returns all files that an argument names, whatever their suffix."""
     if item.startswith("bundled:"):
         return [bundled_path(item.removeprefix("bundled:"))]
     if "://" in item:
@@ -136,17 +124,17 @@ def _expand(item: str) -> list[Path]:
             raise FileNotFoundError(f"data path {path} does not exist")
         if not (candidates := sorted(Path(p) for p in glob.glob(str(path), recursive=True))):
             raise FileNotFoundError(f"no file matches the pattern {item}")
-    return [file for found in candidates for file in (_walk(found) if found.is_dir() else [found])]
+    return [file for path in candidates for file in (_walk(path) if path.is_dir() else [path])]
 
 
 def _walk(folder: Path) -> list[Path]:
-    """Files in a folder and its subfolders, none of them hidden."""
+    """Returns the files in a folder and its subfolders, without hidden ones."""
     paths = (folder / name for name in glob.glob("**", root_dir=folder, recursive=True))
     return sorted(path for path in paths if not path.is_dir())
 
 
 def _kind_of(path: Path) -> tuple[Literal["txt", "jsonl", "parquet"], str] | None:
-    """Kind and compression of a file by its name; None where it cannot be read."""
+    """Returns kind and compression of a file by its name; None where it cannot be read."""
     suffix, compression = path.suffix.lower(), ""
     if suffix in _DECODERS:
         compression, suffix = suffix, Path(path.stem).suffix.lower()
@@ -172,12 +160,12 @@ _DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
     ".xz": (lambda: lzma.LZMADecompressor(memlimit=_WINDOW_MEMORY), b"\0"),
     ".zst": (lambda: zstandard.ZstdDecompressor(max_window_size=_WINDOW_MEMORY).decompressobj(), b""),
 }
-"""Suffix -> what decompresses one frame, and the bytes that may stand between frames."""
+"""Suffix -> a function that makes the decompressor of one frame, and the bytes that may stand between frames."""
 
 
 class _Frames(io.RawIOBase):
-    """Compressed frames in a row, with a bound on the memory, which the reader of lzma lacks; one that ends early is an
-    error, which the reader of zstandard lacks."""
+    """Reads compressed frames in a row. It bounds the memory, unlike the reader of lzma, and refuses a frame that ends
+    early, unlike that of zstandard."""
 
     def __init__(self, raw: io.BufferedReader, compression: str) -> None:
         self._raw, (self._new, self._padding) = raw, _DECODERS[compression]

@@ -1,1 +1,0 @@
-"""From files of pictures to a dataset of picture shards."""

@@ -1,0 +1,94 @@
+"""Options of `matmix prepare`: from text files to shards of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from matmix.data.prepare.base import PrepareOptions
+
+if TYPE_CHECKING:
+    from matmix.data.prepare.text.preparation import TextPreparation
+
+OF_TRAINING = ("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization")
+"""Options that `train_sentencepiece` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How records become documents."""
+
+    text_field: str = "text"
+    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
+    text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
+    """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what stands between
+    lines that consist of the document separator."""
+    document_separator: str = "<|endoftext|>"
+    """The line between two documents of a .txt file, for --text-documents separator."""
+    max_document_chars: int = 0
+    """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words where
+    possible; the pieces are documents of their own. 0: never."""
+    max_line_megabytes: float = 64.0
+    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
+    memory that a file can ask for, also a small compressed one."""
+
+    @property
+    def longest_line(self) -> int:
+        """Bytes of the longest record."""
+        return int(self.max_line_megabytes * (1 << 20))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig(PrepareOptions, ReadOptions):
+    """Text files to shards of tokens."""
+
+    verb: ClassVar[str] = "matmix prepare"
+    without_effect: ClassVar[Sequence[str]] = (
+        *PrepareOptions.without_effect,
+        *("tokenizer", "max_line_megabytes", "max_malformed"),
+    )
+
+    tokenizer: str = ""
+    """An existing sentencepiece .model, tokenizer.json, or folder with one of them. Empty: train a sentencepiece model
+    on the text."""
+    vocab_size: int = 8192
+    """Number of ids of a trained tokenizer, with its 7 special tokens, the line break and the 256 bytes."""
+    model_type: Literal["bpe", "unigram", "char"] = "bpe"
+    """Kind of a trained tokenizer; char has one id a character, and vocab_size bounds their number."""
+    byte_fallback: bool = True
+    """Spell characters that the vocabulary lacks as bytes (else they become <unk>)."""
+    character_coverage: float = 0.9995
+    """Share of the characters of the sample that get an id of their own."""
+    normalization: Literal["identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf"] = "identity"
+    """What a trained tokenizer does to text first. Only identity gives back the same text; _cf folds case."""
+    sample_megabytes: float = 64.0
+    """How much text a tokenizer is trained on: the beginning of each file, by its share of all bytes."""
+    max_malformed: float = 0.01
+    """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
+
+    def limits(self) -> list[tuple[str, bool, str]]:
+        return [
+            ("max_document_chars", self.max_document_chars == 0 or self.max_document_chars >= 16, "0 or at least 16"),
+            ("vocab_size", self.vocab_size >= 1, "at least 1"),
+            ("sample_megabytes", self.sample_megabytes > 0, "above 0"),
+            ("max_line_megabytes", self.max_line_megabytes > 0, "above 0"),
+            ("max_malformed", 0 <= self.max_malformed <= 1, "in [0, 1]"),
+            ("character_coverage", 0 < self.character_coverage <= 1, "in (0, 1]"),
+            *super().limits(),
+        ]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text_documents == "separator" and not self.document_separator.strip():
+            raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
+
+    def of_contents(self) -> dict[str, Any]:
+        left_out = (*OF_TRAINING, "sample_megabytes") if self.tokenizer else ()
+        return {name: value for name, value in super().of_contents().items() if name not in left_out}
+
+    @classmethod
+    def kind(cls) -> type[TextPreparation]:
+        from matmix.data.prepare.text.preparation import TextPreparation
+
+        return TextPreparation
