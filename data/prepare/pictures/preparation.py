@@ -22,7 +22,8 @@ from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.prepare.base import Chunk, Documents, Malformed, Preparation, in_validation
 from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.prepare.pictures.sources import Classes, Item, PictureSource, find_sources
+from matmix.data.prepare.pictures.files import Item, PictureSource
+from matmix.data.prepare.pictures.sources import Classes, find_sources
 
 # Places in the sums: pixels, their sums (R, G, B, L), sums of their squares, pictures, sums of widths and heights,
 # smallest and largest widths and heights; then the pictures of each class in each split.

@@ -3,61 +3,24 @@
 from __future__ import annotations
 
 import glob
-from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matmix.data.artifacts import errors_in_one_line, one_line
-from matmix.data.images.decode import UnreadablePicture
-from matmix.data.prepare.base import ListedSource
 from matmix.data.prepare.pictures import PrepareImagesConfig
+from matmix.data.prepare.pictures.files import (
+    ClassFolders,
+    Label,
+    PictureSource,
+    TabledFolder,
+    TarFile,
+    read_member,
+    read_table,
+)
+from matmix.data.prepare.pictures.packed import PACKAGED, ParquetFile
 
-SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
-"""Suffixes of files that are pictures, in lower case."""
-Label = int | str
 _SHARDS = (".tar", ".parquet")
 _MOST_CLASSES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One picture of a source."""
-
-    name: str
-    """Name in messages."""
-    label: Label
-    """The label in the source's words."""
-    where: Any
-    """What the source needs to read it."""
-
-
-class PictureSource(ListedSource):
-    """Pictures that are read one after another. Other processes get a copy that can only `read`."""
-
-    names: tuple[str, ...] | None = None
-    """Classes in the order of the labels, where the source states them."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        self.name = name
-        self.path = path
-
-    def __getstate__(self) -> dict[str, Any]:
-        # It goes to a process with every chunk, and the list of all pictures would be large.
-        return {name: value for name, value in self.__dict__.items() if name not in ("listed", "table")}
-
-    @property
-    def bytes(self) -> int:
-        return self.path.stat().st_size
-
-    @abstractmethod
-    def items(self) -> Sequence[Item]:
-        """Returns the pictures in a fixed order. Raises ValueError (one line) for a source that cannot be used."""
-
-    @abstractmethod
-    def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
-        """Yields the bytes of the files of consecutive items, or why there are none."""
 
 
 def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[PictureSource]:
@@ -65,20 +28,18 @@ def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Pic
 
     Raises FileNotFoundError for missing files, ValueError (one line) for sources that cannot be used.
     """
-    from matmix.data.prepare.pictures.packed import PACKAGED
-
     sources: dict[str, PictureSource] = {}
     for item in inputs:
         if item in PACKAGED:
             sources.setdefault(item, PACKAGED[item](item))
             continue
-        for path in _expand(item, PACKAGED):
+        for path in _expand(item):
             if (key := str(path.resolve())) not in sources:
                 sources[key] = _source(path, config)
     return list(sources.values())
 
 
-def _expand(item: str, packaged: Collection[str]) -> list[Path]:
+def _expand(item: str) -> list[Path]:
     path = Path(item).expanduser()
     if path.exists():
         shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
@@ -88,15 +49,12 @@ def _expand(item: str, packaged: Collection[str]) -> list[Path]:
             return paths
         raise FileNotFoundError(f"no file matches the pattern {item}")
     prefix = item.partition(":")[0] + ":"
-    if any(name.startswith(prefix) for name in packaged):
-        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(packaged)}")
-    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(packaged)}")
+    if any(name.startswith(prefix) for name in PACKAGED):
+        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(PACKAGED)}")
+    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(PACKAGED)}")
 
 
 def _source(path: Path, config: PrepareImagesConfig) -> PictureSource:
-    from matmix.data.prepare.pictures.files import ClassFolders, TabledFolder, TarFile
-    from matmix.data.prepare.pictures.packed import ParquetFile
-
     name = str(path)
     if path.is_dir():
         if config.labels:
@@ -116,8 +74,6 @@ def _source(path: Path, config: PrepareImagesConfig) -> PictureSource:
 
 def _table(source: Path, config: PrepareImagesConfig) -> dict[str, Label]:
     """Returns the table of the labels, which is a file of its own or lies in the source."""
-    from matmix.data.prepare.pictures.files import read_member, read_table
-
     path, raw = Path(config.labels).expanduser(), None
     if path.is_file():
         raw = path.read_bytes()
