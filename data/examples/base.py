@@ -190,6 +190,16 @@ class Examples:
         needed = (*self.needed, "label")
         return list(read_rows(self.config.path("train"), self.config, needed, self.optional).columns["label"])
 
+    def find_classes(self, names: Callable[[Any], Iterable[Any]] = lambda cell: [cell]) -> None:
+        """Sets `classes`, and one output for each: those that the config names, or those in the training examples.
+
+        names: the classes in a cell of the label column.
+        """
+        self.classes = Classes(self.config.labels)
+        if not self.config.labels:
+            self.classes = Classes.found(name for cell in self.training_labels for name in names(cell))
+        self.outputs = len(self.classes)
+
     def __len__(self) -> int:
         return len(self.rows)
 

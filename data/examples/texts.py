@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from matmix.data.config import ExamplesConfig
-from matmix.data.examples.base import Classes, Document, Encoder, Example, Examples, as_list, read_number
+from matmix.data.examples.base import Document, Encoder, Example, Examples, as_list, read_number
 from matmix.data.loading.masking import IGNORED
 
 
@@ -34,8 +34,7 @@ class ClassTexts(Texts):
 
     def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
         super().__init__(config, encoder, split)
-        self.classes = Classes(config.labels) if config.labels else Classes.found(self.training_labels)
-        self.outputs = len(self.classes)
+        self.find_classes()
         for number, value in enumerate(self.rows.columns.get("label", ())):
             if value is not None:
                 self.classes.number(value, partial(self.rows.where, number))
@@ -52,9 +51,7 @@ class MultiLabelTexts(Texts):
 
     def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
         super().__init__(config, encoder, split)
-        names = [name for cell in self.training_labels for name in as_list(cell, ",")] if not config.labels else []
-        self.classes = Classes(config.labels) if config.labels else Classes.found(names)
-        self.outputs = len(self.classes)
+        self.find_classes(partial(as_list, separator=","))
         for number in range(len(self)):
             self.label(number)
 
@@ -165,9 +162,7 @@ class Words(Examples):
 
     def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
         super().__init__(config, encoder, split)
-        names = [name for cell in self.training_labels for name in as_list(cell)] if not config.labels else []
-        self.classes = Classes(config.labels) if config.labels else Classes.found(names)
-        self.outputs = len(self.classes)
+        self.find_classes(as_list)
         for number in range(len(self)):
             self._labels(number, len(as_list(self.cell("text", number))))
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +24,7 @@ from matmix.data.storage.remote import is_url
 if TYPE_CHECKING:
     from matmix.data.loading.loader import Loader
     from matmix.data.loading.rows import Rows
+    from matmix.data.splits.reader import TokenShards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,24 @@ class Reading:
     """Samples in one optimizer step over all ranks."""
     tokenizer_sha256: str | None = None
     """Refuse data made with another tokenizer than this; None = any."""
+
+
+def shard_options(data: DataConfig) -> dict[str, Any]:
+    """Returns how the shards of prepared datasets are read: options of `TokenShards`."""
+    return {
+        "cache_dir": data.cache_dir,
+        "verify": data.verify,
+        # A sequence may cross into the next block: keep two blocks open.
+        "keep_open": 2 * data.shuffle_block + 2,
+        "skip_damaged": data.skip_damaged,
+        "cache_bytes": data.cache_bytes,
+    }
+
+
+def contents_digest(shards: TokenShards, *others: str) -> str:
+    """Returns a digest of the contents of a split and of `others`, whatever path it lies at."""
+    contents = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
+    return hashlib.sha256(json.dumps([*contents, *others]).encode()).hexdigest()[:16]
 
 
 class Opened(NamedTuple):

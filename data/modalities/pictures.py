@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from types import MappingProxyType
 
@@ -13,7 +11,7 @@ import numpy as np
 from matmix.data.config import DataConfig, datasets_of
 from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
-from matmix.data.modalities.base import Modality, Opened, Reading
+from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
 from matmix.data.splits.reader import open_pictures
 from matmix.data.storage.storage import Storage
 
@@ -85,18 +83,7 @@ class Pictures(Modality):
         from matmix.data.images.transforms import make_transform
 
         config, facts, sources = data.images, self.facts(data), self.datasets(data, reading.split)
-        shards = [
-            open_pictures(
-                path,
-                reading.split,
-                cache_dir=data.cache_dir,
-                verify=data.verify,
-                keep_open=2 * data.shuffle_block + 2,
-                skip_damaged=data.skip_damaged,
-                cache_bytes=data.cache_bytes,
-            )
-            for path in sources
-        ]
+        shards = [open_pictures(path, reading.split, **shard_options(data)) for path in sources]
         for path, one in zip(sources, shards, strict=True):
             _check_classes(path, one.manifest.images.classes, facts.classes, next(iter(config.datasets)))
         shuffle = data.shuffle and not reading.one_pass
@@ -118,9 +105,8 @@ class Pictures(Modality):
         # What is wrong with the options is said now, and not by a reading process.
         make_transform(config, facts.mean, facts.std, training=not reading.one_pass)
         facts.class_counts = np.sum([one.manifest.images.counts[one.split] for one in shards], axis=0)
-        contents = [[[shard.documents, shard.tokens, shard.sha256] for shard in one.info.shards] for one in shards]
         fingerprint = {
-            "data": [hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16] for content in contents],
+            "data": [contents_digest(one) for one in shards],
             **({"weights": list(sources.values())} if len(sources) > 1 else {}),
             "classes": list(facts.classes),
             "split": reading.split,

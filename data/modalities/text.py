@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +16,7 @@ from matmix.data.loading.order import Mixture
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.loading.rows import Facts, Failure, errors_as_failures
 from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.modalities.base import Modality, Opened, Reading
+from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
 from matmix.data.splits.reader import TokenShards, open_dataset
 from matmix.data.storage.files import sha256_of
 
@@ -70,20 +68,8 @@ class Text(Modality):
             raise ValueError(
                 "no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task"
             )
-        shards = [
-            open_dataset(
-                path,
-                reading.split,
-                cache_dir=data.cache_dir,
-                verify=data.verify,
-                # A sequence may cross into the next block: keep two blocks open.
-                keep_open=2 * data.shuffle_block + 2,
-                tokenizer_sha256=reading.tokenizer_sha256,
-                skip_damaged=data.skip_damaged,
-                cache_bytes=data.cache_bytes,
-            )
-            for path in sources
-        ]
+        options = {"tokenizer_sha256": reading.tokenizer_sha256, **shard_options(data)}
+        shards = [open_dataset(path, reading.split, **options) for path in sources]
         _check_same_tokenizer(shards)
         shuffle = data.shuffle and not reading.one_pass
         packings = [_make_packing(one, data, reading, shuffle, masking is None) for one in shards]
@@ -99,7 +85,7 @@ class Text(Modality):
             skip_damaged=data.skip_damaged,
         )
         fingerprint = {
-            "data": [_digest(one) for one in shards],
+            "data": [contents_digest(one, one.manifest.tokenizer.sha256) for one in shards],
             "manifest": [_manifest_facts(one) for one in shards],
             "weights": weights,
             "split": reading.split,
@@ -265,10 +251,3 @@ def _manifest_facts(shards: TokenShards) -> dict[str, Any]:
         "token_histogram": sha256_of(shards.storage.file(manifest.token_histogram)),
         "vocab_size": manifest.tokenizer.vocab_size,
     }
-
-
-def _digest(shards: TokenShards) -> str:
-    """Returns a digest of all that the sequences of a split depend on, whatever path it lies at."""
-    content = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
-    content.append(shards.manifest.tokenizer.sha256)
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -13,9 +13,8 @@ from matmix.data.loading.loader import Loader
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
 from matmix.train.tasks.finetuning.base import MOST_FREQUENT, labelled
-from matmix.train.tasks.metrics import as_controls
+from matmix.train.tasks.metrics import as_controls, share
 
-_SHARE = {"unit": "%", "higher_is_better": True, "digits": 2}
 _TOP = 5
 
 
@@ -28,8 +27,8 @@ class ImageClassification(Task):
     recorded = ("accuracy", "top5")
     loss_metric = Metric(name="loss", title="loss", unit="nats per image")
     metrics = (
-        Metric(name="accuracy", title="top-1 accuracy", **_SHARE, control=MOST_FREQUENT),
-        Metric(name="top5", title="top-5 accuracy", **_SHARE, control="the five most frequent classes"),
+        share("accuracy", "top-1 accuracy", MOST_FREQUENT, digits=2),
+        share("top5", "top-5 accuracy", "the five most frequent classes", digits=2),
     )
 
     def count_targets(self, batch: Batch) -> int:

@@ -42,6 +42,11 @@ class Metric:
         return f"{value:.{self.digits}{'%' if self.unit == '%' else 'f'}}"
 
 
+def share(name: str, title: str, control: str = "", *, digits: int = 1) -> Metric:
+    """Returns the metric of a share that is to be large."""
+    return Metric(name=name, title=title, unit="%", higher_is_better=True, digits=digits, control=control)
+
+
 def words_on(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
     """Returns the `known` ones of `metrics` in words."""
     return [metric.words(metrics[metric.name]) for metric in known if metric.name in metrics]

@@ -31,8 +31,8 @@ from matmix.train.tasks.finetuning.base import (
     weights_like,
     with_labels,
 )
+from matmix.train.tasks.metrics import share
 
-_SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 _ONE_CLASS = "one class for all"
 _SAME_CLASSES = "the same classes for all"
 
@@ -45,8 +45,8 @@ class SequenceClassification(ExampleTask):
     Options = ClassOptions
     recorded = ("accuracy",)
     metrics = (
-        Metric(name="accuracy", title="accuracy", **_SHARE, control=MOST_FREQUENT),
-        Metric(name="f1", title="F1", **_SHARE, control=_ONE_CLASS),
+        share("accuracy", "accuracy", MOST_FREQUENT),
+        share("f1", "F1", _ONE_CLASS),
         Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3, control=_ONE_CLASS),
         CALIBRATION,
     )
@@ -110,9 +110,9 @@ class MultiLabel(ExampleTask):
     Options = MultiLabelOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per example")
     metrics = (
-        Metric(name="f1_micro", title="F1 over all labels", **_SHARE, control=_SAME_CLASSES),
-        Metric(name="f1_macro", title="mean F1 of the classes", **_SHARE, control=_SAME_CLASSES),
-        Metric(name="accuracy", title="all labels right", **_SHARE, control=_SAME_CLASSES),
+        share("f1_micro", "F1 over all labels", _SAME_CLASSES),
+        share("f1_macro", "mean F1 of the classes", _SAME_CLASSES),
+        share("accuracy", "all labels right", _SAME_CLASSES),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:

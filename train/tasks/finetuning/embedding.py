@@ -20,6 +20,7 @@ from matmix.train.engine.mesh import Mesh
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.finetuning.classification import correlations
+from matmix.train.tasks.metrics import share
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +39,10 @@ class Embedding(ExampleTask):
     Options = EmbeddingOptions
     recorded = ("in_batch_accuracy",)
     metrics = (
-        Metric(
-            name="pair_accuracy",
-            title="nearest text is the right one",
-            unit="%",
-            higher_is_better=True,
-            digits=1,
-            control="chance",
-        ),
+        share("pair_accuracy", "nearest text is the right one", "chance"),
         Metric(name="reciprocal_rank", title="mean reciprocal rank", higher_is_better=True, digits=3, control="chance"),
         Metric(name="spearman", title="Spearman correlation", higher_is_better=True, digits=3),
-        Metric(
-            name="in_batch_accuracy", title="right among the batch's texts", unit="%", higher_is_better=True, digits=1
-        ),
+        share("in_batch_accuracy", "right among the batch's texts"),
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:

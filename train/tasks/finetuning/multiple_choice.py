@@ -14,7 +14,7 @@ from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import Choices
 from matmix.data.loading.batch import Batch
 from matmix.model.architecture import Outputs
-from matmix.train.tasks.base import Loss, Metric, Predicted
+from matmix.train.tasks.base import Loss, Predicted
 from matmix.train.tasks.finetuning.base import (
     CALIBRATION,
     ClassOptions,
@@ -25,6 +25,7 @@ from matmix.train.tasks.finetuning.base import (
     most_frequent,
     with_labels,
 )
+from matmix.train.tasks.metrics import share
 
 
 class MultipleChoice(ExampleTask):
@@ -34,17 +35,7 @@ class MultipleChoice(ExampleTask):
     examples = Choices
     Options = ClassOptions
     recorded = ("accuracy",)
-    metrics = (
-        Metric(
-            name="accuracy",
-            title="accuracy",
-            unit="%",
-            higher_is_better=True,
-            digits=1,
-            control="the same choice for all",
-        ),
-        CALIBRATION,
-    )
+    metrics = (share("accuracy", "accuracy", "the same choice for all"), CALIBRATION)
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)

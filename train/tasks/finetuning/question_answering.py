@@ -19,8 +19,8 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
+from matmix.train.tasks.metrics import share
 
-_SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 _ONE_ANSWER = "one answer for all"
 
 
@@ -43,8 +43,8 @@ class QuestionAnswering(ExampleTask):
     Options = AnswerOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per window")
     metrics = (
-        Metric(name="f1", title="F1", **_SHARE, control=_ONE_ANSWER),
-        Metric(name="exact_match", title="exact match", **_SHARE, control=_ONE_ANSWER),
+        share("f1", "F1", _ONE_ANSWER),
+        share("exact_match", "exact match", _ONE_ANSWER),
     )
 
     @property

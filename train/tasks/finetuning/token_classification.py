@@ -19,8 +19,8 @@ from matmix.data.loading.masking import IGNORED
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import MOST_FREQUENT, ClassOptions, ExampleTask, class_cost, most_frequent
+from matmix.train.tasks.metrics import share
 
-_SHARE = {"unit": "%", "higher_is_better": True, "digits": 1}
 _ENTITIES = ("B-", "I-")
 
 
@@ -40,11 +40,11 @@ class TokenClassification(ExampleTask):
     recorded = ("accuracy",)
     loss_metric = Metric(name="loss", title="loss", unit="nats per word")
     metrics = (
-        Metric(name="entity_f1", title="entity F1", **_SHARE, control=MOST_FREQUENT),
-        Metric(name="accuracy", title="accuracy", **_SHARE, control=MOST_FREQUENT),
-        Metric(name="f1", title="mean F1 of the classes", **_SHARE, control=MOST_FREQUENT),
-        Metric(name="entity_precision", title="entity precision", **_SHARE),
-        Metric(name="entity_recall", title="entity recall", **_SHARE),
+        share("entity_f1", "entity F1", MOST_FREQUENT),
+        share("accuracy", "accuracy", MOST_FREQUENT),
+        share("f1", "mean F1 of the classes", MOST_FREQUENT),
+        share("entity_precision", "entity precision"),
+        share("entity_recall", "entity recall"),
     )
 
     def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
