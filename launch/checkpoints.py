@@ -12,7 +12,7 @@ import tyro
 from matmix.train.arguments import RunFolder
 
 if TYPE_CHECKING:  # what imports torch waits until something is listed, so that --help does not
-    from matmix.train.checkpoint.listing import CheckpointFacts, Listing
+    from matmix.train.checkpoint.files import CheckpointFacts, Listing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,9 @@ class Checkpoints:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Lists, or converts; the exit code. Raises ValueError or FileNotFoundError for a mistake of the user's."""
-        from matmix.train.checkpoint.listing import list_checkpoints
+        from matmix.train.checkpoint.files import list_checkpoints
         from matmix.train.run.directory import RunDirectory
-        from matmix.train.run.remote import local_outline
+        from matmix.train.run.trained import local_outline
         from matmix.use.converting import convert_run
 
         if self.other is not None:

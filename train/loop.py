@@ -14,8 +14,8 @@ import torch
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, count_parameters, initialize
 from matmix.train.callbacks import Rewind, make_callbacks
-from matmix.train.checkpoint import generators
 from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.save import seed_all
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.config import RunConfig
 from matmix.train.engine import Engine, build_engine, make_mesh
@@ -38,10 +38,9 @@ from matmix.train.process.distributed import Distributed, FolderGroup, agree, ba
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, RunDirectory, check_tokenizer
-from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id
+from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id, git_revision
 from matmix.train.run.place import Moved, MovedError
 from matmix.train.run.remote import opened
-from matmix.train.run.revision import git_revision
 from matmix.train.state import Result, TrainState, check_extra
 from matmix.train.words import short_number
 
@@ -80,7 +79,7 @@ class Trainer:
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.callbacks = make_callbacks(config, rank)
-        generators.seed_all(config.seed, rank)
+        seed_all(config.seed, rank)
         collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.positions)
@@ -243,7 +242,7 @@ class Trainer:
                     self.copy()
             saved = self.state.step == 0 or self.save(wait=True)
             if saved:
-                self.checkpoints.end_copies()
+                self.checkpoints.copies.end()
             ended = self.state.step == config.steps or self.best.stops
             finished = ended and (not saved or self.is_summarised() or self.finish())
             self.follow_run()
@@ -327,7 +326,7 @@ class Trainer:
             first_start(self.run.path, write=True)
         self.run.lead(self.checkpoints)
         if newest is None:
-            self.checkpoints.begin_anew()
+            self.checkpoints.copies.follow(None)
 
     def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import first_free
-from matmix.train.run.revision import git
+from matmix.train.run.outcome import git
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,7 +111,7 @@ def local_process(job: Job) -> psutil.Process | None:
 
 def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
-    from matmix.train.checkpoint.listing import list_checkpoints
+    from matmix.train.checkpoint.files import list_checkpoints
 
     lines = []
     attempts = read_attempts(run)[-_SHOWN:]
@@ -139,7 +139,7 @@ def records_folder(run: Path) -> Path:
     url = read_url(run)
     if url is None:
         return run
-    from matmix.train.run.remote import local_outline
+    from matmix.train.run.trained import local_outline
 
     return local_outline(url)
 

@@ -17,7 +17,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine import Engine
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.groups import make_optimizer
-from matmix.train.run.revision import git_revision
+from matmix.train.run.outcome import git_revision
 
 
 def environment(dtype: str = "float32", distributions: tuple[str, ...] = ("triton",)) -> dict[str, object]:

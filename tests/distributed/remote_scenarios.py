@@ -11,7 +11,7 @@ import scenarios
 from matmix.train import loop
 from matmix.train.process.distributed import barrier
 from matmix.train.recipe import load_config
-from matmix.train.run import lease
+from matmix.train.run import lock as lease
 
 
 def train_on_nodes(

@@ -139,7 +139,7 @@ def fail_in_background(name: str, directory: str) -> dict[str, Any]:
     return {
         "failed": failed,
         "complaints": list(told),
-        "left": sorted(path.name for path in manager.directory.iterdir()),
+        "left": sorted(path.name for path in manager.store.directory.iterdir()),
     }
 
 

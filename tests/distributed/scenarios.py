@@ -21,7 +21,7 @@ from messages import Heard
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from matmix.train.checkpoint import generators
+from matmix.train.checkpoint import save as generators
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.adamw import AdamW
@@ -270,7 +270,7 @@ def resume_all(
         manager = CheckpointManager(Path(directory) / name)
         manager.load(manager.latest_valid(), engine)
         found[name] = run_steps(engine, stop, steps, accumulation=accumulation)
-        assert [p.name for p in manager.directory.iterdir()] == [manager.path(stop).name]
+        assert [p.name for p in manager.store.directory.iterdir()] == [manager.path(stop).name]
     return found
 
 
@@ -319,7 +319,7 @@ def full_disk(name: str, directory: str) -> dict[str, Any]:
         engine.snapshot = faulty_snapshot
         saved.append(manager.save(step, engine, {"step": step}) is not None)
         engine.all_reduce_sum(torch.zeros(1))  # the ranks are still in step with each other
-        listings.append(sorted(path.name for path in manager.directory.iterdir()))
+        listings.append(sorted(path.name for path in manager.store.directory.iterdir()))
     again = make_engine(EngineConfig(**ENGINES[name]))
     assert manager.load(manager.latest_valid(), again) == {"step": 4}
     assert weights(again) == weights(engine)

@@ -14,7 +14,7 @@ import torch
 from harness import run_distributed
 from saved_weights import read_weights
 
-from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.files import list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 

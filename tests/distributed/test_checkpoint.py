@@ -10,9 +10,8 @@ import torch
 from saved_weights import read_weights
 
 from matmix.train.checkpoint import files as checkpoint_files
-from matmix.train.checkpoint import generators
-from matmix.train.checkpoint.files import MANIFEST
-from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint import save as generators
+from matmix.train.checkpoint.files import MANIFEST, list_checkpoints
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from saved_weights import read_weights
 
 from matmix.launch import cli
-from matmix.train.checkpoint.files import find_problem, read_manifest
-from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.files import find_problem, list_checkpoints, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 from matmix.train.run.directory import RunDirectory

@@ -8,7 +8,7 @@ import scenarios
 import torch
 from harness import run_distributed
 
-from matmix.train.checkpoint import generators
+from matmix.train.checkpoint import save as generators
 from matmix.train.process.distributed import (
     Distributed,
     agree,
@@ -62,12 +62,12 @@ def draw():
 def test_generators_are_seeded_by_rank_and_restored():
     generators.seed_all(1, 0)
     first = draw()
-    state = generators.get_state()
+    state = generators.generator_states()
     following = draw()
     generators.seed_all(1, 1)
     other = draw()
     assert all(a != b for a, b in zip(first[:3], other[:3], strict=True))
-    generators.set_state(state)
+    generators.set_generators(state)
     assert draw() == following
     generators.seed_all(1, 0)
     assert draw() == first
@@ -76,9 +76,9 @@ def test_generators_are_seeded_by_rank_and_restored():
 def test_gaussian_pairs_are_restored():
     """Python and NumPy draw normal numbers in pairs and keep one back."""
     random.gauss(0, 1), np.random.randn()
-    state = generators.get_state()
+    state = generators.generator_states()
     expected = random.gauss(0, 1), np.random.randn()
-    generators.set_state(state)
+    generators.set_generators(state)
     assert (random.gauss(0, 1), np.random.randn()) == expected
 
 

@@ -14,7 +14,7 @@ from matmix.launch.cli import main
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import read_toml
-from matmix.train.run.remote import fetch_run, local_outline
+from matmix.train.run.trained import fetch_run, local_outline
 
 SECRET = "hunter2+abc"
 WITH_SECRETS = [

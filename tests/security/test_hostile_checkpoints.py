@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from saved_weights import read_weights
 
-from matmix.train.checkpoint.files import MANIFEST, find_problem, read_manifest
-from matmix.train.checkpoint.listing import list_checkpoints
+from matmix.train.checkpoint.files import MANIFEST, find_problem, list_checkpoints, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.use.converting import convert_checkpoint
 

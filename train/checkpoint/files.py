@@ -9,9 +9,11 @@ write to a checkpoint can also write hashes that fit.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
-from matmix.train.checkpoint.steps import MANIFEST, step_of
+from matmix.train.checkpoint.steps import LEFTOVERS, MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.process.distributed import agree, rank_and_world_size
 from matmix.train.process.heartbeat import beat
@@ -205,3 +207,93 @@ def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, 
     for name, shape in saved.items():
         if name not in model:
             raise ValueError(f"{start} it holds {name} {tuple(shape)}, which this model does not have")
+
+
+# -- listing ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFacts:
+    """One checkpoint. What its manifest would say is None where that cannot be read."""
+
+    path: Path
+    step: int
+    problem: str | None  # what is wrong with it, one line; None = whole
+    size: int  # bytes on disk
+    tokens: int | None = None  # seen by the run until then; or what else `unit` says
+    unit: str = "tokens"
+    engine: str | None = None  # who wrote it, such as "torch" or "deepspeed, ZeRO-2"
+    ranks: int | None = None  # that wrote it
+    written: float | None = None  # seconds since the epoch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Listing:
+    """The folder `checkpoints` of a run."""
+
+    checkpoints: list[CheckpointFacts]  # by step
+    leftovers: list[str]  # names of unfinished saves and removals, which no reader looks at
+
+    @property
+    def resumed(self) -> CheckpointFacts | None:
+        """The one with which the run would go on, as far as was looked."""
+        return next((facts for facts in reversed(self.checkpoints) if facts.problem is None), None)
+
+    @property
+    def damaged(self) -> list[CheckpointFacts]:
+        return [facts for facts in self.checkpoints if facts.problem is not None]
+
+
+def list_checkpoints(directory: str | Path, *, verify: bool = False) -> Listing:
+    """Everything in a run's folder `checkpoints`; a run may be writing to it meanwhile.
+
+    verify: read every file and compare its checksum; without it only presence and sizes are looked at.
+    """
+    directory = Path(directory)
+    found = []
+    for step in list_steps(directory):
+        facts = _describe(directory / step_name(step), step, verify)
+        # Else the run has removed it while we were reading.
+        if facts.path.is_dir():
+            found.append(facts)
+    names = sorted(os.listdir(directory)) if directory.is_dir() else []
+    return Listing(checkpoints=found, leftovers=[name for name in names if name.startswith(LEFTOVERS)])
+
+
+def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:
+    from matmix.train.tasks import unit_of  # late: tasks import much that other readers have no use for
+
+    facts = CheckpointFacts(path=path, step=step, problem=_problem(path, verify), size=_size(path))
+    try:
+        manifest = read_manifest(path)
+        return dataclasses.replace(
+            facts,
+            tokens=manifest["extra"].get("train_state", {}).get("tokens"),
+            unit=unit_of(str(manifest["extra"].get("config", {}).get("objective", {}).get("name"))),
+            engine=files_of(manifest["layout"]["engine"]).title(manifest["layout"]),
+            ranks=manifest["layout"].get("world_size"),
+            written=manifest.get("written", (path / MANIFEST).stat().st_mtime),
+        )
+    except (ValueError, KeyError, AttributeError, OSError):
+        return facts
+
+
+def _problem(path: Path, verify: bool) -> str | None:
+    try:
+        if verify:
+            return find_problem(path)
+        check_sizes(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += (Path(folder) / name).stat().st_size
+            except OSError:  # removed meanwhile
+                continue
+    return total

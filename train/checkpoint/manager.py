@@ -1,8 +1,7 @@
 """Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all.
 
-A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators
-of every rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of
-every file.
+A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators of every
+rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of every file.
 """
 
 from __future__ import annotations
@@ -11,34 +10,116 @@ import functools
 import json
 import logging
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
-from matmix.train.checkpoint.generators import read_generators, restore_generators
 from matmix.train.checkpoint.local_copies import LocalCopies
-from matmix.train.checkpoint.save import BackgroundSave, RankState, write_checkpoint
-from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
+from matmix.train.checkpoint.save import (
+    BackgroundSave,
+    RankState,
+    read_generators,
+    restore_generators,
+    write_checkpoint,
+)
+from matmix.train.checkpoint.steps import LEFTOVERS, MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
 from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.failures import is_out_of_memory
-from matmix.train.process.distributed import (
-    FolderGroup,
-    complaint,
-    from_rank_zero,
-    gather_objects,
-    make_side_group,
-)
+from matmix.train.process.distributed import FolderGroup, complaint, from_rank_zero, gather_objects, make_side_group
 
 logger = logging.getLogger(__name__)
 
-# Directories under these names are unfinished or already given up: no reader looks at them.
-LEFTOVERS = (".tmp-", ".old-")
+Keep = Callable[[Iterable[int]], set[int]]
+"""Returns which of these steps, valid ones in order, stay."""
+
+
+class Store(Protocol):
+    """Where the checkpoints of a run are written, and where they count."""
+
+    directory: Path
+    """The folder that they are written to."""
+    where: str
+    """What the user calls the place where they count."""
+    folder: FolderGroup
+    """Which ranks share `directory`."""
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a checkpoint, valid or not, in order."""
+
+    def looks_whole(self, step: int) -> bool:
+        """Returns whether the checkpoint of a step is there; its content is not read."""
+
+    def steps_to_try(self) -> list[int]:
+        """Returns the steps of which there may be a valid checkpoint, in order, the same on all ranks."""
+
+    def find_problem(self, step: int, *, weights_only: bool) -> str | None:
+        """Says on all ranks what is wrong with the checkpoint of a step; None: it is whole, and in `directory`."""
+
+    def publish(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Brings a written checkpoint to where it counts. Raises OSError on all ranks if the storage there failed."""
+
+    def clear_failed(self, step: int) -> None:
+        """Removes from `directory`, on a rank that leads it, what else may go after a save that failed."""
+
+    def remove_all_but(self, written: int, keep: Keep) -> None:
+        """Removes the checkpoints that need not stay beside that of `written`. Called on all ranks. Where the storage
+        fails, a warning says so."""
+
+
+class FolderStore:
+    """A folder that all ranks see: what is written there counts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.where, self.folder = directory, str(directory), FolderGroup.of_all()
+
+    def steps(self) -> list[int]:
+        return list_steps(self.directory)
+
+    def looks_whole(self, step: int) -> bool:
+        try:
+            check_sizes(self.directory / step_name(step))
+        except (ValueError, OSError):
+            return False
+        return True
+
+    def steps_to_try(self) -> list[int]:
+        return from_rank_zero(self.steps())
+
+    def find_problem(self, step: int, *, weights_only: bool) -> str | None:
+        return find_problem(self.directory / step_name(step), weights_only=weights_only)
+
+    def publish(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Does nothing: the checkpoint is where it counts."""
+
+    def clear_failed(self, step: int) -> None:
+        """Does nothing: all that is here is valid."""
+
+    def remove_all_but(self, written: int, keep: Keep) -> None:
+        if self.folder.leads:
+            # The one just written is known to be valid; others only look like it.
+            remove_checkpoints(self.directory, {written, *keep(filter(self.looks_whole, self.steps()))}, self.where)
+
+
+def remove_checkpoints(directory: Path, keep: set[int], where: str) -> None:
+    """Removes all checkpoints in a folder but those of the steps to keep, and what is unfinished. Where the storage
+    fails, a warning says so; where: what the user calls the folder."""
+    try:
+        for path in list(directory.iterdir()):
+            if path.name.startswith(LEFTOVERS):
+                shutil.rmtree(path)
+            elif (step := step_of(path.name)) is not None and step not in keep:
+                # The manifest goes first, so that a half-removed directory is never taken for a whole one.
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path.rename(directory / f".old-{path.name}"))
+    except OSError as error:
+        logger.warning(f"old checkpoints in {where} could not be removed: {error}")
 
 
 class CheckpointManager:
@@ -46,7 +127,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | Store,
         *,
         keep_last: int = 2,
         keep_every: int = 0,
@@ -55,9 +136,9 @@ class CheckpointManager:
         copies: LocalCopies | None = None,
     ) -> None:
         """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
-        outside of `directory` that says that there were checkpoints, should they vanish; start_over: they may have;
+        outside of the folder that says that there were checkpoints, should they vanish; start_over: they may have;
         copies: those of the same run that lie with the nodes."""
-        self.directory = self._named = Path(directory)
+        self.store: Store = FolderStore(Path(directory)) if isinstance(directory, str | Path) else directory
         self.keep_last, self.keep_every = keep_last, keep_every
         self.record, self.start_over, self.copies = record, start_over, copies
         self.best = -1
@@ -68,37 +149,27 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None  # of the thread that saves
         self._said_slow = False
 
-    @property
-    def where(self) -> str:
-        """What the user calls the place of these checkpoints."""
-        return str(self._named)
-
     def path(self, step: int) -> Path:
-        return self.directory / step_name(step)
+        return self.store.directory / step_name(step)
 
     def steps(self) -> list[int]:
-        """Steps for which there is a directory, valid or not, in order."""
-        return list_steps(self.directory)
+        """Returns the steps that have a checkpoint, valid or not, in order."""
+        return self.store.steps()
 
     def has(self, step: int) -> bool:
-        """Whether there is a checkpoint of `step` that looks whole."""
+        """Returns whether there is a checkpoint of `step` that looks whole."""
         return from_rank_zero(self._looks_whole(step))
 
     def _looks_whole(self, step: int) -> bool:
-        try:
-            check_sizes(self.path(step))
-        except (ValueError, OSError):
-            return False
-        return step not in self._damaged
+        return step not in self._damaged and self.store.looks_whole(step)
 
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, step: int, engine: Engine, extra: dict[str, Any]) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept.
 
-        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then
-        nothing has changed but for one line of warning, and what was saved before is still
-        there. Waits first for a save that is running.
+        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has
+        changed but for one line of warning. Waits first for a save that is running.
         """
         self.wait()
         state = RankState.collect(step, engine, extra, copy=False)
@@ -146,16 +217,6 @@ class CheckpointManager:
             work = functools.partial(copies.complete, state, self._side())
             self._running = BackgroundSave(step, work, engine.device, local=True)
 
-    def begin_anew(self) -> None:
-        """For a run that begins at step 0: no copy that lies with the nodes is of it."""
-        if self.copies is not None:
-            self.copies.follow(None)
-
-    def end_copies(self) -> None:
-        """Removes the copies that lie with the nodes: all that was done is saved."""
-        if self.copies is not None:
-            self.copies.end()
-
     def _side(self) -> dist.ProcessGroup | None:
         if self._group is None:
             self._group = make_side_group()
@@ -163,7 +224,7 @@ class CheckpointManager:
 
     @staticmethod
     def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> RankState | None:
-        """What there is to save, in host memory; None on every rank where that does not suffice on one."""
+        """Returns what there is to save, in host memory; None on every rank where that does not suffice on one."""
         state = None
         try:
             state = RankState.collect(step, engine, extra, copy=True)
@@ -176,9 +237,9 @@ class CheckpointManager:
         return None
 
     def wait(self) -> int | None:
-        """Waits for a save in the background; its step if it failed, None if it did not or there was none.
+        """Waits for a save in the background; returns its step if the storage failed, else None.
 
-        Raises what is no failure of the storage, but a mistake of ours or the end of another rank.
+        Raises any other error of the save, such as the end of another rank.
         """
         running, self._running = self._running, None
         if running is None or running.join():
@@ -198,81 +259,44 @@ class CheckpointManager:
             logger.warning(f"no {what} at step {running.step}: {error}")
 
     def _complete(self, state: RankState, group: dist.ProcessGroup | None) -> bool:
-        """Writes, then clears up; in the background, too. Whether there is a checkpoint now."""
-        step, target = state.step, self.path(state.step)
-        temporary = self.directory / f".tmp-{target.name}"
-        folder = self._folder()
+        """Writes, then clears up; in the background, too. Returns whether there is a checkpoint now."""
+        step, target, folder = state.step, self.path(state.step), self.store.folder
+        temporary = target.with_name(f".tmp-{target.name}")
         try:
             write_checkpoint(state, temporary, target, group, folder)
-            self._publish(step, group)
+            self.store.publish(step, group)
         except OSError as error:
             if folder.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
-                self._clear_failed(step)
+                self.store.clear_failed(step)
             whole = [s for s in self.steps() if self._looks_whole(s)]
             last = f"the last valid one is {self.path(whole[-1]).name}" if whole else "there is none so far"
             logger.warning(f"no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
             return False
         self._damaged.discard(step)
-        if folder.leads:
-            self._note(step)
-            self._prune(step)
-        return True
-
-    def clear_up(self, step: int) -> None:
-        """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
-        if self._folder().leads:
-            self._prune(step)
-
-    def _folder(self) -> FolderGroup:
-        """Which ranks share `directory`."""
-        return FolderGroup.of_all()
-
-    def _publish(self, step: int, group: dist.ProcessGroup | None) -> None:
-        """Brings a written checkpoint to where it counts. Raises OSError on all ranks if the storage there failed."""
-
-    def _clear_failed(self, step: int) -> None:
-        """Removes from `directory`, on the rank that leads it, what a failed save left besides its unfinished files."""
-
-    def _note(self, step: int) -> None:
-        if self.record is not None:
+        if folder.leads and self.record is not None:
             try:
                 write_atomic(self.record, json.dumps({"step": step}) + "\n")
             except OSError as error:
                 logger.warning(f"{self.record} could not be written: {error}")
+        self.clear_up(step)
+        return True
 
-    def _prune(self, written: int) -> None:
-        whole = [step for step in self.steps() if self._looks_whole(step)]
-        # The one just written is known to be valid; others only look like it.
-        keep = {written, self.best, *whole[-self.keep_last :], *filter(self._stays_for_ever, self.steps())}
-        self._remove_all_but(keep)
+    def clear_up(self, step: int) -> None:
+        """Removes what need not be kept besides the checkpoint of `step`: who saved it may have been killed before."""
 
-    def _stays_for_ever(self, step: int) -> bool:
-        return bool(self.keep_every) and step % self.keep_every == 0
+        def keep(steps: Iterable[int]) -> set[int]:
+            valid = [one for one in steps if one not in self._damaged]
+            for_ever = [one for one in self.steps() if self.keep_every and one % self.keep_every == 0]
+            return {self.best, *valid[-self.keep_last :], *for_ever}
 
-    def _remove_all_but(self, keep: set[int]) -> None:
-        """Removes the other checkpoints, and what is unfinished. Where the storage fails, a warning says so."""
-        try:
-            for path in list(self.directory.iterdir()):
-                if path.name.startswith(LEFTOVERS):
-                    shutil.rmtree(path)
-                elif (step := step_of(path.name)) is not None and step not in keep:
-                    self._remove(path)
-        except OSError as error:
-            logger.warning(f"old checkpoints in {self.where} could not be removed: {error}")
-
-    def _remove(self, path: Path) -> None:
-        # The manifest goes first, so that a half-removed directory is never taken for a whole one.
-        (path / MANIFEST).unlink(missing_ok=True)
-        aside = self.directory / f".old-{path.name}"
-        path.rename(aside)
-        shutil.rmtree(aside)
+        self.store.remove_all_but(step, keep)
 
     # -- loading -----------------------------------------------------------------------------------------
 
     def newest(self, engine: Engine) -> Path | None:
-        """What to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each node
-        then has what its ranks need of it to load it into `engine`."""
+        """Returns what to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each
+        node then has what its ranks need of it to load it into `engine`."""
         saved = self.latest_valid()
         step = -1 if saved is None else step_of(saved.name)
         copy = None if self.copies is None else self.copies.newest(step, engine)
@@ -284,52 +308,38 @@ class CheckpointManager:
         return copy
 
     def latest_valid(self, *, weights_only: bool = False) -> Path | None:
-        """The newest whole checkpoint, or None if there is none at all; damaged ones are named and skipped.
+        """Returns the newest whole checkpoint, None if there is none at all; damaged ones are named and skipped.
 
         weights_only: looks at no files but those that must be read for the weights. Raises ValueError if there are
         checkpoints but none is whole, or if there were some: starting from scratch would bury the run.
         """
         self.wait()
         first_problem = None
-        for step in reversed(self._steps_to_try()):
-            path = self.path(step)
-            problem = self._find_problem(step, weights_only)
+        for step in reversed(self.store.steps_to_try()):
+            problem = self.store.find_problem(step, weights_only=weights_only)
             if problem is None:
                 if not weights_only:
-                    self._verified.add(path)
-                return path
+                    self._verified.add(self.path(step))
+                return self.path(step)
             self._damaged.add(step)
             first_problem = first_problem or problem
             logger.warning(f"skipping a checkpoint: {problem}")
+        where = self.store.where
         if first_problem is not None:
+            raise ValueError(f"{first_problem}; no checkpoint in {where} is valid: restore one, or use another run_dir")
+        recorded = from_rank_zero(None if self.record is None else _recorded_step(self.record))
+        if recorded is not None and not self.start_over:
             raise ValueError(
-                f"{first_problem}; no checkpoint in {self.where} is valid: restore one, or use another run_dir"
-            )
-        self._check_record()
-        return None
-
-    def _steps_to_try(self) -> list[int]:
-        """Steps of which there may be a valid checkpoint, in order; the same on all ranks."""
-        return from_rank_zero(self.steps())
-
-    def _find_problem(self, step: int, weights_only: bool) -> str | None:
-        """What is wrong with the checkpoint of a step; None: it is whole, and in `directory`."""
-        return find_problem(self.path(step), weights_only=weights_only)
-
-    def _check_record(self) -> None:
-        """Raises ValueError where there is no checkpoint although there was one."""
-        step = from_rank_zero(None if self.record is None else _recorded_step(self.record))
-        if step is not None and not self.start_over:
-            raise ValueError(
-                f"this run has saved a checkpoint of step {step}, but {self.where} holds none: put them back, use "
+                f"this run has saved a checkpoint of step {recorded}, but {where} holds none: put them back, use "
                 f"another run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
             )
+        return None
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
 
-        Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of
-        another architecture, or of another kind of engine and not converted.
+        Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of another
+        architecture, or of another kind of engine and not converted.
         """
         path = Path(path)
         self.wait()

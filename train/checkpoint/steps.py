@@ -8,6 +8,8 @@ from pathlib import Path
 
 MANIFEST = "checkpoint.json"
 """The file of a checkpoint that is written last."""
+LEFTOVERS = (".tmp-", ".old-")
+"""Directories whose names begin so are unfinished or already given up: no reader looks at them."""
 _NAME = re.compile(r"step-(\d{8,})")
 
 

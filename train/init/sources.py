@@ -22,8 +22,7 @@ from matmix.train.engine.full_tensors import TensorFiles
 from matmix.train.engine.kinds import open_weights
 from matmix.train.process.distributed import FolderGroup, agree
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.remote import fetch_run
-from matmix.train.run.trained import Trained, find_trained
+from matmix.train.run.trained import Trained, fetch_run, find_trained
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

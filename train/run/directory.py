@@ -18,7 +18,7 @@ from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
-from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manager import CheckpointManager, FolderStore, Store
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
 from matmix.train.recipe_files import read_toml
@@ -168,18 +168,6 @@ class RunDirectory:
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         """The run's checkpoints."""
-        return CheckpointManager(self.checkpoints, **self._checkpoint_options(config))
-
-    def lead(self, checkpoints: CheckpointManager) -> None:
-        """From now on checkpoints are written to and removed from the folder that is held, and no other one, whatever
-        lies at its path."""
-        steady = self.place.steady
-        checkpoints.directory, checkpoints.record = steady / self.checkpoints.name, steady / SAVED
-        if checkpoints.copies is not None:
-            checkpoints.copies.record = steady / local_copies.RECORD
-
-    def _checkpoint_options(self, config: CheckpointConfig) -> dict[str, Any]:
-        options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
         copies = LocalCopies(
             self.url or str(self.path.resolve()),
             self.path / local_copies.RECORD,
@@ -188,7 +176,19 @@ class RunDirectory:
             peers=config.local_peers,
             up_to_date=self.up_to_date,
         )
-        return {**options, "record": self.path / SAVED, "copies": copies}
+        options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
+        return CheckpointManager(self._store(config), record=self.path / SAVED, copies=copies, **options)
+
+    def _store(self, config: CheckpointConfig) -> Store:
+        return FolderStore(self.checkpoints)
+
+    def lead(self, checkpoints: CheckpointManager) -> None:
+        """From now on checkpoints are written to and removed from the folder that is held, and no other one, whatever
+        lies at its path."""
+        steady = self.place.steady
+        checkpoints.store.directory, checkpoints.record = steady / self.checkpoints.name, steady / SAVED
+        if checkpoints.copies is not None:
+            checkpoints.copies.record = steady / local_copies.RECORD
 
     def lock(self) -> RunLock:
         """The lock of this directory: one job at a time writes here."""

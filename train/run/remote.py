@@ -1,30 +1,113 @@
-"""Runs at URLs, such as `matmix train RECIPE --run-dir s3://bucket/runs/a`, for those who train and those who look."""
+"""Runs at URLs, such as `matmix train RECIPE --run-dir s3://bucket/runs/a`, for those who train them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import logging
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from filelock import FileLock, Timeout
+import torch.distributed as dist
 
 from matmix.data.storage.remote import RemoteFolder, is_url, refuse_secrets
-from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_of
+from matmix.train.checkpoint.files import matches, read_manifest
+from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store, remove_checkpoints
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name
 from matmix.train.config import CheckpointConfig, RunConfig
-from matmix.train.process.distributed import FolderGroup, agree, from_rank_zero, rank_and_world_size
+from matmix.train.process.distributed import (
+    FolderGroup,
+    agree,
+    complaint,
+    from_rank_zero,
+    gather_objects,
+    rank_and_world_size,
+)
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.lease import LeaseLostError
+from matmix.train.run.lock import LeaseLostError
 from matmix.train.run.outcome import attempt_id, local_folder, outcome_path
-from matmix.train.run.remote_checkpoints import RemoteCheckpoints
 from matmix.train.run.sync import CHECKPOINTS, RunSync
 
 logger = logging.getLogger(__name__)
+
+
+class UploadedStore:
+    """Checkpoints of a run at a URL: written into each node's folder, then uploaded; only what is uploaded counts."""
+
+    def __init__(self, sync: RunSync, *, up_to_date: bool, keep_last: int) -> None:
+        """sync: rank 0 holds its lease; up_to_date: whether this node took part in the last start of the run;
+        keep_last: checkpoints that stay in the node's folder."""
+        self.sync, self.up_to_date, self.keep_last = sync, up_to_date, keep_last
+        self.directory, self.where = sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}"
+        self.folder, self._is_first = FolderGroup.of_node(), rank_and_world_size()[0] == 0
+        self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
+
+    def steps(self) -> list[int]:
+        return list(self._uploaded)
+
+    def looks_whole(self, step: int) -> bool:
+        return step in self._uploaded
+
+    def publish(self, step: int, group: dist.ProcessGroup | None) -> None:
+        """Uploads the files of every node, the records, and then the manifest that makes the checkpoint valid."""
+        self._uploaded = [uploaded for uploaded in self._uploaded if uploaded != step]
+        agree(lambda: self.sync.withdraw(step), here=self._is_first, group=group)
+        agree(lambda: self.sync.push(step), here=self.folder.leads, group=group)
+        agree(lambda: self.sync.publish(step), here=self._is_first, group=group)
+        self._uploaded = sorted([*self._uploaded, step])
+
+    def clear_failed(self, step: int) -> None:
+        self._keep_here({step, *list_steps(self.directory, written=True)[-self.keep_last :]})
+
+    def remove_all_but(self, written: int, keep: Keep) -> None:
+        kept = {written, *keep(self._uploaded)}
+        self._uploaded = [step for step in self._uploaded if step in kept]
+        if self.folder.leads:
+            self._keep_here({written, *self._uploaded[-self.keep_last :]})
+        if self._is_first:
+            try:
+                self.sync.remove_all_but({*self._uploaded, written})
+            except OSError as error:
+                logger.warning(f"old checkpoints of {self.sync.url} could not be removed: {error}")
+
+    def _keep_here(self, steps: set[int]) -> None:
+        remove_checkpoints(self.directory, steps, self.where)
+
+    def steps_to_try(self) -> list[int]:
+        """Returns those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
+        steps = agree(self.sync.remote_steps, here=self._is_first)[0]
+        if (unsent := self._find_unsent(max(steps, default=-1))) is not None:
+            try:
+                self.publish(unsent, None)
+            except OSError as error:
+                logger.warning(f"the checkpoint of step {unsent} still cannot be uploaded ({complaint(error)})")
+            else:
+                steps = sorted({*steps, unsent})
+                logger.info(f"uploaded the checkpoint of step {unsent}, which the last start of this run could not")
+        self._uploaded = list(steps)
+        return steps
+
+    def find_problem(self, step: int, *, weights_only: bool) -> str | None:
+        """Fetches the checkpoint to every node; says what is wrong with it on any of them."""
+        problems = agree(lambda: self.sync.pull(step, weights_only=weights_only), here=self.folder.leads)
+        if problem := next(filter(None, problems), None):
+            self._uploaded.remove(step)
+        return problem
+
+    def _find_unsent(self, newest: int) -> int | None:
+        """Returns the newest step after `newest` of which the nodes together hold every file, undamaged."""
+        here: dict[int, tuple[set[str], set[str]]] = {}
+        if self.folder.leads and self.up_to_date:
+            for step in filter(lambda step: step > newest, list_steps(self.directory, written=True)):
+                with contextlib.suppress(ValueError, OSError):
+                    path = self.directory / step_name(step)
+                    files = read_manifest(path)["files"]
+                    here[step] = set(files), {name for name, entry in files.items() if matches(path / name, entry)}
+        nodes = [held for held in gather_objects(here if self.folder.leads else None) if held is not None]
+        for step in sorted(set.intersection(*map(set, nodes)), reverse=True):
+            held = set.union(*(node[step][1] for node in nodes))
+            if all(held >= node[step][0] for node in nodes):
+                return step
+        return None
 
 
 class RemoteRun(RunDirectory):
@@ -34,8 +117,8 @@ class RemoteRun(RunDirectory):
         super().__init__(sync.url)
         self.sync, self.up_to_date = sync, up_to_date
 
-    def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
-        return RemoteCheckpoints(self.sync, up_to_date=self.up_to_date, **self._checkpoint_options(config))
+    def _store(self, config: CheckpointConfig) -> Store:
+        return UploadedStore(self.sync, up_to_date=self.up_to_date, keep_last=config.keep_last)
 
     def lead(self, checkpoints: CheckpointManager) -> None:
         super().lead(checkpoints)
@@ -94,81 +177,3 @@ def push_outcome(run_dir: str, rank: int) -> None:
     if is_url(run_dir) and path.is_file():
         with contextlib.suppress(OSError):
             RemoteFolder(run_dir, patient=False).upload(path, path.relative_to(folder).as_posix())
-
-
-class _Reader(RunSync):
-    """A folder of this machine with what this process has read of a run at a URL. It is this process's own until that
-    ends: what is in it stays as it is, whatever other processes read meanwhile."""
-
-    def __init__(self, url: str, use: str) -> None:
-        """use: a part of the folder's name. Processes that read at the same time have a folder each; one that comes
-        later finds what is left in the first."""
-        for number in itertools.count():
-            folder = local_folder(url, f"{use}-{number}" if number else use)
-            folder.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(folder.with_name(f"{folder.name}.lock"))
-            with contextlib.suppress(Timeout):
-                self.lock.acquire(blocking=False)
-                break
-        super().__init__(url, folder)
-        self.steps: set[int] = set()  # of the checkpoints that this process has asked for
-
-    def update(self) -> None:
-        """Brings the records to where they are at the URL. Raises FileNotFoundError where there is no run."""
-        self.forget_records()
-        if self.remote.read("config.toml") is None and self.remote.read("config.json") is None:
-            raise FileNotFoundError(f"there is no run at {self.url}")
-        self.pull_records()
-
-    def forget_checkpoints(self) -> None:
-        """Removes those that this process has not asked for."""
-        for path in list((self.folder / CHECKPOINTS).glob("*")):
-            if step_of(path.name) not in self.steps:
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path)
-
-
-_reader = functools.cache(_Reader)  # one for each run and use in a process
-
-
-def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
-    """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
-    is one: it is whole.
-
-    step: which checkpoint; None = the newest valid one, if there is one. weights_only: without the files that need not
-    be read for the weights. The copy stays as it is for as long as this process runs. Raises FileNotFoundError if there
-    is nothing at the URL, ValueError if there is no such checkpoint or it is damaged, and RemoteError where the store
-    fails.
-    """
-    if not is_url(run):
-        return Path(run), None
-    reader = _reader(str(run), "reader")
-    reader.update()
-    steps = reader.remote_steps()
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"{reader.url} has no checkpoint of step {step}; there are: {there}")
-    wanted = [step] if step is not None else list(reversed(steps))
-    for candidate in wanted:
-        if (problem := reader.pull(candidate, weights_only=weights_only)) is None:
-            reader.steps.add(candidate)
-            reader.forget_checkpoints()
-            return reader.folder, reader.path(candidate)
-        if candidate == wanted[-1]:
-            raise ValueError(problem)
-        logger.warning(f"skipping a checkpoint: {problem}")
-    return reader.folder, None
-
-
-def local_outline(run: str | Path, *, whole: bool = False) -> Path:
-    """As `fetch_run`, but with all checkpoints: their manifests, and files without content that have the right sizes.
-
-    whole: with their content, damaged as it may be.
-    """
-    if not is_url(run):
-        return Path(run)
-    reader = _reader(str(run), "outline")
-    reader.update()
-    reader.forget_checkpoints()
-    reader.outline(whole)
-    return reader.folder

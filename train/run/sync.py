@@ -21,16 +21,14 @@ from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
 from matmix.train.engine.kinds import files_of, index_files
 from matmix.train.process.heartbeat import beat
-from matmix.train.run import lease
-from matmix.train.run.lease import Lease
+from matmix.train.run import lock
+from matmix.train.run.lock import Lease
 
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 # Belongs to this node or to the store: locks, what is said of copies here, and files that are being written.
-_OWN = re.compile(
-    rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(lease.BEFORE)}|{re.escape(RECORD)}|[^/]*\.(tmp|part))|{lease.FOLDER}/.*"
-)
+_OWN = re.compile(rf"(.*/)?(\.[^/]*|lock\.json|{re.escape(RECORD)}|[^/]*\.(tmp|part))|{lock.FOLDER}/.*")
 # What launchers and ranks may leave before a run has begun.
 _BEFORE_THE_RUN = re.compile(r"(logs|launch)/.*")
 # What ranks on other nodes than the first write under names of their own.

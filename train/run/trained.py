@@ -1,28 +1,114 @@
-"""A run as one of its checkpoints has it: for those who look at, export or convert what was trained."""
+"""Runs for those who look at, export or convert what was trained: fetched from URLs, as one of their checkpoints has
+them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
+from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint.files import find_problem, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.config import RunConfig
 from matmix.train.engine.full_state import Weights
 from matmix.train.engine.kinds import open_weights
 from matmix.train.run.directory import RunDirectory, check_tokenizer
-from matmix.train.run.remote import fetch_run
+from matmix.train.run.outcome import local_folder
+from matmix.train.run.sync import CHECKPOINTS, RunSync
 from matmix.train.state import check_extra
 
 logger = logging.getLogger(__name__)
+
+
+class _Reader(RunSync):
+    """A folder of this machine with what this process has read of a run at a URL. It is this process's own until that
+    ends: what is in it stays as it is, whatever other processes read meanwhile."""
+
+    def __init__(self, url: str, use: str) -> None:
+        """use: a part of the folder's name. Processes that read at the same time have a folder each; one that comes
+        later finds what is left in the first."""
+        for number in itertools.count():
+            folder = local_folder(url, f"{use}-{number}" if number else use)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.lock = FileLock(folder.with_name(f"{folder.name}.lock"))
+            with contextlib.suppress(Timeout):
+                self.lock.acquire(blocking=False)
+                break
+        super().__init__(url, folder)
+        self.steps: set[int] = set()  # of the checkpoints that this process has asked for
+
+    def update(self) -> None:
+        """Brings the records to where they are at the URL. Raises FileNotFoundError where there is no run."""
+        self.forget_records()
+        if self.remote.read("config.toml") is None and self.remote.read("config.json") is None:
+            raise FileNotFoundError(f"there is no run at {self.url}")
+        self.pull_records()
+
+    def forget_checkpoints(self) -> None:
+        """Removes those that this process has not asked for."""
+        for path in list((self.folder / CHECKPOINTS).glob("*")):
+            if step_of(path.name) not in self.steps:
+                (path / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(path)
+
+
+_reader = functools.cache(_Reader)  # one for each run and use in a process
+
+
+def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
+    """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
+    is one: it is whole.
+
+    step: which checkpoint; None = the newest valid one, if there is one. weights_only: without the files that need not
+    be read for the weights. The copy stays as it is for as long as this process runs. Raises FileNotFoundError if there
+    is nothing at the URL, ValueError if there is no such checkpoint or it is damaged, and RemoteError where the store
+    fails.
+    """
+    if not is_url(run):
+        return Path(run), None
+    reader = _reader(str(run), "reader")
+    reader.update()
+    steps = reader.remote_steps()
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{reader.url} has no checkpoint of step {step}; there are: {there}")
+    wanted = [step] if step is not None else list(reversed(steps))
+    for candidate in wanted:
+        if (problem := reader.pull(candidate, weights_only=weights_only)) is None:
+            reader.steps.add(candidate)
+            reader.forget_checkpoints()
+            return reader.folder, reader.path(candidate)
+        if candidate == wanted[-1]:
+            raise ValueError(problem)
+        logger.warning(f"skipping a checkpoint: {problem}")
+    return reader.folder, None
+
+
+def local_outline(run: str | Path, *, whole: bool = False) -> Path:
+    """As `fetch_run`, but with all checkpoints: their manifests, and files without content that have the right sizes.
+
+    whole: with their content, damaged as it may be.
+    """
+    if not is_url(run):
+        return Path(run)
+    reader = _reader(str(run), "outline")
+    reader.update()
+    reader.forget_checkpoints()
+    reader.outline(whole)
+    return reader.folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ def test_a_copy_in_a_foreign_repository_has_no_revision(tmp_path):
     ]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "theirs"]):
         subprocess.run([*git, *words], check=True)
-    code = "from matmix.train.run.revision import git_revision; print(repr(git_revision()))"
+    code = "from matmix.train.run.outcome import git_revision; print(repr(git_revision()))"
     assert run_python(code, tmp_path / "code") == "''"
     code = "from matmix.launch.jobs.launches import describe_revision; print(describe_revision()[0])"
     assert "not from a git working copy" in run_python(code, tmp_path / "code")

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from matmix.train.checkpoint import room
+from matmix.train.checkpoint import nodes as room
 
 
 def test_a_disk_has_what_it_says(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 from object_store import running_store
 
 from matmix.data.storage.remote import RemoteFolder
-from matmix.train.run import lease
-from matmix.train.run.lease import Lease, LeaseLostError
+from matmix.train.run import lock as lease
+from matmix.train.run.lock import Lease, LeaseLostError
 
 
 @pytest.fixture
@@ -178,13 +178,3 @@ def test_a_renewal_that_hung_does_not_win_a_lost_lease_back(folder, monkeypatch,
     assert third.starts == 3
     third.release()
     assert told == []
-
-
-def test_a_run_of_an_earlier_version_goes_on_and_its_owner_is_not_overlooked(folder, store, told):
-    old = {"held": True, "owner": {"host": "node-7", "pid": 1}, "token": "old", "renewals": 3, "starts": 4}
-    store.put("run/lease.json", json.dumps(old).encode())
-    new = Lease(folder)
-    new.acquire()
-    assert "host node-7, process 1" in told[0]
-    assert new.starts == 5
-    new.release()

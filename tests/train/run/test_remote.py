@@ -20,11 +20,12 @@ from saved_weights import read_weights
 
 from matmix.train import loop
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.run import lease, remote, remote_checkpoints
+from matmix.train.run import lock as lease
+from matmix.train.run import remote, trained
 from matmix.train.run.outcome import local_folder
 from matmix.train.run.place import MovedError
-from matmix.train.run.remote import fetch_run, local_outline
 from matmix.train.run.sync import RunSync
+from matmix.train.run.trained import fetch_run, local_outline
 
 STEPS = ("--steps", "12", "--checkpoint.every", "4", "--logging.every", "1", "--evaluation.every", "0")
 
@@ -207,7 +208,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
             store.put(other, before)
         store.delete(key) if content is None else store.put(key, content)
         sync = RunSync(url, local_folder(url))
-        checkpoints = remote_checkpoints.RemoteCheckpoints(sync, up_to_date=False)
+        store_there = remote.UploadedStore(sync, up_to_date=False, keep_last=2)
+        checkpoints = CheckpointManager(store_there)
         told.clear()
         assert checkpoints.latest_valid().name == "step-00000004"
         expected = f"warning: skipping a checkpoint: checkpoint {url}/checkpoints/step-00000008 is damaged: {problem}"
@@ -276,7 +278,7 @@ def test_a_second_job_is_refused_and_harms_nothing(store, url, dataset, monkeypa
 
 def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, monkeypatch):
     monkeypatch.setattr(lease, "RENEWAL_SECONDS", 600.0)
-    real = remote_checkpoints.RemoteCheckpoints._publish
+    real = remote.UploadedStore.publish
 
     def publish(self, step, group):
         if step == 8:
@@ -286,7 +288,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
             store.put("runs/a/leases/00000002.json", json.dumps(taken).encode())
         return real(self, step, group)
 
-    monkeypatch.setattr(remote_checkpoints.RemoteCheckpoints, "_publish", publish)
+    monkeypatch.setattr(remote.UploadedStore, "publish", publish)
     with pytest.raises(lease.LeaseLostError, match=r"taken over by another job \(host node-9"):
         run_recipe("debug_mru", dataset, url, *STEPS)
     assert steps_at(store) == ["step-00000004"]
@@ -360,7 +362,7 @@ def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dat
     assert (fetch_run(url, step=12)[0] / "checkpoints" / "step-00000012").is_dir()
     assert contents(checkpoint) == before
     program = (
-        "import sys; from matmix.train.run.remote import fetch_run, local_outline; url = sys.argv[1];"
+        "import sys; from matmix.train.run.trained import fetch_run, local_outline; url = sys.argv[1];"
         "local_outline(url); print(fetch_run(url, step=12)[0])"
     )
     environment = {**os.environ, **store.environment(), "MATMIX_SCRATCH": str(tmp_path / "scratch")}
@@ -389,7 +391,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     for run in (straight, tmp_path / "converted", url):
         for use in (open_model, lambda run: export_run(run, tmp_path / uuid.uuid4().hex)):
             shutil.rmtree(tmp_path / "scratch", ignore_errors=True)
-            remote._reader.cache_clear()
+            trained._reader.cache_clear()
             hashed.clear()
             store.requests.clear()
             use(run)
