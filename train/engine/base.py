@@ -1,4 +1,5 @@
-"""The interface of an engine to the training loop, the same for PyTorch's fully_shard and DeepSpeed."""
+"""The interface of an engine to the training loop, the same for PyTorch's fully_shard and DeepSpeed; and snapshots,
+which hold what a rank writes into a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from matmix.data.loading.batch import Batch
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
@@ -22,6 +24,8 @@ from matmix.train.optim.base import Optimizer, full_shape, is_sharded, local_par
 from matmix.train.process.distributed import Distributed, is_distributed
 
 State = TypeVar("State")
+Initialize = Callable[[nn.Module], None]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
 class Snapshot(abc.ABC):
@@ -29,24 +33,21 @@ class Snapshot(abc.ABC):
 
     @abc.abstractmethod
     def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes it below `directory` and to the disk, on all ranks together; in any thread, if `group` is its
-        own.
+        """Writes it below `directory` and to the disk, on all ranks together; in any thread, if `group` is its own.
 
-        group: what the ranks agree over, as for `distributed.gather_objects`. Raises OSError where the storage
-        failed, on that rank at least.
+        group: as for `distributed.gather_objects`. Raises OSError where the storage failed, on that rank at least.
         """
 
 
 class HostMemory:
-    """Copies of nested states in host memory, which is kept: the next copy of a state overwrites the last one.
+    """Copies of nested states in host memory, which is kept: the next copy overwrites the last one.
 
-    Fresh memory would have to be mapped by the kernel page by page, and pinned where tensors come from a GPU;
-    both cost more than the copy itself. (Pinned tensors take up to twice their size: torch rounds up to powers
-    of two.)
+    Fresh memory would have to be mapped by the kernel page by page, and pinned where tensors come from a GPU; both cost
+    more than the copy itself. (Pinned tensors take up to twice their size: torch rounds up to powers of two.)
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}  # by the place of the tensor in the state
 
     @property
     def size(self) -> int:
@@ -58,29 +59,30 @@ class HostMemory:
         self._buffers.clear()
 
     @torch.no_grad()
-    def copy(self, state: State, name: str = "") -> State:
-        """A copy of `state` that nothing changes until the next one of this `name`.
+    def copy(self, state: State) -> State:
+        """Returns a copy of `state` that nothing changes until the next one.
 
-        state: dicts, lists and tuples in each other, with tensors and DTensors in them and anything else that
-        can be copied. The tensors of the copy are on the CPU.
+        state: dicts, lists and tuples in each other, with tensors and DTensors in them and anything else that can be
+        copied. The tensors of the copy are on the CPU; those that share memory share it in the copy.
         """
-        copies: dict[int, Any] = {}  # by id of the original, which `state` keeps alive
-        seen: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights stay tied
-        devices: set[torch.device] = set()
-        for place, tensor in _tensors_of(state, (name,)):
-            local = local_part(tensor)
-            view = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+        values, structure = tree_flatten(state)
+        seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        for place, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                values[place] = copy.deepcopy(value)
+                continue
+            local = local_part(value)
+            view = (local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
             if local.numel() == 0 or view not in seen:
                 seen[view] = self._buffer(place, local).copy_(local, non_blocking=True)
+            # A DTensor is laid out as the original is.
             host = seen[view]
-            copies[id(tensor)] = _sharded_like(tensor, host) if is_sharded(tensor) else host
-            devices.add(local.device)
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
-        return copy.deepcopy(state, copies)
+            values[place] = type(value)(host, value._spec, requires_grad=False) if is_sharded(value) else host
+        for device in {device for *_, device in seen if device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
+        return tree_unflatten(values, structure)
 
-    def _buffer(self, place: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, place: int, like: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             buffer = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
@@ -88,26 +90,9 @@ class HostMemory:
         return buffer
 
 
-def _sharded_like(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
-    """A DTensor that is laid out as `tensor` is, of which `host` is this rank's part."""
-    return type(tensor)(host, tensor._spec, requires_grad=False)
-
-
-def _tensors_of(value: Any, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
-    """Every tensor inside `value`, with the keys and indices that lead to it."""
-    if isinstance(value, torch.Tensor):
-        yield place, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors_of(item, (*place, key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _tensors_of(item, (*place, index))
-
-
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """The OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
-    RuntimeError)."""
+    """Returns the OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
+    RuntimeError), or None."""
     seen = error
     while seen is not None:
         if isinstance(seen, OSError):
@@ -133,11 +118,9 @@ class Engine(abc.ABC):
     optimizer: Any
     """Has `param_groups`, whose "lr" the loop sets before each step."""
     clip_norms: Mapping[str, torch.Tensor]
-    """Of the last step, where some parameters are clipped apart from others: the norm of each clipping group before
-    clipping, 0-dim."""
+    """The norm of each clipping group of the last step before clipping, 0-dim; empty where there is one group."""
     gradients_differ: torch.Tensor
-    """Of the last step: whether norms of the same gradients differed between copies as this rank's peers saw them,
-    0-dim."""
+    """True if norms of the last step's gradients differed between the copies of this rank's part, 0-dim."""
 
     def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -148,26 +131,16 @@ class Engine(abc.ABC):
         self.clip_norms = {}
         self.gradients_differ = torch.zeros((), dtype=torch.bool, device=self.device)
 
-    def prepare(
-        self,
-        model: nn.Module,
-        initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], Optimizer],
-    ) -> None:
-        """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies
-        it.
+    def prepare(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
+        """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
 
-        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number
-        of ranks. A model that is not on the meta device keeps its weights if `initialize` leaves them alone.
-        make_optimizer: builds the optimizer from the model's parameters as the engine left them.
+        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number of ranks.
+        A model that is not on the meta device keeps its weights if `initialize` leaves them alone. make_optimizer:
+        builds the optimizer from the model's parameters as the engine left them.
         """
         config = self.config
-        checkpoint_activations(
-            model,
-            config.activation_checkpointing,
-            selective_by=config.selective_by,
-            every=config.selective_every,
-        )
+        mode, selective_by = config.activation_checkpointing, config.selective_by
+        checkpoint_activations(model, mode, selective_by=selective_by, every=config.selective_every)
         if config.compile:
             compile_blocks(model)
         if config.precision == "bf16":
@@ -176,36 +149,30 @@ class Engine(abc.ABC):
         self._place(model, initialize, make_optimizer)
 
     @abc.abstractmethod
-    def _place(
-        self,
-        model: nn.Module,
-        initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], Optimizer],
-    ) -> None:
+    def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         """Shards and initialises the model and sets `model` and `optimizer`."""
 
     @abc.abstractmethod
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Adds the gradients of a scalar `loss`; `last` marks the step's last micro-batch, after which ranks
-        sum."""
+        """Adds the gradients of a scalar `loss`; last: it is the step's last micro-batch, after which ranks sum."""
 
     @abc.abstractmethod
     def step(self, max_norm: float) -> torch.Tensor:
-        """Clips to the norm `max_norm` (0 = off), updates the weights and zeroes the gradients. What the optimizer's
-        groups say is to be clipped apart (`engine.clipping`) does not count in that norm and has its own.
+        """Clips to the norm `max_norm` (0 = off), updates the weights and zeroes the gradients. Groups of the optimizer
+        that are clipped apart (`engine.clipping`) do not count in that norm and have their own.
 
-        Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step
-        counts stay as they are on every rank, and the gradients are dropped.
+        Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step counts
+        stay as they are on every rank, and the gradients are dropped.
         """
 
     @abc.abstractmethod
     def swap_averages(self) -> None:
-        """Puts the averages of the weights that the optimizer keeps into their places, and the weights into theirs."""
+        """Lets the weights and the averages of them that the optimizer keeps change places."""
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, the model has the averages of its weights; after that it is as it was, bit for bit. Weights without
-        an average stay. Takes no memory but for one tensor at a time; to be evaluated, not trained or saved."""
+        """Gives the model the averages of its weights within the context, to be evaluated, not trained or saved; after
+        that it is as it was, bit for bit. Weights without an average stay. Needs memory for one tensor at a time."""
         self.swap_averages()
         try:
             yield
@@ -214,32 +181,26 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, *, copy: bool) -> Snapshot:
-        """Model and optimizer as they are now, every rank its part, to be written.
-
-        copy: into host memory, so that it stays as it is until the next one is taken; without, it is good until
-        the next step.
-        """
+        """Returns this rank's part of model and optimizer as they are now. copy: into host memory, so that it stays as
+        it is until the next one is taken; without, it is good until the next step."""
 
     @abc.abstractmethod
     def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        """Reads what a snapshot wrote, for any number of ranks; layout: what `layout` returned at the save."""
+        """Reads what a snapshot wrote on any number of ranks; layout: what `layout` returned at the save."""
 
     def shards(self, files: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's files of which a rank's `load` reads some only."""
+        """Returns those of a checkpoint's files of which a rank's `load` reads some only."""
         return []
 
     def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
-        """Which of its `shards` this rank's `load` would read; the checkpoint is of this kind of engine and this model,
-        and all its other files are in `directory`."""
+        """Returns which of its `shards` this rank's `load` would read; the checkpoint is of this kind of engine and
+        this model, and all its other files are in `directory`."""
         return set()
 
     @abc.abstractmethod
     def load_full(self, state: FullState) -> None:
-        """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine.
-
-        Options of the optimizer stay as they are. Raises ValueError, before anything changes, if the engine
-        has no room for the state.
-        """
+        """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine. Options of
+        the optimizer stay as they are. Raises ValueError, before anything changes, if the engine has no room for it."""
 
     def load_weights(self, state: FullState) -> None:
         """Takes over the weights and buffers that `state` has, before the first step; the others stay as they are, and
@@ -247,7 +208,7 @@ class Engine(abc.ABC):
         load_weights(self.named_tensors(), state)
 
     def layout(self) -> dict[str, Any]:
-        """What a checkpoint's reader must know: kind of engine, ranks, names and full shapes of all
+        """Returns what a checkpoint's reader must know: kind of engine, number of ranks, names and full shapes of all
         tensors."""
         return {"engine": self.kind, "world_size": self.world_size, "shapes": self.shapes()}
 
@@ -255,22 +216,22 @@ class Engine(abc.ABC):
     """Engines of one kind read each other's checkpoints."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, as this engine keeps it between steps, of each parameter and persistent buffer."""
+        """Yields name and tensor, as this engine keeps it between steps, of each parameter and persistent buffer."""
         return persistent_tensors(self.module)
 
     def shapes(self) -> dict[str, list[int]]:
-        """Full shape of each parameter and persistent buffer."""
+        """Returns the full shape of each parameter and persistent buffer."""
         return {name: list(full_shape(tensor)) for name, tensor in self.named_tensors()}
 
     @abc.abstractmethod
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, this rank's part, of all weights and moments that other ranks hold a copy of, as the same
-        bits. Names begin as in a checkpoint: model. and optimizer."""
+        """Yields name and tensor, this rank's part, of all weights and moments that other ranks hold a copy of, as the
+        same bits. Names begin as in a checkpoint: model. and optimizer."""
 
     @abc.abstractmethod
     def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of what every rank holds as the same bits, however the model is spread: buffers, counts of
-        steps."""
+        """Yields name and tensor of what every rank holds as the same bits, however the model is spread: buffers,
+        counts of steps."""
 
     def train(self) -> None:
         self.module.train()
@@ -305,7 +266,7 @@ class Engine(abc.ABC):
 
 
 def persistent_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each parameter and each persistent buffer; a tensor with several names only once."""
+    """Yields name and tensor of each parameter and each persistent buffer; a tensor with several names only once."""
     yield from model.named_parameters()
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,13 +1,13 @@
 """Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`.
 
-All three are one mesh of copies and parts: parts = 1 is DDP, copies = 1 is FSDP. A single process needs
-neither process group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's
-and keyed by parameter names, so that any of these, with any number of ranks, reads what another one wrote.
+All three are one mesh of copies and parts: parts = 1 is DDP, copies = 1 is FSDP. A single process needs neither process
+group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's and keyed by parameter
+names, so that any of these, with any number of ranks, reads what another one wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from matmix.train.engine.base import Engine, Snapshot, is_on_meta, persistent_tensors
+from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import (
-    MODEL,
-    OPTIMIZER,
-    FullState,
-    layout_of_moments,
-    load_moments,
-    state_to_fill,
-)
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, layout_of_moments, load_moments, state_to_fill
 from matmix.train.engine.kinds import sharded_files
 from matmix.train.engine.mesh import Mesh
 from matmix.train.optim.averaging import swap_average
-from matmix.train.optim.base import Optimizer, is_sharded, local_part
+from matmix.train.optim.base import is_sharded, local_part
 from matmix.train.process.distributed import Distributed
 
 if TYPE_CHECKING:
@@ -47,12 +40,7 @@ class FsdpEngine(Engine):
         self.spread = mesh.state
         """The ranks that share weights and sum gradients, (copies, parts); None in a single process."""
 
-    def _place(
-        self,
-        model: nn.Module,
-        initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], Optimizer],
-    ) -> None:
+    def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         meta = is_on_meta(model)
         if not meta:
             model.to(self.device)
@@ -67,8 +55,7 @@ class FsdpEngine(Engine):
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
 
-        # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second
-        # reduction.
+        # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second reduction.
         mesh = mesh["parts"] if mesh["copies"].size() == 1 else mesh["copies", "parts"]
         gather_again = self.config.reshard_after_forward and self.config.name != "ddp"
         for block in model.blocks:
@@ -95,8 +82,8 @@ class FsdpEngine(Engine):
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
         groups = self.optimizer.param_groups
-        found = gradients_by_clip_group(groups, self.module.parameters())
-        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in found.items()}
+        whole = gradients_by_clip_group(groups, self.module.parameters())
+        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in whole.items()}
         norms = self._over_ranks(norms_of(gradients, self.device))
         norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
         if is_finite:
@@ -152,7 +139,7 @@ class FsdpEngine(Engine):
         return {**layout, **layout_of_moments(moments, layout["shapes"])}
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Model and optimizer, as this rank holds them."""
+        """Returns model and optimizer as this rank holds them."""
         state = self._model_state()
         for name, entries in self.optimizer.named_state():
             for entry, value in entries.items():
@@ -193,7 +180,7 @@ class FsdpEngine(Engine):
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:
-    """As `model.to_empty`, which asks torch's compiler for the shapes of sizes that are numbers, and imports sympy."""
+    """Does what `model.to_empty` does, which imports sympy through torch's compiler, also where nothing is sharded."""
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model.to_empty(device=device)
     else:

@@ -1,7 +1,8 @@
 """A whole training state as single full tensors, independent of the files it lies in and of how it is sharded.
 
 Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
-keeps of a parameter: mostly moments, in the parameter's shape, and numbers.
+keeps of a parameter: mostly moments, in the parameter's shape, and numbers. At the end, the functions that fill tensors
+and optimizers from a state.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Moments = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """What a state says of one tensor without reading it."""
+    """Shape and dtype of a tensor that was not read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -38,20 +39,30 @@ class Entry:
 
 
 class FullState(abc.ABC):
-    """Full tensors by key. Reads only what is asked for; needs neither ranks nor a model."""
+    """Full tensors by key. Reads only what is asked for; needs neither ranks nor a model. A subclass has `read`, or
+    `_read_rows` where it reads rows of tensors."""
 
     entries: Mapping[str, Entry]
 
-    @abc.abstractmethod
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, on the CPU, in memory of their own."""
+        """Returns elements [start, stop) of the flattened tensor, on the CPU, in memory of their own."""
+        entry = self.entries[key]
+        stop = entry.numel if stop is None else stop
+        row = max(1, math.prod(entry.shape[1:]))
+        first = start // row
+        rows = self._read_rows(key, first, -(-stop // row)).flatten()
+        return rows[start - first * row : stop - first * row]
+
+    def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        """Returns rows [first, last) of the tensor, or all of a tensor without dimensions."""
+        raise NotImplementedError
 
     def read_whole(self, key: str) -> torch.Tensor:
-        """The tensor in its shape."""
+        """Returns the tensor in its shape."""
         return self.read(key).view(self.entries[key].shape)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full tensor of the parameters and persistent buffers, one at a time."""
+        """Yields name and full tensor of the parameters and persistent buffers, one at a time."""
         for key in self.entries:
             if key.startswith(MODEL):
                 yield key.removeprefix(MODEL), self.read_whole(key)
@@ -88,9 +99,9 @@ class CheckpointFiles(FullState):
     """The files of a checkpoint of one kind, read without ranks, and without the engine that wrote them."""
 
     engine_names: ClassVar[str] = ""
-    """What engine.name is of those that write and read this kind, for messages."""
+    """The values of engine.name that write and read this kind, for messages."""
     counts: ClassVar[tuple[str, ...]] = ()
-    """Numbers that a layout of this kind has besides what all have."""
+    """Numbers that only layouts of this kind have."""
 
     @abc.abstractmethod
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
@@ -99,17 +110,17 @@ class CheckpointFiles(FullState):
 
     @staticmethod
     def index_files(files: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's `files` that say what lies in the others."""
+        """Returns those of a checkpoint's `files` that say what lies in the others."""
         return []
 
     @staticmethod
     @abc.abstractmethod
     def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's `files`, of which the `index_files` are there, that must be read for its weights."""
+        """Returns those of a checkpoint's `files` that must be read for its weights; its `index_files` are there."""
 
     @staticmethod
     def title(layout: Mapping[str, Any]) -> str:
-        """What lists call checkpoints of this kind."""
+        """Returns what lists call checkpoints of this kind."""
         return layout["engine"]
 
 

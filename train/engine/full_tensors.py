@@ -9,7 +9,6 @@ under the keys of `matmix.train.engine.full_state`. Each file stands alone; whic
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class TensorFiles(FullState):
-    """Tensors in .safetensors files: reads only the part of one that is asked for."""
+    """Tensors in .safetensors files, of which only the rows that are asked for are read."""
 
     def __init__(self, paths: Iterable[Path], damaged: str) -> None:
-        """damaged: what errors begin with. Raises ValueError (one line) for a file that is none, for types of numbers
-        that are none of ours, and for a tensor in two files."""
+        """damaged: the beginning of errors. Raises ValueError (one line) for a file of another format, an unknown
+        dtype, and a tensor in two files."""
         self.entries: dict[str, Entry] = {}
         self._files = {}
         for path in paths:
@@ -46,21 +45,15 @@ class TensorFiles(FullState):
                 piece = file.get_slice(key)
                 if piece.get_dtype() not in _DTYPES:
                     dtype = piece.get_dtype()
-                    raise ValueError(f"{damaged}: {path.name}: {key!a} has a dtype that is none of ours, {dtype}")
+                    raise ValueError(f"{damaged}: {path.name}: {key!a} has an unknown dtype, {dtype}")
                 if key in self.entries:
                     raise ValueError(f"{damaged}: {path.name}: {key!a} stands in another file, too")
                 self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
                 self._files[key] = file
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        entry, file = self.entries[key], self._files[key]
-        stop = entry.numel if stop is None else stop
-        if start == 0 and stop == entry.numel:
-            return file.get_tensor(key).flatten()
-        row = math.prod(entry.shape[1:])
-        first = start // row
-        rows = file.get_slice(key)[first : -(-stop // row)].flatten()
-        return rows[start - first * row : stop - first * row]
+    def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
+        file = self._files[key]
+        return file.get_slice(key)[first:last] if self.entries[key].shape else file.get_tensor(key)
 
 
 class FullTensorFiles(TensorFiles, CheckpointFiles):
@@ -83,11 +76,8 @@ class FullTensorFiles(TensorFiles, CheckpointFiles):
 
 
 def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> None:
-    """Writes everything in `state`, one tensor in memory at a time.
-
-    directory: is made. max_file_bytes: a file is closed before it would pass this; a larger tensor has a file
-    of its own.
-    """
+    """Writes everything in `state` into the new `directory`, one tensor in memory at a time. A file is closed before it
+    would pass `max_file_bytes`; a larger tensor has a file of its own."""
     directory.mkdir(parents=True)
     for kind, is_of_kind in ((_WEIGHTS, True), (_MOMENTS, False)):
         parts: list[dict[str, Entry]] = [{}]
@@ -105,7 +95,7 @@ def write_full(state: FullState, directory: Path, *, max_file_bytes: int) -> Non
 
 
 def _write_file(path: Path, entries: Mapping[str, Entry], state: FullState) -> None:
-    """A safetensors file, written as its tensors come; the library's own writer wants all of them in memory."""
+    """Writes a safetensors file as its tensors come; the library's own writer wants all of them in memory."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key, entry in entries.items():
@@ -116,9 +106,6 @@ def _write_file(path: Path, entries: Mapping[str, Entry], state: FullState) -> N
     with open_durable(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key, entry in entries.items():
-            file.write(_bytes(state.read(key), entry))
-
-
-def _bytes(flat: torch.Tensor, entry: Entry) -> memoryview:
-    assert (flat.dtype, flat.numel()) == (entry.dtype, entry.numel), "a state reads what it says"
-    return memoryview(flat.contiguous().view(torch.uint8).numpy())
+            flat = state.read(key)
+            assert (flat.dtype, flat.numel()) == (entry.dtype, entry.numel), "a state reads what it says"
+            file.write(memoryview(flat.contiguous().view(torch.uint8).numpy()))

@@ -146,26 +146,18 @@ class ShardedFiles(CheckpointFiles):
             for key, entry in self._index.state_dict_metadata.items()
         }
 
-    def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Reads those parts of the tensor, as the ranks wrote them, that hold any of the elements."""
+    def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         entry = self.entries[key]
-        stop = entry.numel if stop is None else stop
-        if start == 0 and stop == entry.numel:
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
-            self._read({key: tensor}, _TensorsOnly(), alone=True)
-            return tensor.flatten()
-        row = math.prod(entry.shape[1:])
-        first, last = start // row, -(-stop // row)
-        rows = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype)
-        self._read({key: rows}, _Rows(first), alone=True)
-        return rows.flatten()[start - first * row : stop - first * row]
+        rows = torch.empty((last - first, *entry.shape[1:]) if entry.shape else (), dtype=entry.dtype)
+        self._read({key: rows}, _Rows(first) if entry.shape else _TensorsOnly(), alone=True)
+        return rows
 
     def fill(self, state: dict[str, torch.Tensor]) -> None:
         """Fills tensors or DTensors, given by key, in place, on all ranks together."""
         self._read(state, _TensorsOnly(), alone=not is_distributed())
 
     def files_of(self, state: dict[str, torch.Tensor]) -> set[str]:
-        """Names of the files from which `fill` would read on this rank."""
+        """Returns the names of the files from which `fill` would read on this rank."""
         plan = create_default_local_load_plan(state, self._index)
         return {self._index.storage_data[item.storage_index].relative_path for item in plan.items}
 
@@ -189,11 +181,10 @@ class ShardedFiles(CheckpointFiles):
 
 
 def storage_error(failure: CheckpointException) -> BaseException:
-    """The OSError behind a failed save if there is one, else the first failure, which is a mistake of
-    ours."""
+    """Returns the OSError behind a failed save if there is one, else the first failure as a mistake in the program."""
     for rank, (error, _) in sorted(failure.failures.items()):
-        if (found := find_os_error(error)) is not None:
-            return OSError(found.errno, f"{found.strerror or found}{f' (rank {rank})' if is_distributed() else ''}")
+        if (cause := find_os_error(error)) is not None:
+            return OSError(cause.errno, f"{cause.strerror or cause}{f' (rank {rank})' if is_distributed() else ''}")
     return RuntimeError(f"saving failed: {failure}")
 
 
@@ -202,15 +193,21 @@ def storage_error(failure: CheckpointException) -> BaseException:
 
 def write_index(index: Metadata, directory: Path) -> None:
     """Writes `index.json` beside torch's files; index: what torch says of them."""
+    plain: Plain = {}
+    for key, entry in index.state_dict_metadata.items():
+        chunks = []
+        for chunk in entry.chunks:
+            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+            chunks.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        plain[key] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
     with open_durable(directory / INDEX) as file:
-        file.write(json.dumps(_to_plain(index)).encode())
+        file.write(json.dumps(plain).encode())
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
-    """What torch is to know of the files in `directory`: exactly the tensors that `layout` names.
-
-    layout: the checkpoint's, see `check_entries`. Raises ValueError (one line).
-    """
+    """Returns an index for torch of the files in `directory`: exactly the tensors that the checkpoint's `layout` names.
+    Raises ValueError (one line) for anything else; see `check_entries`."""
     try:
         return _checked(read_json(directory / INDEX), directory, layout)
     except FileNotFoundError:
@@ -220,21 +217,8 @@ def read_index(directory: Path, layout: Mapping[str, Any]) -> Metadata:
         raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}: {text}") from None
 
 
-def _to_plain(index: Metadata) -> Plain:
-    """Returns plain values from torch's index, of tensors alone."""
-    plain: Plain = {}
-    for key, entry in index.state_dict_metadata.items():
-        chunks = []
-        for chunk in entry.chunks:
-            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
-            chunks.append([list(chunk.offsets), list(chunk.sizes), place.relative_path, place.offset, place.length])
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        plain[key] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
-    return plain
-
-
 def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata:
-    """An index for torch from values that may be anything. Raises what nonsense makes it raise."""
+    """Makes an index for torch from values that may be anything. Raises any of `_OF_NONSENSE`."""
     shapes = {key: _counts(entry["shape"]) for key, entry in plain.items()}
     check_entries(shapes, layout)
     sizes: dict[str, int] = {}  # bytes of the files looked at so far
@@ -254,16 +238,10 @@ def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> Metadata
                 raise ValueError(f"what it says of {name} cannot be")
             chunks.append(chunk)
             where[MetadataIndex(key, chunk.offsets)] = _StorageInfo(name, begin, nbytes)
-        _check_chunks(key, shapes[key], chunks)
+        if not _make_up(shapes[key], [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]):
+            raise ValueError(f"the parts of {key} are not the whole of it")  # torch leaves alone what none covers
         kept[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shapes[key]), chunks)
     return Metadata(kept, storage_data=where)
-
-
-def _check_chunks(key: str, shape: tuple[int, ...], chunks: list[ChunkStorageMetadata]) -> None:
-    """Raises ValueError unless the chunks make up the whole, as a grid along any dimensions: torch leaves alone what
-    none covers."""
-    if not _make_up(shape, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]):
-        raise ValueError(f"the parts of {key} are not the whole of it")
 
 
 def _make_up(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
@@ -288,5 +266,5 @@ def _make_up(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[i
 def _counts(values: Any) -> tuple[int, ...]:
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
-        raise ValueError("it counts with what is no number")
+        raise ValueError("where it should hold a count it holds something else")
     return numbers

@@ -1,14 +1,13 @@
 """DeepSpeed ZeRO behind the engine interface: stage 0 (copies) to stage 3 (everything sharded).
 
-DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so
-that weights and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding:
-stage 3 replaces torch's linear layer by one that keeps no gathered weights and rounds before it adds the
-bias). Its averages over ranks are cancelled by multiplying the loss with the number of ranks; micro-batches
-are counted here, never by DeepSpeed.
+DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so that weights
+and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding: stage 3 replaces torch's
+linear layer by one that keeps no gathered weights and rounds before it adds the bias). Its averages over ranks are
+cancelled by multiplying the loss with the number of ranks; micro-batches are counted here, never by DeepSpeed.
 
-Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at
-a time: `deepspeed.zero.Init` around the construction of a model would draw them per rank and in another
-order. The price is a float32 copy of the model in host memory per rank while a run starts.
+Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at a time:
+`deepspeed.zero.Init` around the construction of a model would draw them per rank and in another order. The price is a
+float32 copy of the model in host memory per rank while a run starts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,14 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.engine.base import Engine, Snapshot, is_on_meta, persistent_tensors
+from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries, load_moments
 from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.zero_files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
 from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
-from matmix.train.optim.base import OTHERS, Optimizer
+from matmix.train.optim.base import OTHERS
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
 
 # Passed on to DeepSpeed as "zero_optimization", together with the stage.
@@ -39,7 +38,7 @@ ZERO_OPTIONS: dict[str, Any] = {}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """DeepSpeed, told before its import what it would otherwise find out with warnings and compilers."""
+    """Imports DeepSpeed, told before what it would otherwise find out with warnings and compilers."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -65,12 +64,7 @@ class ZeroEngine(Engine):
         ensure_group(distributed.device)
         os.environ.setdefault("LOCAL_RANK", str(distributed.local_rank))
 
-    def _place(
-        self,
-        model: nn.Module,
-        initialize: Callable[[nn.Module], None],
-        make_optimizer: Callable[[nn.Module], Optimizer],
-    ) -> None:
+    def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         stage = self.config.zero_stage
         home = torch.device("cpu") if stage == 3 else self.device
         model.to_empty(device=home) if is_on_meta(model) else model.to(home)
@@ -124,10 +118,8 @@ class ZeroEngine(Engine):
         return torch.as_tensor(norm, dtype=torch.float32, device=self.device)
 
     def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
-        """Clips each clipping group, over all ranks, before DeepSpeed's own step; the norm of all gradients before.
-
-        Gradients that are not finite are left alone: DeepSpeed looks at them itself and drops the step.
-        """
+        """Clips each clipping group, over all ranks, before DeepSpeed's own step, and returns the norm of all gradients
+        before. If that is not finite they are left alone: DeepSpeed sees it as well and drops the step."""
         optimizer, third = self.optimizer, self.config.zero_stage == 3
         # DeepSpeed's groups are the optimizer's, at stage 3 in pieces: what of each lies here.
         parts = optimizer.fp16_groups if third else optimizer.params_in_partition
@@ -276,8 +268,8 @@ def load_partitioned_weights(optimizer: Any, module: nn.Module, state: FullState
 
 @torch.no_grad()
 def swap_partitioned_averages(optimizer: Any) -> None:
-    """Lets the weights that the optimizer updates and their averages change places, and the forward pass have what is
-    in the weights' place then; optimizer: DeepSpeed's, of stage 1, 2 or 3."""
+    """Lets the weights that the optimizer updates and their averages change places, also for the forward pass;
+    optimizer: DeepSpeed's, of stage 1, 2 or 3."""
     is_third = hasattr(optimizer, "fp16_partitioned_groups")
     groups = optimizer.fp32_partitioned_groups_flat if is_third else optimizer.single_partition_of_fp32_groups
     if is_third:
@@ -315,11 +307,13 @@ def _copy(target: torch.Tensor, offset: int, state: FullState, key: str, start: 
         target[offset : offset + numel].copy_(state.read(key, start, start + numel))
 
 
-def _partitions(
-    optimizer: Any, names: Mapping[torch.Tensor, str], _rank: int
-) -> Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]:
-    """Of each group at stages 1 and 2: this rank's flat tensor, all tensors of the group, and what of them lies
-    here."""
+_Names = Mapping[torch.Tensor, str]
+_Parts = Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]
+
+
+def _partitions(optimizer: Any, names: _Names, _rank: int) -> _Parts:
+    """Yields, for each group at stages 1 and 2, this rank's flat tensor, the names of all tensors of the group, and the
+    fragments of them that lie here."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         fragments = []
         for parameter in group:
@@ -329,10 +323,8 @@ def _partitions(
         yield flat, [names[parameter] for parameter in group], fragments
 
 
-def _thirds(
-    optimizer: Any, names: Mapping[torch.Tensor, str], rank: int
-) -> Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]:
-    """The same at stage 3, where each rank holds an equal part of each tensor, the last one padded."""
+def _thirds(optimizer: Any, names: _Names, rank: int) -> _Parts:
+    """Yields the same at stage 3, where each rank holds an equal part of each tensor, the last one padded."""
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         fragments, offset = [], 0
         for parameter in group:

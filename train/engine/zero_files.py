@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files: written without raising, and read without ranks, unpickling or DeepSpeed."""
+"""DeepSpeed's checkpoint files, written and read without it: at any number of ranks, unpickling tensors alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from matmix.train.engine.base import Snapshot, find_os_error
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry
 
 SUBDIRECTORY = "zero"
+# What looking into files of another form may raise.
+_OF_NONSENSE = (pickle.UnpicklingError, EOFError, LookupError, TypeError, AttributeError, RuntimeError, ValueError)
 
 
 class _Ignored:
-    """Stands in for what DeepSpeed's files hold besides tensors and plain values; nobody asks for it."""
+    """Stands in for objects in DeepSpeed's files that are neither tensors nor plain values; nobody reads them."""
 
     def __init__(self, *_arguments: Any) -> None:
         pass
@@ -33,8 +35,8 @@ _CLASSES = [
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Contents of one file, without DeepSpeed: nothing is unpickled but tensors and plain values. Tensors stay
-    on the disk and are read when touched."""
+    """Returns the contents of one file. Only tensors and plain values are unpickled; tensors stay on the disk and are
+    read when touched."""
     with torch.serialization.safe_globals(_CLASSES):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
@@ -45,23 +47,14 @@ def _holding(directory: Path) -> Iterator[None]:
     their hashes were right."""
     try:
         yield
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        ValueError,
-    ) as error:
-        text = (str(error).splitlines() or [""])[0]
-        what = f"{type(error).__name__}: {text}"
+    except _OF_NONSENSE as error:
+        what = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ValueError(f"checkpoint {directory} is damaged: its files are not DeepSpeed's ({what})") from None
 
 
 def make_files() -> Any:
-    """What a DeepSpeed engine believes to write its files with: it keeps what they would hold in `contents`, by
-    name. (A class of DeepSpeed's, hence made late.)"""
+    """Returns what a DeepSpeed engine writes its files with: it keeps their contents by name in `contents`. (The base
+    class is DeepSpeed's, hence made late.)"""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Files(TorchCheckpointEngine):
@@ -90,9 +83,9 @@ class ZeroSnapshot(Snapshot):
                 with open_durable(folder / name) as file:
                     torch.save(contents, file)
             except Exception as error:
-                if (found := find_os_error(error)) is None:
+                if (cause := find_os_error(error)) is None:
                     raise
-                raise found from None
+                raise cause from None
 
 
 class ZeroFiles(CheckpointFiles):
@@ -143,7 +136,7 @@ class ZeroFiles(CheckpointFiles):
                     self.entries[f"{OPTIMIZER}{name}.{entry}"] = Entry(shape, torch.as_tensor(value).dtype)
 
     def _groups(self, layout: Mapping[str, Any]) -> list[dict[str, int]]:
-        """For each state that the optimizer keeps: the tensors it is of, in order, and the padding behind each."""
+        """Returns, for each state that the optimizer keeps, its tensors in order and the padding behind each."""
         if self.stage == 0:
             return [{name: 0} for name in layout["optimizer"]]
         shapes = self._model_file(0)["param_shapes"]
@@ -152,11 +145,11 @@ class ZeroFiles(CheckpointFiles):
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         with _holding(self.directory.parent):
-            found = self._read(key, start, stop)
+            tensor = self._read(key, start, stop)
             wanted = (self.entries[key].numel if stop is None else stop) - start
-            if found.numel() != wanted:
-                raise ValueError(f"{key} has {found.numel()} elements there, not {wanted}")
-            return found
+            if tensor.numel() != wanted:
+                raise ValueError(f"{key} has {tensor.numel()} elements there, not {wanted}")
+            return tensor
 
     def _read(self, key: str, start: int, stop: int | None) -> torch.Tensor:
         stop = self.entries[key].numel if stop is None else stop
@@ -174,7 +167,7 @@ class ZeroFiles(CheckpointFiles):
         return torch.cat(pieces) if pieces else torch.empty(0)
 
     def _spans(self, name: str, entry: str | None, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, begin, end): where elements [start, stop) of a tensor lie in the ranks' parts of its group."""
+        """Yields (rank, begin, end): where elements [start, stop) of a tensor lie in the ranks' parts of its group."""
         _, offset = self._places[name]
         if self.stage == 3:
             part = -(-self.entries[f"{MODEL}{name}"].numel // self.ranks)
@@ -189,14 +182,14 @@ class ZeroFiles(CheckpointFiles):
             start += end - begin
 
     def _flat(self, rank: int, name: str, entry: str | None) -> torch.Tensor:
-        """A rank's part of the flat group that a tensor is in; entry None: of the weights (stage 3)."""
+        """Returns a rank's part of the flat group that a tensor is in; entry None: of the weights (stage 3)."""
         number, _ = self._places[name]
         if entry is None:
             return self._optimizer_file(rank)["fp32_flat_groups"][number].detach()
         return self._optimizer_state(rank)[number][entry]
 
     def _of_module(self, name: str) -> torch.Tensor:
-        """A tensor that the model's file holds in full, flattened, or that is frozen and cut at stage 3."""
+        """Returns a tensor, flattened, that the model's file holds in full, or that is frozen and cut at stage 3."""
         held = self._model_file(0)
         if name not in (held["frozen_param_fragments"] or ()):
             return held["module"][name].detach().flatten()
@@ -222,5 +215,5 @@ class ZeroFiles(CheckpointFiles):
 
 
 def _is_number(value: Any) -> bool:
-    """Whether an entry of the optimizer's state is one number, and not flat pieces of parameters."""
+    """Returns whether an entry of the optimizer's state is one number, and not flat pieces of parameters."""
     return not isinstance(value, torch.Tensor) or value.dim() == 0
