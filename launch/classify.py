@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from matmix.train.arguments import RunFolder
-from matmix.train.engine.full_state import Weights
+from matmix.train.state import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

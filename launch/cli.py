@@ -8,6 +8,7 @@ from importlib.metadata import version
 from matmix.data.artifacts import check_utf8
 from matmix.data.storage.remote import refuse_secrets
 from matmix.launch.tree import Branch, CommandTree
+from matmix.train.entry import show_fields
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.exits import EXIT_OK, EXIT_USER
 
@@ -82,8 +83,6 @@ def _run(words: list[str], *, own: bool) -> int:
         verb, rest = TREE.read(words)
     except SystemExit:
         if TREE.takes_recipe and tuple(words[: len(TREE.path)]) == TREE.path:  # not where a completion was written
-            from matmix.train.recipe import show_fields
-
             show_fields(TREE.read, words)
         elif not TREE.path:
             print(_EPILOG, end="")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from matmix.launch.texts import TextDocuments, TextFiles, read_texts
 from matmix.train.arguments import RunFolder
-from matmix.train.engine.full_state import Weights
+from matmix.train.state import Weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from matmix.data.artifacts import panics_as_errors, read_json_lines, shell_line
 from matmix.train.config import RunConfig
 from matmix.train.errors import RunFailure
-from matmix.train.process.console import exit_code, guarded, is_expected, one_line
+from matmix.train.process.console import exit_code, is_expected, one_line
 from matmix.train.process.distributed import Distributed, agree, rank_and_world_size
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED
 from matmix.train.recipe import load_phases
@@ -32,16 +32,12 @@ def train_recipe(recipe: str, overrides: Sequence[str], *, dry_run: bool = False
 
 
 def train_phases(phases: Sequence[RunConfig], *, dry_run: bool = False) -> int:
-    """As `train_recipe`, of configs that have been read."""
+    """Does what `train_recipe` does with configs that have been read: trains one phase after the other, from the last
+    one that has begun; those before it need not be there."""
     if dry_run:
         from matmix.train.estimate.plan import print_plans
 
         return print_plans(phases)
-    return guarded(lambda: _train_phases(phases), every_rank=True)
-
-
-def _train_phases(phases: Sequence[RunConfig]) -> int:
-    """Trains one phase after the other, from the last one that has begun; those before it need not be there."""
     if len(phases) == 1:
         return _train(phases[0])[0]
     with Distributed.from_environment(phases[0].device):  # the ranks meet once

@@ -17,10 +17,10 @@ from matmix.data.modalities import Modality, modality_of
 from matmix.data.storage.remote import refuse_secrets
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import Weights
 from matmix.train.engine.mesh import MeshShape
 from matmix.train.errors import require
 from matmix.train.optim.config import EmaConfig, OptimizerConfig, ScheduleConfig
+from matmix.train.state import Weights
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from matmix.data.artifacts import check_utf8
 from matmix.train.arguments import Recipe, read_verb
 from matmix.train.process import stop
 from matmix.train.process.begin import begin_training
 from matmix.train.process.console import begin_process, guarded
+from matmix.train.recipe_files import bundled_recipes
 
 _PROG = "matmix train"
 
@@ -44,6 +46,22 @@ class Train:
         return train_recipe(self.recipe, rest, dry_run=self.dry_run)
 
 
+def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
+    """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
+    they name none, the names of the bundled recipes, which needs no torch.
+
+    read: turns words into a verb with a `recipe`, and the words that it does not know.
+    """
+    try:
+        verb, rest = read([word for word in words if word not in ("-h", "--help")])
+        from matmix.train.recipe import load_phases
+
+        load_phases(verb.recipe, [*rest, "--help"])
+    except (ValueError, FileNotFoundError):
+        print(f"bundled recipes: {', '.join(bundled_recipes())}")
+        print("matmix train RECIPE --help lists the fields of one, all of which are options, with their values")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code. arguments: None = those of this process, which then is ours."""
     own = arguments is None
@@ -57,8 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             verb, rest = read_verb(Train, words, prog=_PROG)
         except SystemExit:
-            from matmix.train.recipe import show_fields
-
             show_fields(lambda given: read_verb(Train, given, prog=_PROG), words)
             return 0
         if own and (code := verb.begin()):

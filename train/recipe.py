@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import typing
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from matmix.model.mixers import MIXERS
 from matmix.train.arguments import DACITE, check_rows, key_types, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.plugins import find_part
-from matmix.train.recipe_files import bundled_recipes, find_recipe, read_remote_toml, read_toml
+from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
 _PHASES = "phase"
 _FILLED_IN = (
@@ -203,20 +203,6 @@ def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> No
     for name in names:
         if isinstance(name, str) and ":" in name and name not in ARCHITECTURES:
             find_part(name, ARCHITECTURES, "model.architecture")
-
-
-def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
-    """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
-    they name none, those that every recipe has, with their defaults.
-
-    read: a verb with a `recipe`, and the words that it does not know, from words.
-    """
-    try:
-        verb, rest = read([word for word in words if word not in ("-h", "--help")])
-        load_phases(verb.recipe, [*rest, "--help"])
-    except (ValueError, FileNotFoundError):
-        print(f"bundled recipes: {', '.join(bundled_recipes())}\n")
-        parse_arguments(RunConfig, ["--help"], default=RunConfig(), prog="matmix train RECIPE", only=(MixerOptions, ()))
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Weights = Literal["raw", "ema"]
+"""Which weights of a checkpoint: those that were trained, or their average."""
 
 
 @dataclasses.dataclass(slots=True)

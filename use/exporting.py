@@ -11,8 +11,8 @@ from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
 from matmix.train.checkpoint.files import sha256
-from matmix.train.engine.full_state import Weights
 from matmix.train.run.trained import Trained
+from matmix.train.state import Weights
 from matmix.train.tasks import TASKS
 from matmix.use.model_card import notes_on
 from matmix.use.opening import TrainedModel, image_inputs, open_model

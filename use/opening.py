@@ -25,9 +25,9 @@ from matmix.model.interop.importing.exported import (
 )
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.config import InitConfig, RunConfig
-from matmix.train.engine.full_state import Weights
 from matmix.train.init.sources import InitSource, source_of
 from matmix.train.run.trained import Trained
+from matmix.train.state import Weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,8 +20,6 @@ from matmix.train.optim.averaging import AVERAGE, ENTRIES
 from matmix.train.optim.base import Optimizer, is_sharded
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-Weights = Literal["raw", "ema"]
-"""Which weights of a state: those that were trained, or their average."""
 Moments = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Name of a parameter -> the shapes of what the optimizer keeps of it, by the names of the entries."""
 

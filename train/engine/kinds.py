@@ -14,9 +14,10 @@ from typing import Any
 
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState, Weights
+from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState
 from matmix.train.engine.mesh import MeshShape
 from matmix.train.engine.zero_files import ZeroFiles
+from matmix.train.state import Weights
 
 # DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
 _BUCKET, _LIVE = 500_000_000, 1_000_000_000

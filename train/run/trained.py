@@ -23,12 +23,11 @@ from matmix.train.checkpoint.files import find_problem, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.config import RunConfig
-from matmix.train.engine.full_state import Weights
 from matmix.train.engine.kinds import open_weights
 from matmix.train.run.directory import RunDirectory, check_tokenizer
 from matmix.train.run.outcome import local_folder
 from matmix.train.run.sync import CHECKPOINTS, RunSync
-from matmix.train.state import check_extra
+from matmix.train.state import Weights, check_extra
 
 logger = logging.getLogger(__name__)
 

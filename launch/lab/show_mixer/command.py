@@ -25,7 +25,7 @@ from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_im
 from matmix.launch.lab.show_mixer.pictures import Head, Page, draw_page
 from matmix.launch.lab.show_mixer.subject import Subject, check_no_comparison, fresh, trained
 from matmix.model.backbone import Backbone
-from matmix.train.engine.full_state import Weights
+from matmix.train.state import Weights
 
 _MOST_LETTERS = 20  # that one line names
 

@@ -12,7 +12,7 @@ import torch
 from matmix.launch.lab.show_mixer.subject import initial_model, label_of, name_of, read_recipe, where_of
 from matmix.model.backbone import Backbone
 from matmix.model.images.config import ImageConfig, ImageInputs
-from matmix.train.engine.full_state import Weights
+from matmix.train.state import Weights
 from matmix.use.opening import image_inputs, open_model
 from matmix.use.pictures import read_pictures
 

@@ -18,10 +18,10 @@ from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import initialize
 from matmix.train.config import RunConfig
-from matmix.train.engine.full_state import Weights
 from matmix.train.loaders import with_vocabulary
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import find_recipe, read_toml
+from matmix.train.state import Weights
 from matmix.use.generation import MASK
 from matmix.use.opening import TextReader, TrainedModel, open_model
 
