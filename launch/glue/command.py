@@ -5,23 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from matmix.launch.glue.check import Found, look, notes_on, whole
-from matmix.launch.glue.plan import Plan, check_options, plan_text
-from matmix.launch.glue.results import collect
 from matmix.launch.glue.settings import Column
-from matmix.launch.glue.table import write_table
-from matmix.launch.glue.tasks import named
-from matmix.launch.glue.training import train
-from matmix.launch.many.failures import describe_failures
-from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, listening, say
-from matmix.launch.many.settings import check_directories
 from matmix.train.arguments import check_overrides
-from matmix.train.config import RunConfig
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
+
+if TYPE_CHECKING:
+    from matmix.launch.glue.check import Found
+    from matmix.launch.glue.plan import Plan
 
 _OURS = {"--seed": "--seeds", "--run-dir": "--out", "--data.examples.train": "DIR", "--data.examples.validation": "DIR"}
 """Options of recipes that differ between runs, and which of this verb's says them."""
@@ -66,11 +60,23 @@ class Glue:
         return self.check or self.folder
 
     def begin(self) -> int:
-        """What comes first in a process that is ours; exit code, 0 = go on."""
+        """Prepares a process of its own; returns an exit code, 0 = go on."""
+        from matmix.launch.many.processes import begin_alone
+
         return begin_alone()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Checks, trains or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        """Checks, trains or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
+        from matmix.launch.glue.check import look, notes_on
+        from matmix.launch.glue.plan import plan_text
+        from matmix.launch.glue.results import collect
+        from matmix.launch.glue.table import write_table
+        from matmix.launch.glue.training import train
+        from matmix.launch.many.failures import describe_failures
+        from matmix.launch.many.processes import check_alone, check_parallel, listening, say
+        from matmix.launch.many.settings import check_directories
+        from matmix.train.config import RunConfig
+
         check_alone("matmix glue")
         check_overrides(self, rest, RunConfig)
         if self.check:
@@ -99,7 +105,11 @@ class Glue:
         return ended.code
 
     def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
-        """The files, and what to do with them. Raises FileNotFoundError or ValueError (one line)."""
+        """Returns the files and the plan of the runs. Raises FileNotFoundError or ValueError (one line)."""
+        from matmix.launch.glue.check import whole
+        from matmix.launch.glue.plan import Plan, check_options
+        from matmix.launch.glue.tasks import named
+
         check_options(rest, _OURS)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")

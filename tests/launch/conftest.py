@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from matmix.launch.glue import training
-from matmix.launch.lab.compare import command, downstream
+from matmix.launch.lab.compare import downstream
+from matmix.launch.lab.compare import training as compare_training
 from matmix.train.loop import train
 
 
@@ -21,6 +22,6 @@ def in_this_process(monkeypatch) -> list[str]:
                 train(task.config)
         return training.Ended([], stopped=False)
 
-    for module in (training, command, downstream):
+    for module in (training, compare_training, downstream):
         monkeypatch.setattr(module, "run_tasks", run_tasks)
     return titles

@@ -7,32 +7,9 @@ from typing import Annotated
 
 import tyro
 
-from matmix.data.artifacts import shell_line
 from matmix.launch.glue.settings import Column
-from matmix.launch.jobs.launches import launch_home
-from matmix.launch.jobs.slurm import submit as slurm
-from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
-from matmix.launch.lab.compare.config import Comparison, keep_recipe, read_comparison
-from matmix.launch.lab.compare.downstream import (
-    keep_downstream,
-    plan_of_downstream,
-    read_downstream,
-    train_downstream,
-)
-from matmix.launch.lab.compare.finetuned import Finetuned
-from matmix.launch.lab.compare.finetuned_glue import GlueSettings, glue_options
-from matmix.launch.lab.compare.report import plan_text, write_report
-from matmix.launch.lab.compare.speed import is_measured, measure_all
-from matmix.launch.lab.compare.tasks import tasks_of
-from matmix.launch.lab.compare.width import matched
-from matmix.launch.many.failures import describe_failures
-from matmix.launch.many.processes import begin_alone, check_alone, check_parallel, listening, say
-from matmix.launch.many.runs import run_tasks
-from matmix.launch.many.settings import check_directories
-from matmix.launch.many.task import Task, check_data
+from matmix.launch.jobs.slurm.options import Profile, SlurmWords
 from matmix.train.arguments import Recipe, check_overrides
-from matmix.train.config import RunConfig
-from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
 _LEFT_OUT = " (--report leaves this run out)"
 _SPEED = tyro.conf.create_mutex_group(required=False)
@@ -83,11 +60,24 @@ class Compare:
     slurm_options: tyro.conf.OmitArgPrefixes[SlurmWords]
 
     def begin(self) -> int:
-        """What comes first in a process that is ours; exit code, 0 = go on."""
+        """Prepares a process of its own; returns an exit code, 0 = go on."""
+        from matmix.launch.many.processes import begin_alone
+
         return begin_alone()
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Trains, submits or tabulates; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        """Trains, submits or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
+        from matmix.launch.lab.compare.config import read_comparison
+        from matmix.launch.lab.compare.downstream import read_downstream
+        from matmix.launch.lab.compare.finetuned_glue import GlueSettings, glue_options
+        from matmix.launch.lab.compare.report import write_report
+        from matmix.launch.lab.compare.tasks import tasks_of
+        from matmix.launch.lab.compare.training import describe, submit, train
+        from matmix.launch.lab.compare.width import matched
+        from matmix.launch.many.processes import check_alone, check_parallel
+        from matmix.launch.many.settings import check_directories
+        from matmix.train.config import RunConfig
+
         check_alone("matmix compare")
         rest, options = glue_options(rest)
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
@@ -99,7 +89,7 @@ class Compare:
         tasks = tasks_of(comparison, self.only)
         if self.report:
             print(write_report(comparison))
-            return EXIT_OK
+            return 0
         check_directories(tasks, _LEFT_OUT)
         glue = GlueSettings(
             settings=self.glue_settings, tasks=self.glue_tasks, seeds=self.glue_seeds, options=tuple(options)
@@ -108,55 +98,8 @@ class Compare:
         if self.slurm:
             if downstream:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
-            return _submit(comparison, tasks, self, typed)
+            return submit(comparison, tasks, self, typed)
         if self.dry_run:
-            print(_plan(comparison, tasks, downstream))
-            return EXIT_OK
-        return _train(comparison, tasks, downstream, self)
-
-
-def _plan(comparison: Comparison, tasks: list[Task], downstream: list[Finetuned]) -> str:
-    return "\n".join([plan_text(comparison), *([plan_of_downstream(downstream, tasks)] if downstream else [])])
-
-
-def _train(comparison: Comparison, tasks: list[Task], downstream: list[Finetuned], given: Compare) -> int:
-    check_data(tasks)
-    with listening():
-        say(_plan(comparison, tasks, downstream) + "\n")
-        keep_recipe(comparison)
-        keep_downstream(downstream)
-        ended = run_tasks(tasks, given.parallel)
-        if downstream and not ended.stopped:
-            pretrained = [task for task in tasks if task.is_finished()]
-            ended = ended.then(train_downstream(downstream, pretrained, given.parallel))
-        if ended.stopped:
-            say("Stopped; what was running is saved. The same command goes on from there.")
-            return EXIT_STOPPED
-        unwanted = given.no_speed or given.only or ended.is_busy  # another process takes the cores
-        if (given.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison):
-            say("Stopped while speed was measured; no run was going on. The same command goes on from there.")
-            return EXIT_STOPPED
-    say("\n" + write_report(comparison))
-    if ended.failures:
-        say("\n" + describe_failures(ended.failures))
-    return ended.code
-
-
-def _submit(comparison: Comparison, tasks: list[Task], given: Compare, command: list[str]) -> int:
-    """The runs that are not finished as an array, a task each."""
-    waiting = [task.config for task in tasks if not task.is_finished()]
-    if not waiting:
-        print("Nothing to submit: all runs are finished")
-        return EXIT_OK
-    home = launch_home(str(comparison.home))
-    plan = slurm.plan_configs(home, waiting, slurm_options(given.profile, given.slurm_options), command, is_sweep=True)
-    if given.dry_run:
-        print(*plan.scripts.values(), end="")
-        return EXIT_OK
-    print(plan_text(comparison))
-    keep_recipe(comparison)
-    job = plan.submit()
-    print(f"Submitted job {job.job} ({job.tasks} tasks): {plan.folder / 'job.sbatch'}")
-    print(f"Follow it:     {shell_line('matmix', 'launch', 'status', home)}")
-    print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")
-    return EXIT_OK
+            print(describe(comparison, tasks, downstream))
+            return 0
+        return train(comparison, tasks, downstream, self)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
 from matmix.launch.lab.show_mixer.image_pictures import PatchHead, PatchPage, ReadingOrder, draw_patch_page
 from matmix.launch.lab.show_mixer.image_subject import ImageSubject
+from matmix.launch.lab.show_mixer.matrices import choose_heads, is_per_channel
 from matmix.model.backbone import Backbone
 from matmix.model.images.scans import scan_orders
 from matmix.model.mixers.base import Mixer

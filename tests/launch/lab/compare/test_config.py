@@ -139,8 +139,7 @@ def test_comparisons_are_not_offered_for_training(capsys):
     assert not set(bundled_comparisons()) & set(bundled_recipes())
     assert train_command(["matrix_mixers_small"]) == 2
     assert "matmix compare matrix_mixers_small" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_command(["--help"])
+    assert train_command(["--help"]) == 0
     assert "matrix_mixers" not in capsys.readouterr().out
 
 

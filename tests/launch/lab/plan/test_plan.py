@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from matmix.launch.cli import TREE
-from matmix.launch.lab.plan import command
 from matmix.launch.lab.plan import estimate as estimating
-from matmix.launch.lab.plan.command import PlanRun, find_warnings
+from matmix.launch.lab.plan import report
+from matmix.launch.lab.plan.command import PlanRun
 from matmix.launch.lab.plan.estimate import (
     assess,
     candidates,
@@ -22,6 +22,7 @@ from matmix.launch.lab.plan.estimate import (
     suggest,
 )
 from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
+from matmix.launch.lab.plan.report import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
 from matmix.train.command import train_recipe
@@ -200,7 +201,7 @@ def test_recipes_of_images_at_full_size(name, monkeypatch, capsys):
         plans.append(make_plan(*arguments, **options))
         return plans[-1]
 
-    monkeypatch.setattr(command, "suggest", lambda *_: [])
+    monkeypatch.setattr(report, "suggest", lambda *_: [])
     monkeypatch.setattr(estimating, "make_plan", noted)
     assert main([name, "--gpus", "8", "--mfu", "0.4"]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)

@@ -13,9 +13,15 @@ from mixer_cases import small_config
 from runs import run_recipe
 
 from matmix.launch.cli import main
-from matmix.launch.lab.show_mixer.command import ShowMixer, as_head, mixer_matrices, numerical_rank
+from matmix.launch.lab.show_mixer.command import ShowMixer
 from matmix.launch.lab.show_mixer.fonts import Fonts, wrapped
-from matmix.launch.lab.show_mixer.heads import choose_heads, is_per_channel
+from matmix.launch.lab.show_mixer.matrices import (
+    as_head,
+    choose_heads,
+    is_per_channel,
+    mixer_matrices,
+    numerical_rank,
+)
 from matmix.launch.lab.show_mixer.pictures import Page, draw_page
 from matmix.launch.lab.show_mixer.subject import fresh, trained
 from matmix.model import build_model

@@ -1,0 +1,205 @@
+"""Describes a plan: memory, traffic, time, risk, warnings, and the fastest settings that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matmix.data.artifacts import shell_line
+from matmix.launch.lab.plan.estimate import (
+    ASSUMED_EFFICIENCY,
+    USABLE,
+    Estimate,
+    Risk,
+    assess,
+    estimate,
+    measured_efficiency,
+    options_of,
+    suggest,
+)
+from matmix.launch.lab.plan.hardware import Cluster, find_gpu, read_cluster
+from matmix.model.flops import flops_by_part
+from matmix.train.config import RunConfig
+from matmix.train.estimate.plan import vocabulary_words, with_steps_of_epochs, with_vocabulary
+from matmix.train.words import duration, short_number
+
+FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
+_POSITIONS = {"tokens": "tokens", "images": "patches"}
+"""Unit of a task -> what the positions of its sequences are."""
+WORTH_A_WARNING = 0.01  # share of the run's time
+WORTH_SECONDS = 60  # of it; below, nobody waits for them
+MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as new (arXiv 2305.16264)
+
+
+def data_tokens(config: RunConfig) -> int | None:
+    """Returns the tokens of the training split, or images; None where it is not on this machine, or has no end."""
+    return config.modality.size(config.data)
+
+
+def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
+    """Returns the warnings about an estimate, one line each."""
+    config, plan, warnings = one.config, one.plan, []
+    if not one.fits:
+        warnings.append(
+            f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * USABLE:.0f} GB that can be used "
+            f"of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
+        )
+    tokens = plan.micro_batch_size * config.positions
+    if tokens < FEW_TOKENS:
+        warnings.append(
+            f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS.get(plan.unit, plan.unit)} in a "
+            f"pass, which leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
+        )
+    if one.traffic_seconds > one.compute_seconds:
+        warnings.append(
+            f"exchanges between GPUs ({duration(one.traffic_seconds)} a step) take longer than arithmetic "
+            f"({duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
+        )
+    if one.launch_seconds > max(one.compute_seconds, one.traffic_seconds):
+        warnings.append(
+            f"a step is too small for one {cluster.gpu}: to launch its kernels takes the host "
+            f"{duration(one.launch_seconds)}, their arithmetic {duration(one.compute_seconds)}; a larger "
+            "micro_batch_size, or --engine.compile, launches fewer"
+        )
+    available, needed = data_tokens(config), plan.units_per_step * plan.steps
+    if available is not None and needed > MANY_EPOCHS * available:
+        warnings.append(
+            f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
+            f"split; beyond about {MANY_EPOCHS} passes repeated data teach less and less"
+        )
+    best = min(risk.best_interval, one.seconds)
+    more = risk.lost(risk.interval) - risk.lost(best)
+    if more > WORTH_A_WARNING and more * one.seconds > WORTH_SECONDS:
+        steps = max(1, round(best / one.step_seconds))
+        digits = max(0, int(math.log10(steps)) - 1)
+        steps = min(round(steps, -digits), config.steps)
+        warnings.append(
+            f"a checkpoint every {config.checkpoint.every or config.steps} steps ({duration(risk.interval)}) "
+            f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}; "
+            f"every {duration(best)} is best: {shell_line('--checkpoint.every', steps)}"
+        )
+    return warnings
+
+
+SUGGESTIONS = 3
+
+
+def describe_plan(
+    given: RunConfig,
+    overrides: Sequence[str],
+    *,
+    recipe: str,
+    gpus: int,
+    gpu: str | None,
+    cluster: str | None,
+    mfu: float | None,
+    measured: str | None,
+    save_stall: float | None,
+) -> list[str]:
+    """Returns the lines that `matmix plan` prints. given: the config of the recipe with the overrides; the others are
+    the options of the verb. Raises FileNotFoundError or ValueError (one line)."""
+    hardware = read_cluster(Path(cluster), gpu) if cluster else find_gpu(gpu or "h100")
+    config, counted = with_steps_of_epochs(with_vocabulary(given))
+    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(config.data_size(gpus)))
+    efficiency, source = _efficiency(mfu, measured, hardware)
+    one = estimate(config, gpus, hardware, efficiency)
+    risk = assess(config, one.plan, hardware, one.step_seconds, save_stall)
+    lines = [words] if (words := given.micro_batch_words(given.data_size(gpus))) else []
+    lines += _describe(one, hardware, risk, efficiency, source, vocabulary_words(given), counted)
+    lines += [f"warning: {warning}" for warning in find_warnings(one, hardware, risk)]
+    best = suggest(config, gpus, hardware, efficiency)[:SUGGESTIONS]
+    lines += _describe_suggestions(config, best)
+    if best:
+        lines += ["", "to start the fastest:", launch_command(recipe, overrides, best[0], given, hardware)]
+    return lines
+
+
+def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[float, str]:
+    if mfu is not None:
+        return mfu, "as given"
+    if run is not None:
+        return measured_efficiency(Path(run)), f"measured by {run}"
+    return (
+        ASSUMED_EFFICIENCY,
+        f"assumed, not measured on {cluster.gpu}s: give --mfu, or --measured RUN of a short run",
+    )
+
+
+def _describe(
+    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, vocabulary: str, counted: str
+) -> list[str]:
+    config, plan = one.config, one.plan
+    share = config.task().target_share
+    parts = flops_by_part(config.model, config.positions, head_share=share)
+    if plan.unit == "images":
+        parts = {name: value * config.positions for name, value in parts.items()}
+    work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
+    gib = 2**30
+    memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    launching = f", launches {duration(one.launch_seconds)}" if one.launch_seconds else ""
+    nodes = -(-plan.ranks // cluster.gpus_per_node)
+    units = plan.units_per_step * plan.steps
+    peak = f"{cluster.peak(one.arithmetic) / 1e12:.0f} TFLOP/s in {one.arithmetic}"
+    rows = {
+        "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
+        "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
+        f"FLOPs per {plan.unit[:-1]}": f"{short_number(plan.flops_per_unit)} forward: {work}",
+        "batch": f"{plan.batch_words(config)}; {plan.accumulation} x {plan.micro_batch_size} a rank",
+        "engine": config.engine.words,
+        "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
+    }
+    rows |= {
+        part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
+        f"{'within nodes' if part.within_node else 'between nodes'}, {duration(part.seconds(cluster))}"
+        for part in one.traffic
+    }
+    rows |= {
+        "utilisation": f"{efficiency:.0%} of {peak} ({source})",
+        "launches": f"{plan.computed_ops:,} or more kernels a step and rank, {cluster.launch_microseconds:g} µs of the "
+        "host for each (assumed, not measured)",
+        "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
+        f"exchanges {duration(one.traffic_seconds)} beside it{launching})",
+        "speed": f"{short_number(one.units_per_second)} {one.plan.unit}/s",
+        "time": f"{duration(one.seconds)} for {plan.steps:,} steps{f' ({counted})' if counted else ''}, "
+        f"{short_number(units)} {plan.unit}, {3 * plan.flops_per_unit * units:.3g} FLOPs",
+        "failures": _describe_failures(one, risk),
+    }
+    width = max(map(len, rows))
+    return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _describe_failures(one: Estimate, risk: Risk) -> str:
+    text = f"one every {duration(risk.mtbf)} expected; "
+    if risk.best_interval > one.seconds:
+        text += f"the run is shorter than the best interval between checkpoints, {duration(risk.best_interval)}"
+    else:
+        text += f"a checkpoint every {duration(risk.best_interval)} is best"
+    text += f" (Young-Daly), which costs {risk.lost(min(risk.best_interval, one.seconds)):.2%} of the time"
+    return f"{text}; as configured every {duration(risk.interval)}: {risk.lost(risk.interval):.2%}"
+
+
+def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config: RunConfig, cluster: Cluster) -> str:
+    """Returns the command that starts a recipe as an estimate has it: on this host if one node is enough, or by Slurm.
+
+    overrides: what the command line changes of the recipe, which gives `config`.
+    """
+    ranks = one.plan.ranks
+    words = ["matmix", "launch", "local", recipe, "--nproc", str(ranks)]
+    if ranks > cluster.gpus_per_node:
+        each = next(size for size in range(cluster.gpus_per_node, 0, -1) if ranks % size == 0)
+        words = ["matmix", "launch", "slurm", recipe, "--nodes", str(ranks // each), "--gpus-per-node", str(each)]
+    return f"  {shell_line(*words, *overrides, *options_of(one, config))}"
+
+
+def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[str]:
+    if not best:
+        smaller = "shorter sequences" if config.model.model_class.inputs == "tokens" else "smaller images"
+        return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]
+    lines = ["", "fastest that fit:"]
+    for one in best:
+        options = shell_line(*options_of(one, config)) or "as configured"
+        memory = f"{one.plan.total_bytes / 2**30:.1f} GiB a rank"
+        lines.append(f"  {short_number(one.units_per_second)} {one.plan.unit}/s, {memory}: {options}")
+    return lines

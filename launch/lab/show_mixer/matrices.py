@@ -1,0 +1,136 @@
+"""Computes the matrices M of a model's mixers for a text, and their ranks.
+
+What each mixer gets in the model's forward pass is recorded, and M is computed from it in float64, which numerical
+ranks need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from matmix.launch.lab.show_mixer.image_subject import ImageSubject
+from matmix.launch.lab.show_mixer.pictures import Head, Page
+from matmix.launch.lab.show_mixer.subject import Subject
+from matmix.model.backbone import Backbone
+from matmix.model.mixers.base import Mixer
+
+
+def check_layers(subject: Subject | ImageSubject, layers: Sequence[int] | None) -> list[int]:
+    """Returns the layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
+    blocks = subject.model.blocks
+    if not (mixing := [index for index, block in enumerate(blocks) if block.mixer is not None]):
+        raise ValueError(f"{subject.name} has no mixer in any layer")
+    for layer in mixing if layers is None else layers:
+        if not 0 <= layer < len(blocks):
+            raise ValueError(f"{subject.name} has no layer {layer}; its layers are 0 to {len(blocks) - 1}")
+        if blocks[layer].mixer is None:
+            listed = ", ".join(map(str, mixing))
+            raise ValueError(f"layer {layer} of {subject.name} has no mixer; layers with one: {listed}")
+    return mixing if layers is None else sorted(set(layers))
+
+
+@torch.no_grad()
+def mixer_matrices(model: Backbone, ids: Sequence[int], layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields for each layer its number and M (H, L, L) in float64, for the MRU (H, L, L, order, order).
+
+    Raises ValueError where M is not finite.
+    """
+    inputs: dict[int, torch.Tensor] = {}
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+            mixer = model.blocks[layer].mixer
+            hook = mixer.register_forward_pre_hook(lambda _, x, layer=layer: inputs.update({layer: x[0]}))
+            hooks.callback(hook.remove)
+        model(torch.tensor([ids]), readout=lambda *_: None)
+    for layer in layers:
+        mixer = copy.deepcopy(model.blocks[layer].mixer).double()
+        matrix = mixer.matrix(inputs.pop(layer).double())[0]
+        if not matrix.isfinite().all():
+            raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
+        yield layer, matrix
+
+
+def numerical_rank(matrix: torch.Tensor, largest: float | None = None) -> int:
+    """Counts singular values of a float64 matrix above eps * max(rows, columns) * the largest one, eps that of float64.
+
+    largest: what to take for the largest one, where rounding errors are those of a larger matrix.
+    """
+    least = None if largest is None else torch.finfo(matrix.dtype).eps * max(matrix.shape) * largest
+    return int(torch.linalg.matrix_rank(matrix, atol=least))
+
+
+def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
+    """Returns M (L, L) of a head with its ranks; of an MRU's (L, L, order, order) the matrix of all L * order rows.
+
+    skip: M is I and another matrix, whose rank is what one wants to know.
+    """
+    length = matrix.shape[0]
+    order = matrix.shape[2] if matrix.dim() == 4 else 1
+    if matrix.dim() == 4:  # M[t, s] multiplies row vectors from the right
+        matrix = matrix.permute(0, 3, 1, 2).reshape(length * order, length * order)
+    middle = length // 2 * order
+    rank = numerical_rank(matrix)
+    if skip:
+        largest = float(torch.linalg.matrix_norm(matrix, 2))
+        rank = numerical_rank(matrix - torch.eye(len(matrix), dtype=matrix.dtype), largest)
+    below, above = numerical_rank(matrix[middle:, :middle]), numerical_rank(matrix[:middle, middle:])
+    return Head(name, matrix.numpy(), length, rank, skip, below, above)
+
+
+def page_of(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
+    """Returns the page of a layer, and a line with its number of matrices and their ranks."""
+    mixer, count = subject.model.blocks[layer].mixer, len(matrices)
+    chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
+    skip = getattr(mixer, "skip", False)
+    heads = [as_head(matrices[index], name, skip) for index, name in chosen]
+    what = f"{count} {'matrix' if count == 1 else 'matrices'}"
+    if len(heads) < count:
+        what = f"{len(heads)} of {what}"
+    notes = list(subject.notes)
+    if matrices.dim() == 5:
+        order = matrices.shape[-1]
+        notes.append(f"For two tokens M holds a block of {order} x {order}, the product of the states between them.")
+    if not mixer.data_dependent:
+        notes.append("M is the same for every text.")
+    title = f"layer {layer}: {mixer.name}"
+    subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
+    description = "\n".join((title, subtitle, *subject.overrides, subject.text))
+    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, subject.ids, description)
+    ranks = [head.rank for head in heads]
+    span = " to ".join(map(str, sorted({min(ranks), max(ranks)}))) + (" + I" if skip else "")
+    below, above = max(head.below for head in heads), max(head.above for head in heads)
+    return page, f"{what}, rank {span} of {len(heads[0].matrix)}, blocks at most {below} / {above}"
+
+
+def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
+    """Chooses the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and names them.
+
+    word: what has a matrix of its own. Where the first half of them looks back and the second one ahead, each has two.
+    """
+    count, half = len(matrices), len(matrices) // 2
+    past, future = matrices[:half], matrices[half:]
+    paired = count % 2 == 0 and matrices.dim() == 3 and not past.triu(1).any() and not future.tril(-1).any()
+    if not paired or not past.tril(-1).any() or not future.triu(1).any():
+        return [(index, f"{word} {index}") for index in _evenly(count, most)]
+    return [
+        (index + back * half, f"{word} {index}, {'backward' if back else 'forward'}")
+        for index in _evenly(half, max(most // 2, 1))
+        for back in (0, 1)
+    ]
+
+
+def _evenly(count: int, most: int) -> list[int]:
+    number = min(count, most)
+    return [index * count // number for index in range(number)]
+
+
+def is_per_channel(mixer: Mixer, matrices: torch.Tensor) -> bool:
+    """Says whether every channel of the values has a matrix of its own, of the matrices (H, L, L)."""
+    if len(matrices) != mixer.d_model:
+        return False
+    values = mixer.values(next(mixer.parameters()).new_zeros(1, matrices.shape[1], mixer.d_model))
+    return values.shape[2:] == (mixer.d_model, 1)
