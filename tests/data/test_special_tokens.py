@@ -7,6 +7,7 @@ import json
 
 import pytest
 import sentencepiece
+from failures import each
 from hypothesis import given, settings
 from tokenizer_kinds import BYTES, FRAGMENTS, KINDS, LETTERS, OTHERS, SPECIAL, TEXTS, built, numbered, specials
 from tokenizers import Tokenizer as Backend
@@ -29,7 +30,7 @@ def load(tmp_path_factory):
     return load
 
 
-@pytest.mark.parametrize("name", KINDS)
+@each("name", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS)
 def test_text_that_spells_special_tokens_comes_back(load, name, text):
@@ -39,7 +40,7 @@ def test_text_that_spells_special_tokens_comes_back(load, name, text):
     assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@each("name", OTHERS)
 @settings(max_examples=60, deadline=None)
 @given(text=TEXTS.map(lambda text: text.replace("<", "＜")) | TEXTS | TEXTS.map(lambda text: text.replace("<", "[")))
 def test_no_text_gives_special_tokens(load, name, text):
@@ -50,7 +51,7 @@ def test_no_text_gives_special_tokens(load, name, text):
         assert tokenizer.decode(ids) == " ".join(text.split())
 
 
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
+@each("name", [*KINDS, *OTHERS])
 def test_other_text_is_read_as_the_library_reads_it(load, name):
     tokenizer, backend = load(name), built(name)
     text = "one two  tone 9 a\u0301 <a> s> 0x41 unk mask </"
@@ -99,8 +100,8 @@ def test_an_unknown_token_that_is_also_special_stays_out_of_text(tmp_path):
         tokenizer.encode("ab")
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram", "char", "word"])
-@pytest.mark.parametrize("byte_fallback", [False, True])
+@each("model_type", ["bpe", "unigram", "char", "word"])
+@each("byte_fallback", [False, True])
 def test_sentencepiece(tmp_path, model_type, byte_fallback):
     """Its own controls, also one of a single letter."""
     writer = io.BytesIO()

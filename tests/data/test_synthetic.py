@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from failures import each
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
@@ -89,8 +90,8 @@ def test_groups(name, order):
     assert (table != table.T).any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("seqlen", [20, 33])
+@each("masked", [False, True])
+@each("seqlen", [20, 33])
 def test_recall(masked, seqlen):
     places = set()
     for tokens, labels in samples("mqar", seqlen, masked=masked):
@@ -137,8 +138,8 @@ def by_python(tokens: list[str]) -> int:
     return eval(text.rstrip(","), {"np": np})
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("seqlen", "depth", "arguments"), [(5, 5, 5), (16, 1, 9), (40, 5, 5), (200, 3, 4)])
+@each("masked", [False, True])
+@each("seqlen, depth, arguments", [(5, 5, 5), (16, 1, 9), (40, 5, 5), (200, 3, 4)])
 def test_list_operations(masked, seqlen, depth, arguments):
     longest, seen = 0, set()
     for tokens, labels in samples("listops", seqlen, depth=depth, arguments=arguments, masked=masked):
@@ -158,16 +159,16 @@ def test_list_operations(masked, seqlen, depth, arguments):
     assert {"[MIN", "[MAX", "[MED", "[SM"} <= seen
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
+@each(
+    "text, value",
     [("7", 7), ("[MED 1 2 ]", 1), ("[MED 9 1 4 ]", 4), ("[SM 9 9 9 ]", 7), ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9)],
 )
 def test_the_parser_on_examples(text, value):
     assert evaluate(text.split()) == value
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("", "0 values"),
         ("1 2", "2 values"),
@@ -182,7 +183,7 @@ def test_the_parser_refuses(text, message):
         evaluate(text.split())
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@each("name", GENERATED)
 def test_a_constant_guess_is_right_as_often_as_the_histogram_says(name):
     loader = loader_of(config_of(name))
     histogram = loader.facts.token_histogram
@@ -265,7 +266,7 @@ def test_longer_samples_have_the_same_vocabulary_and_as_many_items():
         assert ((take(loader, 1)[0].labels != IGNORED).sum(dim=1) == 5).all()
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@each("name", GENERATED)
 def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
     from matmix.data.tokenizer import Tokenizer
 
@@ -285,8 +286,8 @@ def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
 # -- bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"task": "parety"}, "data.synthetic.task = 'parety' is no task; did you mean 'parity'"),
         ({"task": "m24"}, "is no task; known: parity, s3, a5"),
@@ -307,8 +308,8 @@ def test_config_refused(options, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"path": "somewhere"}, "data.path and data.synthetic.task are both given"),
         ({"mixture": {"a": 1.0}}, "data.mixture and data.synthetic.task are both given"),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tokenizers
+from failures import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -51,7 +52,7 @@ def fast(tmp_path_factory):
     return Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("text", HARD_TEXTS)
+@each("text", HARD_TEXTS)
 def test_text_survives(trained, fast, text):
     assert trained.decode(trained.encode(text)) == text
     assert fast.decode(fast.encode(text)) == text
@@ -138,8 +139,8 @@ def test_save_and_load(trained, fast, tmp_path):
             assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "error", "message"),
+@each(
+    "name, content, error, message",
     [
         ("tokenizer.model", b"", ValueError, "not a sentencepiece model"),
         ("tokenizer.model", b"\x80\x04no model", ValueError, "not a sentencepiece model"),

@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+from failures import each
 from small_models import MODELS
 from transformers.dynamic_module_utils import get_imports
 
@@ -248,8 +249,8 @@ def test_what_cannot_be_bundled_is_an_assertion(toy, modules, message):
         toy([("toybox.top", "h")], **modules)
 
 
-@pytest.mark.parametrize("architecture", ["encoder", "language_model"])
-@pytest.mark.parametrize("installed", [True, False])
+@each("architecture", ["encoder", "language_model"])
+@each("installed", [True, False])
 def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     """All in one bundle."""
     config = {"encoder": encoder_of_all, "language_model": language_model_of_all}[architecture]()

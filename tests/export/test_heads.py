@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from bare_libraries import TRAINED, check_sentence_transformer, check_trainer
+from failures import each
 from safetensors.torch import load_file
 from small_models import HEADS, with_head
 from transformers import (
@@ -28,8 +29,8 @@ from matmix.model.interop.export.directory import export_model
 from matmix.model.interop.export.inputs import classification_loss, span_loss
 
 
-@pytest.mark.parametrize(
-    ("problem", "outputs", "labels"),
+@each(
+    "problem, outputs, labels",
     [
         ("regression", 1, torch.tensor([0.5, -1.0, 2.0, 0.0])),
         ("regression", 3, torch.randn(4, 3)),
@@ -133,7 +134,7 @@ def test_an_export_says_what_its_outputs_are(head_exports):
     assert not (head_exports / "none").exists()
 
 
-@pytest.mark.parametrize("name", HEADS)
+@each("name", HEADS)
 def test_an_export_is_read_back(head_exports, name):
     model = read_export(head_exports / name / "export").eval()
     assert model.config.head == HEADS[name][0].head

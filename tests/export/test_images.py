@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bare_site import make_bare_site
+from failures import each
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_round_trip import OTHER_PYTHON, run_check
@@ -108,8 +109,8 @@ def test_exports_come_back(image_exports, name):
     assert "text" not in card.replace("text/", "")
 
 
-@pytest.mark.parametrize(
-    ("inputs", "words"),
+@each(
+    "inputs, words",
     [
         ({"mean": (0.5,), "std": (0.5,)}, "do not fit a model of patches of 4 and 3 channels"),
         ({"mean": (0.5,) * 3, "std": (0.5,) * 3, "size": 18}, "images of 18 pixels"),
@@ -173,8 +174,8 @@ def test_timm_creates_exported_models(image_exports, name):
     assert other.num_classes == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+@each(
+    "options, words",
     [
         ({}, "say which export"),
         ({"pretrained": True, "config": {}}, "say which export"),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failures import each
 from huggingface_hub import ModelCard
 from paths import GOLDEN
 from runs import records, run_recipe, weights
@@ -417,8 +418,8 @@ def test_texts_as_json(language_model, encoder, monkeypatch, capsys):
     assert "standard input is not UTF-8: line 2, byte 4 of the line is 0xe9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
+@each(
+    "name, content, message",
     [
         ("empty.txt", b"", "holds no prompt; write one on each line"),
         ("blank.txt", b"\n  \n\t\n", "holds no prompt; write one on each line"),

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from failures import each
 
 from matmix.use.generation import Sampling, TextStream
 
@@ -24,8 +25,8 @@ def cut(*kept: float) -> list[float]:
     return [value / sum(kept) for value in kept] + [0.0] * (4 - len(kept))
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
+@each(
+    "options, expected",
     [
         ({}, PROBABILITIES),
         ({"top_k": 2}, cut(0.4, 0.3)),
@@ -65,8 +66,8 @@ def pieces_of(tokens, decode=decode_bytes, before=(), stop=()) -> list[str]:
     return [*pieces, stream.close()]
 
 
-@pytest.mark.parametrize("before", ["", "earlier text ", "é", "a long earlier text 👍🏽"])
-@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "👍🏽 x 👩‍👩‍👧", ""])
+@each("before", ["", "earlier text ", "é", "a long earlier text 👍🏽"])
+@each("text", ["plain", "naïve café", "日本語", "👍🏽 x 👩‍👩‍👧", ""])
 def test_pieces_are_whole_characters(text, before):
     pieces = pieces_of(text.encode(), before=before.encode())
     assert "".join(pieces) == text
@@ -83,8 +84,8 @@ def test_pieces_come_as_soon_as_they_can():
     assert pieces_of(b"xabcab", stop=["abd"]) == ["x", "", "", "abc", "", "", "ab"]
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
+@each(
+    "text, stop, expected",
     [
         ("one. two", ["."], "one"),
         ("aab", ["ab"], "a"),

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import sentencepiece
+from failures import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import MULTILINGUAL, training_text
@@ -82,9 +83,9 @@ def test_hypothesis_finds_no_text_with_other_ids(tokenizer, text):
     assert mismatches(fast, str(tokenizer.path), [text]) == []
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize("byte_fallback", [True, False])
-@pytest.mark.parametrize("user_symbols", [[], ["<sep>", "[X]"]])
+@each("model_type", ["bpe", "unigram"])
+@each("byte_fallback", [True, False])
+@each("user_symbols", [[], ["<sep>", "[X]"]])
 def test_models_with_a_dummy_prefix(model_type, byte_fallback, user_symbols, tmp_path):
     options = {"model_type": model_type, "byte_fallback": byte_fallback, "user_defined_symbols": user_symbols}
     symbols = ["<sep>a", "a <sep> b", "a<sep>b [X]", "[X]", " [X] <sep><sep> a  "]

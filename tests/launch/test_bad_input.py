@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from failures import each
 from runs import run_recipe
 
 from matmix.launch.cli import TREE, main
@@ -34,7 +35,7 @@ TRAIN = {
 }
 
 
-@pytest.mark.parametrize("case", TRAIN)
+@each("case", TRAIN)
 def test_train(case, dataset, tmp_path, capsys):
     overrides, words = TRAIN[case]
     arguments = ["train", "debug_mru", "--run-dir", str(tmp_path / "run"), "--data.path", dataset, *overrides]
@@ -112,7 +113,7 @@ PREPARE = {
 }
 
 
-@pytest.mark.parametrize("case", PREPARE)
+@each("case", PREPARE)
 def test_prepare(case, tmp_path, capsys):
     content, words = PREPARE[case]
     (tmp_path / "input.jsonl").write_bytes(content)
@@ -122,8 +123,8 @@ def test_prepare(case, tmp_path, capsys):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+@each(
+    "arguments, words",
     [
         (["prepare"], ["no input given", "INPUT"]),
         (["prepare", "a.txt"], ["no output folder given"]),

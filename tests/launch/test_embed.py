@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from failures import each
 from pyarrow import parquet
 from runs import run_recipe
 from transformers import AutoModel, AutoTokenizer
@@ -88,8 +89,8 @@ def test_parquet_and_unit_length(run, file, wanted, tmp_path):
     assert np.abs(found - expected).max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
+@each(
+    "words, why",
     [
         (["FILE", "--out", "a.txt"], "name a file that ends in .npy or .parquet"),
         (["FILE", "--out", "THERE"], "exists; choose another file"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failures import each
 from runs import run_recipe
 
 from matmix.launch.cli import main
@@ -46,8 +47,8 @@ def nats_of(source: TrainedModel, read: list[int], wanted: list[int]) -> float:
     return -logits.log_softmax(-1)[range(len(wanted)), wanted].sum().item()
 
 
-@pytest.mark.parametrize("stride", [1, 3, 8])
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 8, 9, 23])
+@each("stride", [1, 3, 8])
+@each("count", [0, 1, 2, 7, 8, 9, 23])
 def test_windows_predict_each_token_once_from_as_many_as_they_may(count, stride):
     ids, predicted = list(range(count + 1)), []
     for tokens, new in windows_of(ids, 8, stride):
@@ -102,8 +103,8 @@ def test_the_command_prints_and_writes_what_it_finds(run, source, tmp_path, caps
     assert f"{score.bits_per_byte:.4f}  bits per byte" in said
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
+@each(
+    "words, why",
     [
         ([], "name the files with the text"),
         (["nowhere.txt"], r"nowhere.txt does not exist"),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from failures import each
 from labelled import CLASSES, EXAMPLES, texts, write_jsonl, write_task
 from runs import records, run_recipe
 from scipy.stats import pearsonr, spearmanr
@@ -70,8 +71,8 @@ def test_examples_without_labels_are_predicted(tuned, tmp_path, capsys):
     assert "against its label" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
+@each(
+    "words, why",
     [
         ([], "give one file of examples"),
         (["a.jsonl", "--task", "regression"], "was fine-tuned for sequence_classification"),
@@ -162,8 +163,8 @@ def test_a_pretrained_encoder_is_scored_as_an_embedder(tuned, tmp_path, source):
     np.testing.assert_allclose(np.array(found), np.load(tmp_path / "vectors.npy"), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("source", "words", "why"),
+@each(
+    "source, words, why",
     [
         ("encoder", ["--task", "sequence_classification"], "a sequence_classifier; matmix finetune ENCODER sequence_"),
         ("encoder", ["--task", "masked_lm"], '"masked_lm" is no task on labelled examples'),
@@ -219,7 +220,7 @@ def _reproduced(task: str, rows: list[dict]) -> dict[str, float]:
     return {"accuracy": accuracy_score(right, given)}
 
 
-@pytest.mark.parametrize("task", EXAMPLES)
+@each("task", EXAMPLES)
 def test_the_metrics_of_every_task_can_be_computed_from_its_predictions(task, tmp_path):
     """What is predicted has the form of a label, one for each example of the file; without labels it is the same."""
     recipe, *options = write_task(tmp_path, task)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failures import each
 from labelled import texts, write_jsonl
 from paths import ROOT
 from runs import losses, records, run_recipe, weights
@@ -96,8 +97,8 @@ def test_rates_fall_with_the_width_to_those_of_base_models():
     assert fitted_rate(768, on_images=True) == 1e-4
 
 
-@pytest.mark.parametrize(
-    ("words", "epochs", "steps", "rate"),
+@each(
+    "words, epochs, steps, rate",
     [
         (["--epochs", "2"], 2, 4, 2e-3),
         (["--epochs=2"], 2, 4, 2e-3),
@@ -111,8 +112,8 @@ def test_what_the_command_line_gives_counts(command, words, epochs, steps, rate)
     assert (config.epochs, config.steps, config.optimizer.lr) == (epochs, steps, rate)
 
 
-@pytest.mark.parametrize(
-    ("line", "words", "found"),
+@each(
+    "line, words, found",
     [
         ("epochs = 1.0", [], (1, 2, 1e-4)),
         ("steps = 9", [], (0, 9, 1e-4)),
@@ -154,7 +155,7 @@ def test_from_scratch_takes_the_model_and_no_weights(command, tmp_path):
     assert "weights from" not in (tmp_path / "run" / "messages.log").read_text()
 
 
-@pytest.mark.parametrize("task", sorted(path.stem for path in (ROOT / "train/recipes/finetuning").glob("*.toml")))
+@each("task", sorted(path.stem for path in (ROOT / "train/recipes/finetuning").glob("*.toml")))
 def test_bundled_recipes_fit_an_encoder(task):
     """Found by name; their model is that of the source but for the head."""
     encoder = load_config("hydra_base_c4").model
@@ -164,8 +165,8 @@ def test_bundled_recipes_fit_an_encoder(task):
     assert task in config.data.examples.train
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         ({1: "masked_lm"}, "is no task on labelled examples: matmix train RECIPE --init.from"),
         ({1: "causal_lm"}, '"causal_lm" trains architecture language_model, and'),

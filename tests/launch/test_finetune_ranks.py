@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from failures import each
 from labelled import texts, write_jsonl
 from runs import losses, records, run_recipe
 
@@ -94,8 +95,8 @@ def test_a_dry_run_knows_the_steps_of_epochs(command, tmp_path, capsys):
     assert line.split(maxsplit=2) == ["steps", "6", "(epochs = 2)"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["finetune", "COMMAND", "--seeds", "0", "1"], "--seeds starts a process for each run"),
         (["finetune", "COMMAND", "--write-recipe", "NEW"], "--write-recipe writes a file and trains nothing"),

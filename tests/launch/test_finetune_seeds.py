@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from failures import each
 from labelled import texts, write_jsonl
 from runs import losses, run_recipe, weights
 
@@ -66,8 +67,8 @@ def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, cap
     assert "optimizer.lr: 0.002 there, 0.01 here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
+@each(
+    "words, message",
     [
         (["--seeds", "0", "1", "0"], "--seeds: 0 is given twice"),
         (["--seeds", "0", "-1"], "--seeds: seeds are integers >= 0, got -1"),

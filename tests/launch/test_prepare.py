@@ -1,6 +1,6 @@
 """`matmix prepare-images`, and the benchmark that reads what it made."""
 
-import pytest
+from failures import each
 from pictures import encoded, pixels, samples, write_tar, write_tree
 
 from matmix.benchmarks.__main__ import main as benchmark
@@ -31,7 +31,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_mistakes_are_one_line(case, tmp_path, capsys):
     words, expected = BAD[case]
     data = encoded(pixels(0))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from failures import each
 
 import matmix
 from matmix.data.artifacts import shell_line
@@ -75,7 +76,7 @@ def test_every_printed_command_is_written_by_one_function():
     ]
 
 
-@pytest.mark.parametrize(
+@each(
     "code",
     [
         'f"next: matmix train RECIPE.toml --data.path {out}"',

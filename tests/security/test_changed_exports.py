@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from failures import each
 
 from matmix.launch.cli import main
 from matmix.model import build_model
@@ -71,7 +72,7 @@ def test_files_in_folders(copy, capsys) -> None:
     assert "config.json is not as it was written" in said(capsys, "export", "--check", copy)[1]
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "folder/../../outside", ""])
+@each("name", ["../outside", "/etc/hostname", "folder/../../outside", ""], fresh="copy")
 def test_names_that_lead_outside(copy, capsys, name) -> None:
     with (copy / "SHA256SUMS").open("a") as file:
         file.write(f"{'0' * 64}  {name}\n")

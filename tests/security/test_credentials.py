@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from failures import each
 
 from matmix.data.config import DataConfig
 from matmix.data.prepare.merge import merge
@@ -38,12 +39,12 @@ WITHOUT = [
 ]
 
 
-@pytest.mark.parametrize("url", WITHOUT)
+@each("url", WITHOUT)
 def test_other_urls_and_paths_are_let_through(url):
     assert not has_secret(url)
 
 
-@pytest.mark.parametrize("url", WITH_SECRETS)
+@each("url", WITH_SECRETS)
 def test_every_option_refuses_it_without_repeating_it(url, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'run_dir = "runs/x"\n[data.mixture]\n"{url}" = 1.0\n')
@@ -77,7 +78,7 @@ def test_the_command_line_of_a_rank_refuses_it(option):
     assert "hunter2" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
+@each(
     "words",
     [
         ["train", "debug_mru", "--data.path", "URL"],
@@ -94,7 +95,6 @@ def test_the_command_line_of_a_rank_refuses_it(option):
         ["launch", "slurm", "debug_mru", "--sweep", "data.path=a,URL"],
         ["launch", "local", "debug_mru", "--run-dir", "URL"],
     ],
-    ids=" ".join,
 )
 def test_the_command_refuses_it_before_anything_is_written(words, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from failures import each
 from runs import losses, records, run_recipe
 
 from matmix.launch.generate import Generate
@@ -111,8 +112,8 @@ def test_starting_over_leaves_a_run_with_checkpoints_alone(run, whole) -> None:
     assert not list(run.glob("*.aside-*"))
 
 
-@pytest.mark.parametrize(
-    "bad", [b"\xff\xfe\n", b"5\n", b"[1]\n", b"{}\n", b'{"step": "x", "kind": []}\n', b"[" * 10**5 + b"\n"]
+@each(
+    "bad", [b"\xff\xfe\n", b"5\n", b"[1]\n", b"{}\n", b'{"step": "x", "kind": []}\n', b"[" * 10**5 + b"\n"], fresh="run"
 )
 def test_damaged_metrics_do_not_stop_a_start(run, whole, capsys, bad) -> None:
     path = run / "metrics.jsonl"
@@ -134,7 +135,7 @@ def test_a_line_that_a_kill_cut_off_is_no_damage(run, whole, capsys) -> None:
     assert not list(run.glob("*.aside-*"))
 
 
-@pytest.mark.parametrize("bad", [b"\xff\xfe", b"5", b"[1]", b"{}", b'{"step": 8}', b"[" * 10**5])
+@each("bad", [b"\xff\xfe", b"5", b"[1]", b"{}", b'{"step": 8}', b"[" * 10**5])
 def test_a_damaged_summary_is_written_again(dataset, whole, tmp_path, bad) -> None:
     run_recipe("debug_mru", dataset, tmp_path / "run")
     summary = (tmp_path / "run" / "summary.json").read_bytes()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import small_checkpoints
 import torch
+from failures import each
 from safetensors.torch import save_file
 from saved_weights import read_weights
 
@@ -152,14 +153,14 @@ def without_entries(index, folder):
     index.clear()
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         *(without_a_weight, with_another_entry, with_moments_of_nothing, without_moments, of_another_shape, half_of_it),
         *(the_same_part_twice, no_part, beside_the_checkpoint, at_an_absolute_path, past_the_end, of_no_dtype),
         without_entries,
     ],
-    ids=lambda change: change.__name__,
+    fresh="checkpoint",
 )
 def test_an_index_of_something_else(checkpoint, change) -> None:
     index = read_index(checkpoint)
@@ -177,12 +178,13 @@ def test_the_index_that_is_read_is_no_pickle(checkpoint, tmp_path) -> None:
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *("", "[]", "5", "{}", "[" * 10**5, '{"model.scale": 5}', '{"model.scale": {"shape": [1e9]}}'),
         '{"model.scale": {"shape": [1], "dtype": "float32", "chunks": [[[0], [1], "/etc/passwd", 0, 4]]}}',
     ],
+    fresh="checkpoint",
 )
 def test_an_index_in_json_of_something_else(checkpoint, text) -> None:
     (checkpoint / "sharded" / "index.json").write_text(text)
@@ -190,7 +192,7 @@ def test_an_index_in_json_of_something_else(checkpoint, text) -> None:
     refused(checkpoint, r"is damaged: its index index\.json")
 
 
-@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "generators/../../x", "a\nb", ""])
+@each("name", ["../../outside", "/etc/passwd", "generators/../../x", "a\nb", ""], fresh="checkpoint")
 def test_names_that_lead_outside(checkpoint, name) -> None:
     files = read_manifest(checkpoint)["files"]
     small_checkpoints.rehash(checkpoint, files={**files, name: [1, "0" * 64]})
@@ -205,8 +207,8 @@ def test_a_link_in_a_files_place(checkpoint) -> None:
     refused(checkpoint, "is a link")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"files": {}}, "does not list its files"),
         ({"files": {"generators/rank-00000.json": [-1, "0" * 64]}}, "does not say how long"),
@@ -218,6 +220,7 @@ def test_a_link_in_a_files_place(checkpoint) -> None:
         ({"layout": {"engine": "torch", "world_size": 1, "shapes": {"a": [-1]}}}, "has no layout"),
         ({"layout": {"engine": "x", "world_size": 1, "shapes": {}}}, "has no layout"),
     ],
+    fresh="checkpoint",
 )
 def test_a_manifest_of_another_form(checkpoint, changes, message) -> None:
     small_checkpoints.rehash(checkpoint, **changes)
@@ -266,11 +269,7 @@ def no_safetensors(folder: Path, tensors) -> None:
     next(folder.glob("*.safetensors")).write_bytes(b"\xff" * 64)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [hostile_dtype, twice, one_more, none_at_all, other_shapes, no_safetensors],
-    ids=lambda change: change.__name__,
-)
+@each("change", [hostile_dtype, twice, one_more, none_at_all, other_shapes, no_safetensors], fresh="checkpoint")
 def test_a_portable_one_of_something_else(checkpoint, tmp_path, change) -> None:
     portable = tmp_path / "portable" / checkpoint.name
     convert_checkpoint(checkpoint, portable)
@@ -282,7 +281,7 @@ def test_a_portable_one_of_something_else(checkpoint, tmp_path, change) -> None:
     refused(portable, "is damaged")
 
 
-@pytest.mark.parametrize("content", ["harm", {"module": 5}, {}, [], {"module": {"scale": "no tensor"}}, b"garbage"])
+@each("content", ["harm", {"module": 5}, {}, [], {"module": {"scale": "no tensor"}}, b"garbage"], fresh="checkpoint")
 def test_deepspeed_files_of_something_else(checkpoint, tmp_path, content) -> None:
     shutil.rmtree(checkpoint / "sharded")
     (checkpoint / "zero").mkdir()
@@ -303,7 +302,7 @@ def test_deepspeed_files_of_something_else(checkpoint, tmp_path, content) -> Non
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"python": 5}', "5", "nonsense"])
+@each("content", ["{}", "[]", '{"python": 5}', "5", "nonsense"], fresh="checkpoint")
 def test_random_generators_of_something_else(checkpoint, content) -> None:
     (checkpoint / "generators" / "rank-00000.json").write_text(content)
     small_checkpoints.rehash(checkpoint)

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from failures import each
 from hostile_data import edit_manifest, prepared, snapshot
 from manifests import set_value
 
@@ -42,8 +43,8 @@ def rename(split, to):
 CLIMBING = ["../../../../x", "/tmp/x", "a/../../x", "..", "x\n", "x\0", ""]
 
 
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("name", CLIMBING, ids=ascii)
+@pytest.mark.parametrize("remote", [False, True])
+@each("name", CLIMBING, fresh="path")
 def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
     (path.parent / "x").write_text("planted")
     (path.parent.parent / "x").write_text("planted")
@@ -68,7 +69,7 @@ def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
             Manifest.load(path)
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         set_value("splits", "train", "shards", 0, "tokens", -1),
@@ -103,6 +104,7 @@ def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
         set_value("version", True),
         set_value("surprise", 1),
     ],
+    fresh="path",
 )
 def test_what_nobody_would_prepare_is_one_line(path, tmp_path, change):
     edit_manifest(path, change)
@@ -112,7 +114,7 @@ def test_what_nobody_would_prepare_is_one_line(path, tmp_path, change):
         assert str(raised.value).isprintable()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"version":' * 50_000, "[]", "5", "\x00", "{}", '{"version": {}}'])
+@each("text", ["[" * 100_000, '{"version":' * 50_000, "[]", "5", "\x00", "{}", '{"version": {}}'], fresh="path")
 def test_a_manifest_that_is_none_is_one_line(path, text):
     (path / "manifest.json").write_text(text)
     with pytest.raises(ValueError, match="manifest") as raised:
@@ -152,7 +154,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
+@each("name", EDITS, fresh="path")
 def test_an_edit_by_hand_does_not_pass(path, tmp_path, name):
     """The manifest is refused; with a digest that fits, no position is taken up with it."""
     loader = loader_of(path, tmp_path / "cache")

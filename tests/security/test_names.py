@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+from failures import each
 
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 
@@ -14,8 +15,8 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("nested", [False, True])
+@each("name", HOSTILE)
+@each("nested", [False, True])
 def test_hostile_names_are_refused_in_one_line(name, nested, tmp_path) -> None:
     for check in (artifact_name, functools.partial(artifact_path, tmp_path)):
         with pytest.raises(ValueError, match=r"^m\.json names the file ") as raised:
@@ -42,7 +43,7 @@ def test_links_are_refused_below_the_root_only(tmp_path) -> None:
             artifact_path(tmp_path / "root", name, "m", nested=True)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "", "{", b"\xff\xfe", "nul"])
+@each("text", ["[" * 100_000, '{"a":' * 100_000, "", "{", b"\xff\xfe", "nul"])
 def test_json_that_is_none_is_one_line(text) -> None:
     with pytest.raises(ValueError, match=r"^m\.json is damaged") as raised:
         parse_json(text, "m.json")

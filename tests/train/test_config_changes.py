@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from failures import each
 from runs import losses, records, run_recipe
 
 from matmix.train.recipe import load_config, write_config
@@ -85,8 +86,8 @@ def test_fewer_steps_than_are_done(dataset, tmp_path):
     assert changes(run) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "difference"),
+@each(
+    "options, difference",
     [
         (["--seed", "7"], "seed: 0 there, 7 here"),
         (["--optimizer.betas", "0.9", "0.99"], "optimizer.betas"),

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from failures import each
 
 from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import read_comparison
@@ -38,7 +39,7 @@ SETTINGS = {
 IMAGES, EPOCHS = 1_281_167, 300
 
 
-@pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
+@each("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
 def test_training_settings_are_those_of_the_table(name):
     entries = read_comparison(name).entries if name == "lion_imagenet" else ()
     for config in (load_config(name), *(entry.config for entry in entries)):
@@ -56,7 +57,7 @@ def test_training_settings_are_those_of_the_table(name):
         assert (config.model.drop_path, config.ema.decay) == (0.1, 0.99996)
 
 
-@pytest.mark.parametrize("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
+@each("name", [name for name in bundled_recipes() if name.endswith("_imagenet")])
 def test_sizes_are_the_published_and_the_stated_ones(name):
     config = load_config(name)
     found = count_parameters(config.model) / 1e6

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failures import each
 from nightly import each_value_once, nightly
 from runs import losses, records, run_recipe, weights
 
@@ -216,8 +217,8 @@ def test_the_resolved_config_runs_again_as_it_is(dataset, tmp_path):
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
+@each(
+    "overrides, words",
     [
         (["--data.path", "/nonexistent/data"], "/nonexistent/data"),
         (["--device", "cuda"], "CUDA"),

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from failures import each
 
 import matmix.train
 from matmix.model.mixers import MIXERS
@@ -33,8 +33,8 @@ def files_with(wanted, *folders: Path) -> list[str]:
     return [path.relative_to(TRAIN.parent).as_posix() for path in found]
 
 
-@pytest.mark.parametrize(
-    ("word", "places"),
+@each(
+    "word, places",
     [
         ("deepspeed", ("train/engine/",)),
         ("zero_stage", ("train/engine/",)),

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from failures import each
 from runs import losses, weights
 
 from matmix.train.entry import main
@@ -80,8 +81,8 @@ def test_a_phase_begins_with_the_weights_of_the_one_before_and_a_killed_one_is_r
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts / "phase-2").items())
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
+@each(
+    "text, message",
     [
         ("init.from = 'runs/a'", r"phase 2: it begins with the weights of phase 1: leave init\.from out"),
         ("run_dir = 'runs/a'", r"phase 2: run_dir is that of the recipe"),

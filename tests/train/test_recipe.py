@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from failures import each
 
 from matmix.train.entry import main
 from matmix.train.optim.config import RuleConfig
@@ -20,7 +21,7 @@ def recipe(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", list(bundled_recipes()))
+@each("name", list(bundled_recipes()))
 def test_bundled_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
     config = load_config(name)
     write_config(config, tmp_path / "config.toml")
@@ -47,8 +48,8 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
     assert load_config(recipe(""), [flag, "0.5"]).optimizer.weight_decay == 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+@each(
+    "text, words",
     [
         ("[optimizer]\nlearning_rate = 1", ['unknown key "optimizer.learning_rate"', "nearest", "optimizer."]),
         ("stesp = 3", ['unknown key "stesp"', '"steps"']),
@@ -83,8 +84,8 @@ def test_a_bad_recipe_is_one_line_that_names_file_and_key(recipe, text, words):
         assert word in message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+@each(
+    "arguments, words",
     [
         (["--optimizer.lrr", "1"], ["optimizer.lrr", "optimizer.lr"]),
         (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
@@ -155,7 +156,7 @@ def test_a_batch_that_does_not_divide_names_sizes_that_do(recipe, global_batch, 
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 128, 1024])
+@each("ranks", [1, 2, 4, 8, 128, 1024])
 def test_the_micro_batch_is_at_most_what_the_recipe_says_on_any_number_of_ranks(recipe, ranks):
     """So that one command starts on a laptop, and resumes on a thousand GPUs."""
     config = load_config(recipe("global_batch_size = 1024\nmicro_batch_size = 48"))
@@ -168,7 +169,7 @@ def test_the_micro_batch_is_at_most_what_the_recipe_says_on_any_number_of_ranks(
     assert (exact.micro_batch(ranks), exact.micro_batch_words(ranks)) == (micro, "")
 
 
-@pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("no", False), ("YES", True)])
+@each("word, value", [("true", True), ("False", False), ("no", False), ("YES", True)])
 def test_booleans_in_their_common_spellings(recipe, word, value):
     file = recipe("")
     for words in (["--data.shuffle", word], [f"--data.shuffle={word}"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from failures import each
 from labelled import CLASSES, FIRST, WORDS, texts, write_jsonl, write_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +30,7 @@ def _ids(*words):
     return [FIRST + WORDS.index(word) for word in words]
 
 
-@pytest.mark.parametrize("length", [8, 9, 12, 32])
+@each("length", [8, 9, 12, 32])
 def test_pairs_are_put_together_and_cut_as_transformers_does(length, tmp_path):
     words = [" ".join(WORDS[:9]), " ".join(WORDS[20:26])]
     examples = _open(ClassTexts, tmp_path, [{"text": words[0], "pair": words[1], "label": 1}], seqlen=length)

@@ -7,6 +7,7 @@ import csv
 import pyarrow
 import pyarrow.parquet
 import pytest
+from failures import each
 from labelled import texts, write_jsonl, write_tsv
 
 from matmix.data.config import ExamplesConfig
@@ -31,8 +32,8 @@ def _parquet(path):
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("suffix", "write"),
+@each(
+    "suffix, write",
     [
         (".csv", _csv),
         (".tsv", lambda path: write_tsv(path, ROWS)),
@@ -61,8 +62,8 @@ def test_a_folder_has_a_folder_for_each_class(tmp_path):
     assert rows.columns == {"text": ["two\nlines", "one"], "label": ["a", "b"]}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
+@each(
+    "content, message",
     [
         ("", "is empty"),
         ("text\tlabel\n", "holds no examples"),

@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
+from failures import each
 from pictures import encoded, pixels
 from PIL import Image
 
@@ -108,7 +109,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@each("case", REFUSED)
 def test_refused(case):
     data, reason = REFUSED[case]
     with pytest.raises(UnreadablePicture, match=reason) as error:

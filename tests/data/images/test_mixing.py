@@ -3,8 +3,8 @@
 import random
 
 import numpy as np
-import pytest
 import torch
+from failures import each
 from timm.data import Mixup
 
 from matmix.data.config import ImagesConfig
@@ -12,8 +12,8 @@ from matmix.data.images.transforms import borrowed_generators, draw_mix, partner
 from matmix.data.rng import MIXING, generator
 
 
-@pytest.mark.parametrize("repeats", [1, 3])
-@pytest.mark.parametrize("total", [2, 7, 12, 16])
+@each("repeats", [1, 3])
+@each("total", [2, 7, 12, 16])
 def test_partners_are_pairs_inside_of_a_global_batch(total, repeats):
     for step in range(3):
         samples = range(step * total, (step + 1) * total)
@@ -34,7 +34,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_a_pair_is_mixed_as_by_timm(case):
     config = ImagesConfig(size=24, smoothing=0.1, **CASES[case])
     theirs = Mixup(

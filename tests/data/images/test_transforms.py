@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from failures import each
 from pictures import pixels
 from PIL import Image
 
@@ -20,10 +21,8 @@ def drawn(config, count, *, training=True, picture=PICTURE):
         return torch.stack([transform(picture) for _ in range(count)])
 
 
-@pytest.mark.parametrize(
-    "notation", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "original", "v0r", "3a", "augmix-m5-w4-d2"]
-)
-@pytest.mark.parametrize("channels", [3, 1])
+@each("notation", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "original", "v0r", "3a", "augmix-m5-w4-d2"])
+@each("channels", [3, 1])
 def test_every_notation_at_every_strength(notation, channels):
     # The strongest posterisation, which few pictures meet, keeps no bit.
     found = drawn(ImagesConfig(size=12, augment=notation, channels=channels, erasing=0.5), 150)

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from failures import each
 from pictures import encoded, pixels, prepare, samples, write_tree
 from PIL import Image
 
@@ -224,7 +225,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@each("case", BAD)
 def test_what_does_not_fit_is_said_in_one_line(prepared, case):
     options, words = BAD[case]
     with pytest.raises((ValueError, FileNotFoundError), match=words) as error:

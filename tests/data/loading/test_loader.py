@@ -10,6 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from failures import each
 
 from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
@@ -82,7 +83,7 @@ def test_global_batches_do_not_depend_on_ranks_or_workers(any_format, small, kin
         assert global_digests(loaders, count) == expected, (world, workers, micro)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_resume_in_the_middle_of_an_epoch(any_format, kind):
     options = KINDS[kind]
     whole = global_digests([loader_of(any_format, **options)], 7)
@@ -268,8 +269,8 @@ def test_moving_a_batch(small):
 # -- reading once over
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@each("world", [1, 2, 4])
+@each("kind", KINDS)
 def test_one_pass_counts_every_token_once(small, data, world, kind):
     options = KINDS[kind]
     loaders = ranks(small, world, micro=2, split="train", one_pass=True, **options)
@@ -402,8 +403,8 @@ def test_mixture_read_once_over(mixture):
 # -- what the loader tells
 
 
-@pytest.mark.parametrize("prefix", ["none", "bos"])
-@pytest.mark.parametrize("suffix", ["none", "eos"])
+@each("prefix", ["none", "bos"])
+@each("suffix", ["none", "eos"])
 def test_targets_of_a_causal_pass_times_bytes_a_target_are_the_bytes_of_the_text(small, prefix, suffix):
     loader = loader_of(small, one_pass=True, prefix=prefix, suffix=suffix)
     targets = sum(int((batch.labels != IGNORED).sum()) for batch in loader)
@@ -428,8 +429,8 @@ def one_line(error) -> bool:
     return "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"total": 10, "micro": 4}, "a multiple of 4, the nearest are 8 or 12"),
         ({"total": 12, "micro": 4, "world": 2}, "a multiple of 8, the nearest are 8 or 16"),
@@ -448,8 +449,8 @@ def test_refused(small, options, message):
     assert one_line(error)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"seqlen": 0}, r"data\.seqlen must be at least 1, got 0"),
         ({"workers": -1}, r"data\.workers must be 0 or more, got -1"),
@@ -503,8 +504,8 @@ def test_one_token_is_not_enough(data, tmp_path):
     assert int((batch.labels != -100).sum()) == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
+@each(
+    "change, key",
     [
         ({"seqlen": 25}, "seqlen"),
         ({"seed": 1}, "seed"),

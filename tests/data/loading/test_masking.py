@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from failures import each
 
 from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig
 from matmix.data.rng import DOCUMENTS, MASKS, generator
@@ -87,8 +88,8 @@ def test_generators_of_different_items_differ():
     assert len(draws) == 4 * 2 * 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
+@each(
+    "config, message",
     [
         ({"probability": 0.0}, "probability must be above 0"),
         ({"probability": 1.5}, "at most 1, got 1.5"),

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from failures import each
 
 from matmix.data.loading.order import PERIOD, Mixture, interleave, quotas
 
@@ -50,7 +51,7 @@ def test_reading_once_over_takes_each_sequence_once():
     assert not epoch.any()
 
 
-@pytest.mark.parametrize("weights", [[1, 1, 1], [1e-9, 1], [0.7, 0.2, 0.1], [1] * 1000, [1e-12] * 50 + [1.0]])
+@each("weights", [[1, 1, 1], [1e-9, 1], [0.7, 0.2, 0.1], [1] * 1000, [1e-12] * 50 + [1.0]])
 def test_quotas_fill_the_period_and_leave_no_dataset_out(weights):
     counts = quotas(weights, PERIOD)
     assert counts.sum() == PERIOD

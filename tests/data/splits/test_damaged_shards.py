@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from failures import each
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.masking import IGNORED, MaskingConfig
@@ -60,8 +61,8 @@ def rows(loaders, count):
     return torch.cat([b.input_ids for b in ordered]), torch.cat([b.labels for b in ordered]), per_step
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@each("kind", DAMAGES)
+@each("remote", [False, True])
 def test_a_damaged_shard_is_named(any_format, tmp_path, kind, remote):
     path = tmp_path / "data"
     shutil.copytree(any_format, path, ignore=shutil.ignore_patterns(".cache"))
@@ -93,7 +94,7 @@ def test_unverified_shards_still_have_to_be_whole(small, tmp_path, kind):
         open_dataset(str(tmp_path / "data"), verify=False)
 
 
-@pytest.mark.parametrize("masking", [None, MaskingConfig()], ids=["causal", "masked"])
+@each("masking", [None, MaskingConfig()])
 def test_sequences_of_damaged_shards_are_padding(small, broken, masking):
     whole_ids, whole_labels, none = rows([loader_of(small, masking=masking, skip_damaged=False)], STEPS)
     assert sum(none) == 0

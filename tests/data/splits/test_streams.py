@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from failures import each
 from hostile_data import edit_manifest
 from manifests import set_value
 
@@ -176,8 +177,8 @@ def test_nothing_there(tmp_path):
         open_dataset(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
+@each(
+    "change, message",
     [
         (set_value("version", 2), "has version 2, this matmix reads version 1"),
         (set_value("format", "parquet"), "says format 'parquet'; readable are mds, webdataset"),
@@ -298,7 +299,7 @@ def test_damaged_mds_index(small, tmp_path, content):
         everything(open_dataset(str(path)))
 
 
-@pytest.mark.parametrize("content", ["", "text", "wrong dtype", "wrong number"])
+@each("content", ["", "text", "wrong dtype", "wrong number"])
 def test_damaged_lengths(small, tmp_path, content):
     path = copy(small, tmp_path / "data")
     lengths = np.load(path / "train" / "lengths.npy")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from failures import each
 
 from matmix.launch.jobs.attempts import (
     AGAIN,
@@ -66,7 +66,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("case", TABLE)
+@each("case", TABLE)
 def test_decisions(case):
     ends, again, words = TABLE[case]
     decision = decide(attempts(*ends), max_requeues=2)

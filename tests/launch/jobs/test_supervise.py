@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from failures import each
 
 from matmix.launch.cli import main
 from matmix.launch.jobs.torchrun import Torchrun, address_here, parse_endpoint, wait_for_host
@@ -121,8 +122,8 @@ def test_ranks_do_not_outlive_an_agent_that_is_killed(launcher, tmp_path):
 # -- torchrun's arguments ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "endpoint"),
+@each(
+    "text, endpoint",
     [
         ("node1:1234", ("node1", 1234)),
         ("node1", ("node1", 29400)),
@@ -135,7 +136,7 @@ def test_endpoints(text, endpoint):
     assert parse_endpoint(text) == endpoint
 
 
-@pytest.mark.parametrize("text", ["", ":1", "node1:", "node1:port", "node1:70000", "::1", "[::1", "[::1]29400"])
+@each("text", ["", ":1", "node1:", "node1:port", "node1:70000", "::1", "[::1", "[::1]29400"])
 def test_endpoints_that_are_none(text):
     with pytest.raises(ValueError, match="--rdzv"):
         parse_endpoint(text)

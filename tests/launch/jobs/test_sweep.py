@@ -1,6 +1,7 @@
 """Sweeps: which runs, and under which names."""
 
 import pytest
+from failures import each
 
 from matmix.launch.jobs.launches import launch_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
@@ -40,8 +41,8 @@ def test_runs_from_a_file(tmp_path):
     assert names == ["wide,seed=0", "wide,seed=1", "d_model=32,lr=0.001,seed=0", "d_model=32,lr=0.001,seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("axes", "words"),
+@each(
+    "axes, words",
     [
         (["optimizer.lr"], "KEY=VALUE"),
         (["optimizer.lr="], "KEY=VALUE"),

@@ -6,6 +6,7 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
+from failures import each
 from runs import losses, records, run_recipe
 
 from matmix.train import callbacks
@@ -107,8 +108,8 @@ def test_tables_of_a_recipe_with_options(dataset, tmp_path):
     assert load_config(str(recipe), ["--seed", "3"]).callback == (found,)
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
+@each(
+    "table, words",
     [
         ("{name = 'no_such_module:Notes'}", "Python cannot import no_such_module"),
         ("{name = 'my_callbacks:Missing'}", "my_callbacks has no Missing"),

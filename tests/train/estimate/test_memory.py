@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from failures import each
 from mixer_cases import small_config
 from storages import Storages
 
@@ -88,7 +89,7 @@ def small(**engine) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=320))
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "selective by op", "full"])
+@each("mode", ["none", "selective", "selective by op", "full"])
 def test_nothing_of_the_step_is_left_out(mode):
     """Bytes alive after the forward pass on fake tensors are those of a real pass."""
     config = small()

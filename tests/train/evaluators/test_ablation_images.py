@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from failures import each
 from image_runs import write_image_recipe
 from runs import records
 from torch import nn
@@ -46,8 +47,8 @@ def batch_of(images: torch.Tensor, labels: list[int]) -> Batch:
     return Batch(inputs=images, labels=torch.tensor(labels), max_seqlen=0, n_tokens=len(images), **nothing)
 
 
-@pytest.mark.parametrize("scan", ["row", "snake"])
-@pytest.mark.parametrize("token", ["none", "first"])
+@each("scan", ["row", "snake"])
+@each("token", ["none", "first"])
 def test_the_loss_without_mixing_is_that_of_constants_for_mixers(scan, token, recipe):
     changes = ["--model.image.scan", scan, "--model.image.class_token", token, "--model.layer_scale", "0.5"]
     model = build_model(load_config(str(recipe), changes).model, device="cpu").eval()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from failures import each
 from runs import records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -108,8 +109,8 @@ def test_a_run_may_take_up_an_evaluator_later(module, dataset, tmp_path):
     assert load_config(str(run)).evaluation.evaluator[0].name == f"{module}:Rows"
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
+@each(
+    "table, words",
     [
         ("{name = 'lengths'}", "has nothing to measure in this run"),
         ("{name = 'mixing', every = -1}", "every must be >= 0"),

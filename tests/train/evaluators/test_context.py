@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from failures import each
 from runs import records, run_recipe
 from torch import nn
 from torch.nn import functional as F
@@ -67,8 +68,8 @@ def losses_by_position(model, batch):
     return found
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("packing", PACKINGS)
+@each("recipe", RECIPES)
 def test_bins_hold_the_losses_of_their_positions(recipe, packing, dataset):
     config, batches, model = prepared(recipe, dataset, "--data.packing", packing)
     expected, sums, total = torch.zeros(2, 6, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.float64), 0.0

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from failures import each
 from runs import losses, records, weights
 
 from matmix.data.loading.masking import IGNORED
@@ -200,8 +201,8 @@ def test_a_recipe_shows_its_initial_mixers_on_the_tokens_of_its_task(parity):
     assert pieces == ["k3", "v7", "<mask>"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
+@each(
+    "options, words",
     [
         (["--data.synthetic.task", "s6"], ["data.synthetic.task = 's6'", "s5"]),
         (["--data.synthetic.task", "mqar"], ["data.seqlen = 4", "8 pairs", "32"]),

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from failures import each
 from runs import records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -202,8 +203,8 @@ class Said:
         return torch.stack([tensor, *(torch.tensor(other, dtype=tensor.dtype) for other in self.others)])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("own", [True, False])
+@each("bad", [math.nan, math.inf])
+@each("own", [True, False])
 def test_nan_and_infinity_of_any_micro_batch_and_rank_stay(bad, own):
     engine = Said([[7.0 if own else bad, 0.0], [7.0 if own else bad, 2.0]])
     monitor = Monitor(engine)

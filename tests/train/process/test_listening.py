@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 
-import pytest
+from failures import each
 
 CODE = """
 import os, signal, sys, time
@@ -22,8 +22,8 @@ time.sleep(30)
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@each("when", ["before", "after"])
+@each("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it(when, number):
     run = subprocess.run([sys.executable, "-P", "-c", CODE, when, str(int(number))], capture_output=True, timeout=25)
     assert run.returncode == -number

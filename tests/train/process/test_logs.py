@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+from failures import each
 from nightly import nightly
 from runs import losses, run_recipe
 from tqdm import tqdm
@@ -25,8 +26,8 @@ def say(level, rank=0):
         logger.warning("of this rank", extra=logs.EVERY_RANK)
 
 
-@pytest.mark.parametrize(
-    ("level", "shown"),
+@each(
+    "level, shown",
     [
         ("debug", ["a detail", "a line", "warning: a doubt", "warning: of this rank"]),
         ("info", ["a line", "warning: a doubt", "warning: of this rank"]),

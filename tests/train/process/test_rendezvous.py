@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from failures import each
 
 from matmix.train.errors import RendezvousError
 from matmix.train.process.launched import as_ranges
@@ -79,7 +80,7 @@ def listening(port: int) -> set[str]:
     return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "no-such-node.invalid"])
+@each("address", ["127.0.0.1", "0.0.0.0", "::1", "no-such-node.invalid"])
 def test_the_store_of_one_host_is_for_this_host_alone(address):
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
     first, second = (Meeting.from_environment({**variables, "RANK": rank}) for rank in "01")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from failures import each
 
 from matmix.train import entry, loop
 from matmix.train.checkpoint import save as checkpoint_save
@@ -135,7 +136,7 @@ def test_other_ranks_speak_only_of_failures(tmp_path, monkeypatch):
     assert (rank, found.code, found.reason, found.step) == (3, EXIT_FAILED, "no luck", 4)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "a b", ".hidden", "a/b"])
+@each("name", ["../elsewhere", "a b", ".hidden", "a/b"])
 def test_the_name_of_an_attempt_is_a_file_name(name, monkeypatch):
     monkeypatch.setenv("MATMIX_ATTEMPT", name)
     with pytest.raises(ValueError, match="MATMIX_ATTEMPT"):

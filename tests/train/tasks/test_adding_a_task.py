@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from failures import each
 from paths import ROOT
 from runs import losses, records, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -85,8 +86,8 @@ def test_estimates_know_it(recipe):
     assert own.total_bytes > plain.total_bytes  # it keeps the logits of the whole batch
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+@each(
+    "arguments, words",
     [
         (["--objective.name", "smoothing:Smoothed"], "smoothing has no Smoothed"),
         (["--objective.name", "not_there:Task"], "cannot import not_there"),

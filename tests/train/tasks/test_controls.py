@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from failures import each
 from sklearn import metrics
 from sklearn.dummy import DummyClassifier, DummyRegressor
 
@@ -116,8 +117,8 @@ KNOWN = (
 BESIDE = {"control_accuracy": 0.389, "control_rmse": 1.0, "matthews": 0.2}
 
 
-@pytest.mark.parametrize(
-    ("accuracy", "rmse", "verdict"),
+@each(
+    "accuracy, rmse, verdict",
     [
         (0.4, 0.9, []),
         (0.389, 0.9, ["The model is not better than this control in: accuracy."]),

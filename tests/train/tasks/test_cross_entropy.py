@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from failures import each
 from torch.nn import functional as F
 
 from matmix.train.tasks import cross_entropy
@@ -18,9 +19,9 @@ def _inputs(rows: int, d_model: int, vocab: int, with_bias: bool):
     return features, weight, bias, targets
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("rows", [1, 7, 64, 129])
+@each("with_bias", [True, False])
+@each("z_loss", [0.0, 1e-2])
+@each("rows", [1, 7, 64, 129])
 def test_equals_pytorch_in_value_and_gradient(monkeypatch, rows, z_loss, with_bias):
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * 50 * 16)  # 16 rows a chunk: several chunks, a ragged last
     features, weight, bias, targets = inputs = _inputs(rows, 12, 50, with_bias)

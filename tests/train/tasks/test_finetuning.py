@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from failures import each
 from labelled import entities, write_jsonl, write_recipe, write_task
 from runs import losses, records, weights
 from sklearn import metrics
@@ -127,8 +128,8 @@ def test_outputs_that_are_not_given_are_those_of_the_examples(task, outputs, tmp
     assert losses(tmp_path / "run") == losses(tmp_path / "given")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@each(
+    "arguments, message",
     [
         (("--model.head.outputs", "2"), r"outputs = 2, but the training examples have 3 classes \(bad, fine, good\)"),
         (("--objective.name", "masked_lm"), 'trains model.architecture = "encoder"'),

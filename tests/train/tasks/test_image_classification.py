@@ -6,6 +6,7 @@ import pictures
 import pytest
 import torch
 import torch.nn.functional as F
+from failures import each
 from image_runs import write_image_recipe
 from runs import losses, records, weights
 
@@ -53,8 +54,8 @@ def test_costs_are_those_of_the_definition(kind):
         torch.testing.assert_close(loss[row], F.cross_entropy(logits[row], labels[row]))
 
 
-@pytest.mark.parametrize("kind", ["hard", "soft"])
-@pytest.mark.parametrize("cuts", [(9,), (2, 4, 3), (1, 1, 7)])
+@each("kind", ["hard", "soft"])
+@each("cuts", [(9,), (2, 4, 3), (1, 1, 7)])
 def test_the_gradient_is_that_of_the_mean_however_the_batch_is_cut(kind, cuts):
     """A micro-batch may have no label at all."""
     task = ImageClassification(ObjectiveConfig(name="image_classification"))

@@ -4,6 +4,7 @@ import json
 
 import pyarrow
 import pytest
+from failures import each
 from pictures import encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
 
@@ -125,7 +126,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
+@each("make", CASES)
 def test_one_line(tmp_path, make):
     made = make(tmp_path)
     source, options = made if isinstance(made, tuple) else (made, {})

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+from failures import each
 from pictures import CLASSES, encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
 
@@ -90,7 +91,7 @@ def tar_with_table(folder):
 SOURCES = [tree, tar_of_numbers, tar_of_names, parquet_file, folder_and_csv, tar_with_table]
 
 
-@pytest.mark.parametrize("make", SOURCES, ids=lambda make: make.__name__)
+@each("make", SOURCES)
 def test_every_kind_of_source(tmp_path, make):
     source, options = make(tmp_path)
     out = prepare(source, tmp_path / "out", format="mds" if make in SOURCES[::2] else "webdataset", **options)

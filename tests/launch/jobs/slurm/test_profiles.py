@@ -1,6 +1,7 @@
 """Site profiles: where they are found, how they combine with the command line, and what they refuse."""
 
 import pytest
+from failures import each
 
 from matmix.launch.jobs.slurm.options import SlurmOptions, from_layers, load_profile, profiles_path
 
@@ -51,8 +52,8 @@ def test_a_value_may_hold_an_equals_sign(clusters):
     assert from_layers({}, {"env": ["FLAGS=--a=b", "EMPTY="]}).env == {"FLAGS": "--a=b", "EMPTY": ""}
 
 
-@pytest.mark.parametrize(
-    ("limit", "seconds"),
+@each(
+    "limit, seconds",
     [("5", 300), ("5:30", 330), ("1:00:05", 3605), ("1-2", 93600), ("1-2:30", 95400), ("2-00:00:01", 172801)],
 )
 def test_a_limit_must_leave_time_before_saving(limit, seconds):
@@ -76,7 +77,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_mistakes_name_file_and_key(case, clusters):
     text, name, words = WRONG[case]
     clusters.write_text(text)

@@ -4,6 +4,7 @@ import socket
 import subprocess
 
 import pytest
+from failures import each
 
 from matmix.launch.cli import main
 from matmix.launch.jobs.slurm.script import array_option, render, sbatch_value
@@ -108,8 +109,8 @@ def test_a_port_in_use_is_passed_over(dry_run):
     assert all(20000 <= port < 32000 for port in ports)
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "ending", "ends"),
+@each(
+    "status, code, ending, ends",
     [
         (0, 1, "", None),
         (10, 0, "", 0),
@@ -183,7 +184,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("case", MISTAKES)
+@each("case", MISTAKES)
 def test_mistakes_are_one_line(case, dry_run, tmp_path, capsys):
     words, expected = MISTAKES[case]
     assert main(["launch", "slurm", "debug_mru", "--run-dir", str(tmp_path / "run"), *words]) == 2

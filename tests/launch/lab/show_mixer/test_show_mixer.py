@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from failures import each
 from mixer_cases import small_config
 from runs import run_recipe
 
@@ -257,8 +258,8 @@ def test_wide_letters_take_the_place_of_two():
     assert wrapped("to be or not", 6) == ["to be", "or not"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+@each(
+    "words, said",
     [
         (["RUN", "--text", ""], "the text is empty"),
         (["RUN", "--text", " \n"], "the text is empty"),

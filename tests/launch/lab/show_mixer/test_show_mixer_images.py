@@ -6,6 +6,7 @@ import numpy as np
 import pictures
 import pytest
 import torch
+from failures import each
 from image_runs import write_image_recipe
 from PIL import Image
 
@@ -55,7 +56,7 @@ def subject_of(recipe, photo: str, *changes: str, size: int = 16) -> ImageSubjec
     return fresh_on_images(str(recipe), photo, [*sized, *changes])
 
 
-@pytest.mark.parametrize("changes", [[], SNAKE, [*SNAKE, *OUTSIDE], ["--model.image.class_token", "middle"]])
+@each("changes", [[], SNAKE, [*SNAKE, *OUTSIDE], ["--model.image.class_token", "middle"]])
 def test_rows_of_the_matrices_make_the_outputs_of_the_mixers(changes, recipe, photo):
     """A mixer's output at a position is what its row of M takes of the values: the same is asked of the rows drawn."""
     subject = subject_of(recipe, photo, *changes)
@@ -163,8 +164,8 @@ def test_the_class_token_takes_from_the_picture(recipe, photo, tmp_path):
     assert "of itself" in words
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
+@each(
+    "words, said",
     [
         (["RUN"], "--image FILE"),
         (["RUN", "--text", "a"], "reads no text; matmix classify takes pictures"),
