@@ -5,7 +5,7 @@ from harness import run_distributed
 
 
 def test_two_nodes(tmp_path):
-    first, second = run_distributed(health_scenario.check, 2, arguments=(str(tmp_path),))
+    first, second = run_distributed(health_scenario.check, 2, arguments=(str(tmp_path),), alone=True)
     assert first == second
     assert first["sound"].startswith("2 ranks on 2 nodes healthy, all-reduce ")
     assert first["bandwidth is positive"] == "True"

@@ -54,7 +54,7 @@ def test_a_lost_node_loses_nothing(engine, ranks, dataset, tmp_path):
     alone = ("--run-dir", str(tmp_path / "straight"), "--checkpoint.local-every", "0")
     starts = [Start(overrides=alone), *(start for start, _ in STORY)]
     arguments = (str(tmp_path), ranks, common, starts)
-    found = run_distributed(scenario.train_on_nodes, 2 * ranks, arguments=arguments, timeout=500)[0][1:]
+    found = run_distributed(scenario.train_on_nodes, 2 * ranks, arguments=arguments, timeout=500, alone=True)[0][1:]
     said = [lines for lines, _ in found]
     for lines, (start, first) in zip(said, STORY, strict=True):
         assert (lines[0] if lines else None) == first or lines[0].startswith(first), (start, lines)

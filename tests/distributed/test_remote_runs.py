@@ -48,7 +48,7 @@ def test_nodes_that_share_nothing(engine, nodes, ranks, store, dataset, tmp_path
         ([0, 1], [*common, "--run-dir", url]),
     ]
     arguments = (store.environment(), str(tmp_path), ranks, starts)
-    held = run_distributed(remote_scenarios.train_on_nodes, nodes * ranks, arguments=arguments, timeout=400)
+    held = run_distributed(remote_scenarios.train_on_nodes, nodes * ranks, arguments=arguments, timeout=400, alone=True)
     assert manifests(store) == ["step-00000006", "step-00000008"]
     _, after_first, _, after_last = held[ranks]
     generators = {name.rpartition("/")[2] for name in after_first if "generators/rank" in name}

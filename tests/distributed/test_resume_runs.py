@@ -60,7 +60,7 @@ def test_as_many_ranks_bit_for_bit(shift, datasets, tmp_path):
         first.append((recipe, [*parts, "--stop-step", "3"]))
         second.append((recipe, parts))
     arguments = ([*whole, *first, *second],)
-    found = run_distributed(run_scenarios.train_all, 2, arguments=arguments, with_children=True, timeout=600)[0]
+    found = run_distributed(run_scenarios.train_all, 2, arguments=arguments, alone=True, timeout=600)[0]
     for number, name in enumerate(cases):
         expected, stopped, resumed = found[number :: len(cases)]
         assert (list(stopped), list(resumed)) == ([1, 2, 3], [4, 5, 6]), name

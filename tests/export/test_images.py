@@ -80,6 +80,7 @@ def image_exports(tmp_path_factory) -> Path:
     return work
 
 
+@pytest.mark.slow
 def test_exports_work_with_transformers_torch_and_pillow_only(image_exports, tmp_path):
     site = make_bare_site(tmp_path / "site", ("torch", "transformers", "pillow"))
     last = run_check(sys.executable, ["-I", "-S"], [image_exports, site], tmp_path, CHECK)

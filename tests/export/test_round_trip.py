@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from bare_site import make_bare_site
+from nightly import nightly
 
 CHECK = Path(__file__).with_name("bare_check.py")
 # A Python of an environment with another (newer) transformers and no matmix.
@@ -30,10 +31,22 @@ def run_check(python: str, options: list[str], arguments: list[Path], home: Path
     return run.stdout.splitlines()[-1]
 
 
-def test_exports_work_with_transformers_and_torch_only(exports, head_exports, tmp_path):
+def some_of(exports: Path, names: tuple[str, ...], folder: Path) -> Path:
+    """Returns a folder with those of the exports; all of them where no names are given."""
+    if not names:
+        return exports
+    folder.mkdir()
+    for name in names:
+        (folder / name).symlink_to(exports / name)
+    return folder
+
+
+@pytest.mark.parametrize(("models", "heads"), [(("mru", "hydra"), ("classes",)), nightly((), ())])
+def test_exports_work_with_transformers_and_torch_only(exports, head_exports, tmp_path, models, heads):
+    work, with_heads = some_of(exports, models, tmp_path / "work"), some_of(head_exports, heads, tmp_path / "heads")
     site = make_bare_site(tmp_path / "site")
     # -I -S: no PYTHONPATH, no site-packages, no .pth files.
-    last = run_check(sys.executable, ["-I", "-S"], [exports, head_exports, site], tmp_path)
+    last = run_check(sys.executable, ["-I", "-S"], [work, with_heads, site], tmp_path)
     assert last.startswith("ok: transformers 4.")
 
 

@@ -51,6 +51,7 @@ def test_smoothed_labels_are_the_next_tokens(exports):
     bare_steps.check_smoothing(lambda: bare_steps.make_model(kind, path), bare_steps.KINDS[kind][2]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "python",
     [
@@ -58,10 +59,7 @@ def test_smoothed_labels_are_the_next_tokens(exports):
         pytest.param(
             OTHER_PYTHON,
             id="5",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not OTHER_PYTHON, reason="no Python with transformers 5 is named"),
-            ],
+            marks=pytest.mark.skipif(not OTHER_PYTHON, reason="no Python with transformers 5 is named"),
         ),
     ],
 )

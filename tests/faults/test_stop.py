@@ -96,7 +96,8 @@ def test_in_the_final_evaluation(make_run, one_rank):
     assert_same(run, one_rank)
 
 
-@pytest.mark.parametrize("phase", ["writing", pytest.param("rename", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["writing", "rename"])
 def test_in_a_save(phase, make_run, two_ranks):
     run = make_run(ranks=2)
     stop_at(run, {"kind": "pause_in_save", "phase": phase, "step": 10, "for_ever": False}, rank=0)

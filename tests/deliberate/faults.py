@@ -1,0 +1,429 @@
+"""Deliberate faults: each is put into a copy of the code, where the tests that are named with it must fail.
+
+    python tests/deliberate/faults.py               # all of them, a few seconds each
+    python tests/deliberate/faults.py end-token     # those whose names contain one of the words
+
+The list shows what the tests that run by day find; docs/deliberate-faults.md is its table. `old` occurs once in its
+file, and `new` is code that runs and computes something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """One change of one file that a test finds."""
+
+    name: str
+    """What is wrong then, in a few words."""
+    file: str
+    """Path from the root."""
+    old: str
+    new: str
+    test: str
+    """The test that fails, as pytest takes it, below `tests/`."""
+
+
+KERNELS = [
+    Fault(
+        "a scan forgets the decay of the state that enters a chunk",
+        "kernels/semiseparable/chunked/states.py",
+        "torch.addcmul(here, total[:, chunk], state, out=spare)",
+        "torch.add(here, state, out=spare)",
+        "kernels/scan/test_semiseparable.py::test_lengths",
+    ),
+    Fault(
+        "a decay has the wrong sign",
+        "kernels/semiseparable/chunked/decay.py",
+        "enter, total = rows.exp(), end[:, 0].exp()",
+        "enter, total = rows.neg().exp(), end[:, 0].exp()",
+        "kernels/scan/test_semiseparable.py::test_decays",
+    ),
+    Fault(
+        "Hydra's shift is missing in the decays",
+        "kernels/semiseparable/chunked/decay.py",
+        "rows = strict @ steps if exclusive else cols",
+        "rows = cols",
+        "kernels/scan/test_quasiseparable.py::test_lengths",
+    ),
+    Fault(
+        "a scan's state goes on into the next packed document",
+        "kernels/semiseparable/chunked/decay.py",
+        "total.mul_((entry == edge[:, 0])[:, None])",
+        "pass",
+        "kernels/scan/test_semiseparable.py::test_packed_documents",
+    ),
+    Fault(
+        "the short convolution sees the token to come",
+        "kernels/short_conv/chunked.py",
+        "left = width - 1 if causal else width // 2",
+        "left = width // 2",
+        "kernels/test_small_ops.py::test_conv",
+    ),
+    Fault(
+        "the interpreted convolution reads over the end of a document",
+        "kernels/short_conv/fused.py",
+        "inside = (at >= 0) & (at < length)",
+        "inside = at >= 0",
+        "kernels/test_small_ops_triton.py::test_conv_of_packed_documents",
+    ),
+    Fault(
+        "the gradient of a gate lacks a term",
+        "kernels/gated_norm/chunked.py",
+        "dgate[at] = grad * flat * wide * sigmoid * (1 + g * (1 - sigmoid))",
+        "dgate[at] = grad * flat * wide * sigmoid * (1 + g)",
+        "kernels/test_small_ops.py::test_gated_norm",
+    ),
+    Fault(
+        "the gradient of the MRU's Cayley transform has the wrong sign",
+        "kernels/mru/chunked.py",
+        "dx = CayleyTransform.gradient(x, dx)",
+        "dx = -CayleyTransform.gradient(x, dx)",
+        "kernels/mru/test_mru_mixer.py::test_lengths",
+    ),
+    Fault(
+        "LION's features grow exponentially",
+        "kernels/lion/features.py",
+        "return x.relu() + x.clamp(max=0).exp()",
+        "return x.relu() + x.exp()",
+        "model/mixers/test_lion.py",
+    ),
+]
+
+MODELS = [
+    Fault(
+        "rotary positions begin at 0 again in each piece of a text",
+        "model/mixers/attention/softmax_attention.py",
+        "self.project(x, torch.arange(past, past + new, device=x.device))",
+        "self.project(x, torch.arange(new, device=x.device))",
+        "model/mixers/test_mixers.py::test_steps_and_pieces_equal_the_parallel_form",
+    ),
+    Fault(
+        "position embeddings go on in the next packed document",
+        "model/positions.py",
+        "return positions - torch.repeat_interleave(starts, lengths, output_size=length)",
+        "return positions",
+        "model/test_models.py::test_neighbouring_documents_do_not_matter",
+    ),
+    Fault(
+        "the MRU blends the first token of a document with the last of the one before",
+        "model/mixers/mru.py",
+        "shift_right(x, cu_seqlens)",
+        "shift_right(x, None)",
+        "model/mixers/test_mixers.py::test_packed_documents_are_mixed_one_by_one",
+    ),
+    Fault(
+        "padding is read as text",
+        "model/positions.py",
+        "mask = attention_mask.bool()",
+        "mask = torch.ones_like(attention_mask).bool()",
+        "model/test_models.py::test_padding_does_not_matter",
+    ),
+    Fault(
+        "attention's scores are not scaled where its matrix is shown",
+        "model/mixers/attention/softmax_attention.py",
+        'torch.einsum("bthd,bshd->bhts", q, k) * self.config.headdim**-0.5',
+        'torch.einsum("bthd,bshd->bhts", q, k)',
+        "model/mixers/test_mixers.py::test_forward_is_matrix_times_values",
+    ),
+    Fault(
+        "an answer goes on behind its end token",
+        "model/decoding.py",
+        "kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in found]",
+        "kept = [[at for at, token in enumerate(tokens)] for tokens in found]",
+        "model/test_decoding.py",
+    ),
+]
+
+DATA = [
+    Fault(
+        "windows lie one token too far apart, and tokens are lost between them",
+        "data/loading/packing.py",
+        "first = self._window(epoch, slot, starts) * self.seqlen",
+        "first = self._window(epoch, slot, starts) * (self.seqlen + 1)",
+        "data/loading/test_loader.py::test_one_pass_counts_every_token_once",
+    ),
+    Fault(
+        "the end token of a document is lost",
+        "data/loading/packing.py",
+        "out[at + length - 1] = self.suffix",
+        "out[at + length - 1] = out[at]",
+        "data/loading/test_order_and_packing.py",
+    ),
+    Fault(
+        "the border between two documents in a window is not marked",
+        "data/loading/packing.py",
+        "begins[at + done] = True",
+        "begins[at] = True",
+        "data/loading/test_order_and_packing.py",
+    ),
+    Fault(
+        "every epoch has the order of the first",
+        "data/loading/order.py",
+        "generator(self.seed, epoch, DOCUMENTS, number)",
+        "generator(self.seed, 0, DOCUMENTS, number)",
+        "data/loading/test_order_and_packing.py",
+    ),
+    Fault(
+        "every epoch has the masks of the first",
+        "data/loading/masking.py",
+        "generator(self.seed, epoch, MASKS, sample)",
+        "generator(self.seed, 0, MASKS, sample)",
+        "data/loading/test_masking.py::test_only_the_name_of_a_sample_matters",
+    ),
+    Fault(
+        "special tokens are masked",
+        "data/loading/masking.py",
+        "self.choosable[[i for i in special_ids if 0 <= i < vocab_size]] = False",
+        "pass",
+        "data/loading/test_masking.py",
+    ),
+    Fault(
+        "all ranks read the share of the first",
+        "data/loading/loader.py",
+        "first = start + self.data_rank * self.rank_batch",
+        "first = start",
+        "data/loading/test_loader.py::test_global_batches_do_not_depend_on_ranks_or_workers",
+    ),
+    Fault(
+        "a resumed loader begins one sequence later",
+        "data/loading/loader.py",
+        'self.samples = state["samples"]',
+        'self.samples = state["samples"] + 1',
+        "data/loading/test_loader.py::test_resume_in_the_middle_of_an_epoch",
+    ),
+    Fault(
+        "the hash of a shard is not compared",
+        "data/storage/storage.py",
+        "if verify and sha256_of(path) != shard.sha256:",
+        "if False:",
+        "data/splits/test_damaged_shards.py::test_a_damaged_shard_is_named",
+    ),
+    Fault(
+        "a document's text is cut by one token",
+        "data/splits/writer.py",
+        "self.pending.append(tokens)",
+        "self.pending.append(tokens[:-1] if len(tokens) > 1 else tokens)",
+        "data/loading/test_loader.py::test_prepared_text_comes_back",
+    ),
+]
+
+TRAINING = [
+    Fault(
+        "positions without a target count in the loss",
+        "train/tasks/cross_entropy.py",
+        "loss = (partition - logits.gather(1, index)[:, 0]) * kept",
+        "loss = partition - logits.gather(1, index)[:, 0]",
+        "train/tasks/test_cross_entropy.py",
+    ),
+    Fault(
+        "the gradient of the z-loss is half as large",
+        "train/tasks/cross_entropy.py",
+        "grad *= (1 + 2 * z_loss * chunk.partition)[:, None]",
+        "grad *= (1 + z_loss * chunk.partition)[:, None]",
+        "train/tasks/test_cross_entropy.py",
+    ),
+    Fault(
+        "the losses of micro-batches are averaged, however many targets they have",
+        "train/loop.py",
+        "engine.backward(loss.total / max(targets, 1)",
+        "engine.backward(loss.total / max(self.task.count_targets(batch) * self.accumulation, 1)",
+        "train/test_loop.py::test_micro_batches_do_not_change_the_numbers",
+    ),
+    Fault(
+        "a rule's factor on the learning rate is ignored",
+        "train/loop.py",
+        'group["lr"] = lr * group["lr_factor"]',
+        'group["lr"] = lr',
+        "train/optim/test_rules.py",
+    ),
+    Fault(
+        "vectors are decayed",
+        "train/optim/optimizer.py",
+        "_Treatment(None if len(shape) >= 2 else 0.0)",
+        "_Treatment(None)",
+        "train/optim/test_optimizer.py::test_decay_of_every_mixer",
+    ),
+    Fault(
+        "fully decoupled decay is applied with the learning rate once more",
+        "train/optim/optimizer.py",
+        "group.weight_decay / config.lr if config.fully_decoupled else group.weight_decay",
+        "group.weight_decay",
+        "train/optim/test_optimizer.py::test_fully_decoupled_decay_does_not_depend_on_the_peak_rate",
+    ),
+    Fault(
+        "the warm-up is one step late",
+        "train/optim/schedule.py",
+        "(1 - config.start) * (step / warmup)",
+        "(1 - config.start) * ((step - 1) / warmup)",
+        "train/optim/test_schedule.py",
+    ),
+    Fault(
+        "averages follow the weights as fast as they should keep the past",
+        "train/optim/averaging.py",
+        "pulls.setdefault(1 - decay_at(step, config)",
+        "pulls.setdefault(decay_at(step, config)",
+        "train/optim/test_averaging.py",
+    ),
+    Fault(
+        "small gradients are scaled up to the clipping norm",
+        "train/engine/clipping.py",
+        "torch.clamp(limits[name] / (norm + 1e-6), max=1.0)",
+        "limits[name] / (norm + 1e-6)",
+        "distributed/test_rules.py::test_each_clipping_group_is_held_to_its_own_limit",
+    ),
+    Fault(
+        "a step whose gradient is NaN is taken",
+        "train/engine/clipping.py",
+        "is_finite = math.isfinite(whole.item())",
+        "is_finite = True",
+        "train/test_loop.py::test_a_nan_step_is_skipped_and_counted",
+    ),
+    Fault(
+        "the all-reduce of gradients is left out",
+        "train/engine/fsdp.py",
+        "self.module.set_requires_gradient_sync(last)",
+        "self.module.set_requires_gradient_sync(False)",
+        "distributed/test_engines.py::test_every_engine_on_two_ranks",
+    ),
+    Fault(
+        "the norm of the gradients is that of one rank's part",
+        "train/engine/fsdp.py",
+        "whole = squares.sqrt()",
+        "whole = norms",
+        "distributed/test_engines.py::test_every_engine_on_two_ranks",
+    ),
+    Fault(
+        "dropout begins again with the same numbers after a resume",
+        "train/checkpoint/generators.py",
+        'torch.set_rng_state(_decode(state["torch"]))',
+        "pass",
+        "distributed/test_environment.py::test_generators_are_seeded_by_rank_and_restored",
+    ),
+    Fault(
+        "the hash of a checkpoint's file is not compared",
+        "train/checkpoint/files.py",
+        "(_crc32(path) if isinstance(value, int) else sha256(path)) == value",
+        "True",
+        "distributed/test_checkpoint.py",
+    ),
+    Fault(
+        "one checkpoint less than asked for is kept",
+        "train/checkpoint/manager.py",
+        "*whole[-self.keep_last :]",
+        "*whole[-self.keep_last + 1 :]",
+        "distributed/test_checkpoint.py::test_what_is_kept",
+    ),
+    Fault(
+        "a checkpoint lacks the optimizer's step",
+        "train/optim/adamw.py",
+        'counts = ("step",)',
+        "counts = ()",
+        "train/test_loop.py::test_resuming_in_the_middle_is_bit_identical",
+    ),
+]
+
+AROUND = [
+    Fault(
+        "a run gets one restart less than allowed",
+        "launch/jobs/attempts.py",
+        "if failures > max_requeues:",
+        "if failures >= max_requeues:",
+        "launch/jobs/test_attempts.py::test_decisions",
+    ),
+    Fault(
+        "a run that stopped and saved is not started again",
+        "launch/jobs/attempts.py",
+        "return self.code == EXIT_STOPPED or",
+        "return",
+        "launch/jobs/test_attempts.py",
+    ),
+    Fault(
+        "an exported tokenizer leaves out the end token",
+        "model/interop/export/tokenizer.py",
+        'after = f" {tokens[suffix]}" if suffix is not None else ""',
+        'after = ""',
+        "export/test_special_tokens.py",
+    ),
+    Fault(
+        "an export takes weights of another shape",
+        "model/interop/export/weights.py",
+        "if tensor.shape != expected[name]:",
+        "if False:",
+        "export/test_weights.py::test_weights_of_another_model_are_refused",
+    ),
+    Fault(
+        "top-p leaves out the likeliest token",
+        "use/generation.py",
+        "probabilities.where(before < self.top_p, 0.0)",
+        "probabilities.where(before > self.top_p, 0.0)",
+        "export/test_sampling.py::test_frequencies",
+    ),
+]
+
+FAULTS = [*KERNELS, *MODELS, *DATA, *TRAINING, *AROUND]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """Copies the package and its tests to `folder`/matmix."""
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "runs", "exports", "datasets", "*.egg-info")
+    return shutil.copytree(ROOT, folder / "matmix", ignore=left_out)
+
+
+def run_tests(copy: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs tests of a copy, up to the first that fails."""
+    paths = [str(copy / "tests" / test) for test in tests]
+    command = [sys.executable, "-P", "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *paths]
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+
+
+def found_by(fault: Fault, copy: Path, number: int) -> str:
+    """Puts a fault into a copy, runs its test, and takes the fault out again. Returns the test that failed, or ""."""
+    file = copy / fault.file
+    text = file.read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1, fault.file
+    try:
+        write(file, text.replace(fault.old, fault.new), 2 * number)
+        said = run_tests(copy, [fault.test]).stdout
+    finally:
+        write(file, text, 2 * number + 1)
+    return next((line.split()[1] for line in said.splitlines() if line.startswith("FAILED ")), "")
+
+
+def write(file: Path, text: str, number: int) -> None:
+    """Writes a file with a time of its own, by which Python sees that what it has compiled is of another text."""
+    file.write_text(text, encoding="utf-8")
+    os.utime(file, (time.time() + 10 * number,) * 2)
+
+
+def main(words: list[str]) -> int:
+    chosen = [fault for fault in FAULTS if not words or any(word in fault.name for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_tree(Path(folder))
+        whole = run_tests(copy, sorted({fault.test for fault in chosen}))
+        if whole.returncode:
+            print(f"the tests fail without any fault:\n{whole.stdout}{whole.stderr}")
+            return 1
+        missed = 0
+        for number, fault in enumerate(chosen, start=1):
+            test = found_by(fault, copy, number)
+            missed += not test
+            print(f"found   {fault.name}: {test}" if test else f"MISSED  {fault.name}: {fault.test}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults are found")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

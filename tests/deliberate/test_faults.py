@@ -1,0 +1,30 @@
+"""The list of deliberate faults is alive: each can be put into the code, and its page shows it."""
+
+import ast
+import sys
+from pathlib import Path
+
+from failures import Failures
+from paths import ROOT
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from faults import FAULTS
+
+
+def test_each_fault_can_be_put_into_the_code():
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    with Failures() as failures:
+        for fault in FAULTS:
+            with failures.of(fault.name):
+                text = (ROOT / fault.file).read_text(encoding="utf-8")
+                assert text.count(fault.old) == 1, f"{fault.old!r} is {text.count(fault.old)} times in {fault.file}"
+                ast.parse(text.replace(fault.old, fault.new))
+                file, _, name = fault.test.partition("::")
+                assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), fault.test
+
+
+def test_the_page_shows_each_fault_and_the_test_that_finds_it():
+    page = (ROOT / "docs/deliberate-faults.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    assert rows == [f"| {fault.name} | `{fault.file}` | `{fault.test}` |" for fault in FAULTS]
