@@ -51,7 +51,7 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
 
 
-_ON_ONE_WORKER = ("distributed/test_convert.py", "security/test_bombs.py", "faults/test_storage.py")
+_ON_ONE_WORKER = ("distributed/checkpoints/test_convert.py", "security/test_bombs.py", "faults/test_storage.py")
 
 
 @pytest.hookimpl(optionalhook=True)

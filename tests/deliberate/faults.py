@@ -316,14 +316,14 @@ TRAINING = [
         "train/checkpoint/files.py",
         "(_crc32(path) if isinstance(value, int) else sha256(path)) == value",
         "True",
-        "distributed/test_checkpoint.py",
+        "distributed/checkpoints/test_checkpoint.py",
     ),
     Fault(
         "one checkpoint less than asked for is kept",
         "train/checkpoint/manager.py",
         "*whole[-self.keep_last :]",
         "*whole[-self.keep_last + 1 :]",
-        "distributed/test_checkpoint.py::test_what_is_kept",
+        "distributed/checkpoints/test_checkpoint.py::test_what_is_kept",
     ),
     Fault(
         "a checkpoint lacks the optimizer's step",

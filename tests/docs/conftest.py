@@ -16,8 +16,8 @@ from matmix.model.architecture import Outputs
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.directory import export_model
 
-# For `import small_models` and `import bare_site`, as the tests of exports do.
-sys.path.insert(0, str(ROOT / "tests/export"))
+# For `import bare_site`, as the tests of exports do.
+sys.path.insert(0, str(ROOT / "tests/export/bare"))
 
 from small_models import HEADS, MIXERS, MODELS, random_model, training_text
 

@@ -67,7 +67,7 @@ def read(values: dict[str, Any], code: str, tmp_path, monkeypatch) -> None:
         assert from_layers(load_profile(None), {})
         return
     if ":" in values.get("model", {}).get("architecture", ""):
-        importlib.import_module(values["model"]["architecture"].partition(":")[0])  # tests/support/series_model.py
+        importlib.import_module(values["model"]["architecture"].partition(":")[0])  # series_model.py
         build_model(model_config_from_dict({**values["model"], "d_model": 64}), device="meta")  # which task is not said
         return
     recipe = tmp_path / "recipe.toml"

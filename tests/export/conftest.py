@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_models import HEADS, MODELS, MULTILINGUAL, random_model, training_text
 
 from matmix.data.tokenizer import train_sentencepiece
 from matmix.model.interop.export.directory import export_model
 
-# For `import small_models` and `import bare_site`, here and in the tests.
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from small_models import HEADS, MODELS, MULTILINGUAL, random_model, training_text
+# For `import bare_site` in the tests, and what one test has for another.
+sys.path[:0] = [str(Path(__file__).resolve().parent / name) for name in ("bare", "")]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,7 +27,7 @@ from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.model.mixers.scans.lion import LionSConfig
 
-CHECK = Path(__file__).with_name("bare_images.py")
+CHECK = Path(__file__).with_name("bare") / "bare_images.py"
 LABELS = ("cat", "dog", "hen")
 MODELS = {
     "hydra": (("hydra",), {"positions": "none"}, (0.5, 0.4, 0.3)),

@@ -11,7 +11,7 @@ import pytest
 from bare_site import make_bare_site
 from nightly import nightly
 
-CHECK = Path(__file__).with_name("bare_check.py")
+CHECK = Path(__file__).with_name("bare") / "bare_check.py"
 # A Python of an environment with another (newer) transformers and no matmix.
 OTHER_PYTHON = os.environ.get("MATMIX_TRANSFORMERS5_PYTHON", "")
 

@@ -1,6 +1,6 @@
 """Kernels in bfloat16: outputs and all gradients within 5e-3 of the float64 definition of the same rounded inputs.
 
-Without a GPU they run in Triton's interpreter, its bfloat16 put right (tests/support/triton_on_cpu.py). Vectors and
+Without a GPU they run in Triton's interpreter, its bfloat16 put right (`triton_on_cpu`). Vectors and
 values are bfloat16; decays, scales, diagonals and states float32, as models have them.
 """
 

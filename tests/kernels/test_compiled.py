@@ -27,8 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def run(*command: str) -> subprocess.CompletedProcess:
     """A Python process with safe sys.path that can import this file."""
-    here = Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parent / 'support'}"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     environment.pop("TRITON_INTERPRET", None)
     return subprocess.run(
         [sys.executable, "-P", *command], env=environment, capture_output=True, text=True, timeout=580

@@ -38,7 +38,7 @@ def series_model(config: ModelConfig) -> SeriesModel:
 def test_the_page_shows_the_file_that_is_tested() -> None:
     page = (ROOT / "docs/adding-an-architecture.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    assert (ROOT / "tests/support/series_model.py").read_text(encoding="utf-8").endswith(f"\n\n{code}")
+    assert (ROOT / "tests/support/models/series_model.py").read_text(encoding="utf-8").endswith(f"\n\n{code}")
 
 
 @each("name", CASES)

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.extend(str(Path(__file__).resolve().parents[up] / name) for up, name in ((0, ""), (1, "support")))
+sys.path.extend(
+    str(Path(__file__).resolve().parents[up] / name) for up, name in ((0, ""), (1, "support"), (1, "support/runs"))
+)
 
 from cluster import Cluster, wait_until, why_unavailable
 from slurm_runs import SlurmRun

@@ -1,4 +1,4 @@
-"""Proofs that every registered mixer has to pass, in every form (tests/support/mixer_cases.py)."""
+"""Proofs that every registered mixer has to pass, in every form (tests/support/models/mixer_cases.py)."""
 
 import dataclasses
 
