@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from failures import each
 from nightly import nightly
 from paths import ROOT
 
