@@ -162,10 +162,6 @@ class ImageRows:
         group, copy = divmod(sample, repeats)
         dataset, turn, rest = (int(found[0]) for found in self.mixture.locate(np.array([group])))
         epoch, slot = divmod((turn * self.sizes[dataset] + rest) * repeats + copy, self.sizes[dataset])
-        slot //= repeats
-        order = self.orders[dataset]
-        starts = order.plan(epoch).document_starts
-        number = int(starts.searchsorted(slot, side="right")) - 1
-        block, place = order.block(epoch, number), slot - int(starts[number])
+        block, place = self.orders[dataset].place(epoch, slot // repeats)
         shard, index = int(block.shard[place]), int(block.index[place])
         return dataset, shard, index, int(self._starts[dataset][shard]) + index

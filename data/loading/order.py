@@ -98,6 +98,12 @@ class Order:
     def block(self, epoch: int, number: int) -> Block:
         return self._blocks.get((epoch, number), lambda: self._make_block(epoch, number))
 
+    def place(self, epoch: int, slot: int) -> tuple[Block, int]:
+        """Returns the block that holds document `slot` of an epoch, and the number of the document in it."""
+        starts = self.plan(epoch).document_starts
+        number = int(starts.searchsorted(slot, side="right")) - 1
+        return self.block(epoch, number), slot - int(starts[number])
+
     def _make_plan(self, epoch: int) -> EpochPlan:
         shards = np.arange(self.shards.n_shards)
         if self.shuffle:

@@ -140,10 +140,7 @@ class DocumentPacking(Packing):
         return self.order.total_documents
 
     def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
-        starts = self.order.plan(epoch).document_starts
-        block_number = int(starts.searchsorted(slot, side="right")) - 1
-        block = self.order.block(epoch, block_number)
-        number = slot - int(starts[block_number])
+        block, number = self.order.place(epoch, slot)
         size = int(block.ends[number] - (block.ends[number - 1] if number else 0))
         count = min(size, self.width)
         self._copy(block, number, 0, count, tokens)

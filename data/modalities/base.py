@@ -7,7 +7,6 @@ takes; the loader, the config, estimates and exports ask the modality, and no on
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import hashlib
 import json
@@ -24,6 +23,7 @@ from matmix.data.storage.remote import is_url
 if TYPE_CHECKING:
     from matmix.data.loading.loader import Loader
     from matmix.data.loading.rows import Rows
+    from matmix.data.prepare.base import PrepareOptions
     from matmix.data.splits.reader import TokenShards
 
 
@@ -68,7 +68,7 @@ class Opened(NamedTuple):
     """The data that a saved position belongs to: JSON values."""
 
 
-class Modality(abc.ABC):
+class Modality:
     """A kind of data. A subclass must define `open`; the defaults are those of prepared datasets."""
 
     unit: ClassVar[str] = "tokens"
@@ -98,7 +98,6 @@ class Modality(abc.ABC):
 
         causal: whether the model predicts what comes next.
         """
-        self.options(data)
 
     def packing(self, data: DataConfig) -> str:
         """Returns how documents share the rows of a batch, in the words of `data.packing`."""
@@ -111,6 +110,10 @@ class Modality(abc.ABC):
     def stretched(self, data: DataConfig, multiple: int) -> DataConfig | None:
         """Returns the config of samples that are so many times as long; None where the samples are as long as they
         are."""
+        return None
+
+    def preparation(self) -> type[PrepareOptions] | None:
+        """Returns the options of a preparation of such data, for `prepare`; None where none has to be prepared."""
         return None
 
     # -- the data, without reading it ----------------------------------------------------------------------------
@@ -169,13 +172,13 @@ class Modality(abc.ABC):
 
     # -- the data itself -----------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
     def open(self, data: DataConfig, reading: Reading, **asked: Any) -> Opened:
         """Opens a split. asked: what a task wants besides, such as `masking`.
 
         Raises FileNotFoundError where files are missing, ValueError (one line) where something is damaged, does not fit
         together, or there is too little of it.
         """
+        raise NotImplementedError
 
     def facts(self, data: DataConfig, **asked: Any) -> Facts:
         """Returns the facts about the training split. Arguments and errors as of `open`."""
@@ -208,6 +211,7 @@ class Modality(abc.ABC):
         """
         from matmix.data.loading.loader import Loader, check_batch_sizes
 
+        self.options(data)
         check_batch_sizes(global_batch_size, micro_batch_size, data_size)
         assert 0 <= data_rank < data_size
         reading = Reading(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
 from matmix.data.splits.reader import open_pictures
 from matmix.data.storage.storage import Storage
+
+if TYPE_CHECKING:
+    from matmix.data.prepare.base import PrepareOptions
 
 
 class PictureFacts(Facts):
@@ -44,6 +48,11 @@ class Pictures(Modality):
 
     unit = "images"
     agreeing = MappingProxyType({"images.size": "image.size", "images.channels": "image.channels"})
+
+    def preparation(self) -> type[PrepareOptions]:
+        from matmix.data.prepare.pictures import PrepareImagesConfig
+
+        return PrepareImagesConfig
 
     def datasets(self, data: DataConfig, split: str = "train") -> dict[str, float]:
         return datasets_of(data.images, split)

@@ -22,6 +22,7 @@ from matmix.data.storage.files import sha256_of
 
 if TYPE_CHECKING:
     from matmix.data.loading.batch import Batch
+    from matmix.data.prepare.base import PrepareOptions
     from matmix.data.tokenizer import Tokenizer
 
 
@@ -51,6 +52,11 @@ class TextFacts(Facts):
 
 class Text(Modality):
     """Each sample is a sequence of data.seqlen tokens, for causal models with the token behind it."""
+
+    def preparation(self) -> type[PrepareOptions]:
+        from matmix.data.prepare.text import PrepareConfig
+
+        return PrepareConfig
 
     def split_size(self, split: SplitInfo) -> int:
         return split.tokens

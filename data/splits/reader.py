@@ -70,15 +70,17 @@ def open_dataset(
     )
 
 
-def open_pictures(path: str, split: str = "train", *, cache_dir: str = "", **options: Any) -> TokenShards:
-    """Opens one split of a dataset of pictures, whose documents are those of `matmix.data.formats.base`.
-
-    options: those of `TokenShards`. Raises as `open_dataset`.
-    """
-    storage = Storage(path, cache_dir)
-    if storage.manifest.images is None:
+def open_pictures(path: str, split: str = "train", **options: Any) -> TokenShards:
+    """Opens one split of a dataset of pictures. options: those of `open_split`. Raises as `open_dataset`."""
+    shards = open_split(path, split, **options)
+    if shards.manifest.images is None:
         raise ValueError(f"{path} holds text, not pictures; make a dataset of pictures with `matmix prepare-images`")
-    return TokenShards(storage, split, **options)
+    return shards
+
+
+def open_split(path: str, split: str = "train", *, cache_dir: str = "", **options: Any) -> TokenShards:
+    """Opens one split of a dataset of any kind. options: those of `TokenShards`. Raises as `open_dataset`."""
+    return TokenShards(Storage(path, cache_dir), split, **options)
 
 
 class TokenShards:
