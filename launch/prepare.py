@@ -14,9 +14,8 @@ from typing import Annotated, ClassVar
 import tyro
 from tyro.constructors import StructFieldSpec
 
+from matmix.data.modalities import MODALITIES
 from matmix.data.prepare.base import PrepareOptions
-from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.prepare.text import PrepareConfig
 from matmix.data.storage.remote import is_url
 from matmix.train.arguments import Options
 from matmix.train.process.console import report
@@ -38,13 +37,13 @@ class _Options(Options):
 class TextOptions(_Options):
     """How text becomes shards."""
 
-    described: ClassVar[type] = PrepareConfig
+    described: ClassVar[type] = MODALITIES["text"].preparation()
 
 
 class PictureOptions(_Options):
     """How pictures become shards."""
 
-    described: ClassVar[type] = PrepareImagesConfig
+    described: ClassVar[type] = MODALITIES["pictures"].preparation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +121,7 @@ class Prepare(_Verb):
     """Only make the tokenizer that all parts share."""
     options: tyro.conf.OmitArgPrefixes[TextOptions]
 
-    def prepare(self, config: PrepareConfig) -> None:
+    def prepare(self, config: PrepareOptions) -> None:
         if not self.tokenizer_only:
             super().prepare(config)
             return
