@@ -23,6 +23,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from matmix.kernels.functions import call_each
 
+
+class Output(NamedTuple):
+    """What an operation with a single result returns."""
+
+    y: Tensor
+
+
 _SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
 
 
@@ -33,8 +40,7 @@ def register(
     takes: type[NamedTuple],
     returns: type[NamedTuple],
     *,
-    gradients: type[NamedTuple] | None = None,
-    backward: Callable[[Any, Any, Any], NamedTuple] | None = None,
+    backward: Callable[[Any, Any, Any], dict[str, Tensor | None]] | None = None,
     without_gradient: tuple[str, ...] = (),
     kept: Callable[[Any], tuple[str, ...]] = lambda given: (),
     flops: Callable[..., int] | None = None,
@@ -48,11 +54,10 @@ def register(
         like: the same for tensors without values, by shapes alone.
         takes: tensors, booleans, numbers and strings; annotated, with `| None` for what may be absent.
         returns: tensors, with `| None` for those that may be absent.
-        gradients: the inputs that have gradients, under their names.
         backward: given `takes`, `returns` with the outputs that are kept (None for others), and `returns` with the
-            gradients of the outputs (None where there is none), computes `gradients`, each shaped and typed like its
-            input and contiguous, None for inputs that are None.
-        without_gradient: the outputs that nothing is differentiated by.
+            gradients of the outputs (None where there is none), computes the gradients of the input tensors by name,
+            each shaped and typed like its input and contiguous, None for inputs that are None.
+        without_gradient: outputs, and besides cu_seqlens inputs, that nothing is differentiated by.
         kept: given `takes`, the names of the outputs that the backward pass needs. All input tensors are kept.
         flops: given `takes` with shapes in place of tensors, and `backward=True` for the backward pass, the number of
             floating-point operations.
@@ -85,9 +90,7 @@ def register(
     if flops is not None:
         register_flop_formula(overload._overloadpacket)(lambda *shapes, **_: flops(takes(*shapes), backward=False))
     if backward is not None:
-        assert gradients is not None
-        differentiable = [field for field in returns._fields if field not in without_gradient]
-        _register_backward(operation, takes, returns, gradients, backward, differentiable, kept, inputs, flops)
+        _register_backward(operation, takes, returns, backward, without_gradient, kept, flops)
     return call
 
 
@@ -95,30 +98,32 @@ def _register_backward(
     operation: CustomOpDef,
     takes: type[NamedTuple],
     returns: type[NamedTuple],
-    gradients: type[NamedTuple],
     backward: Callable,
-    differentiable: list[str],
+    without_gradient: tuple[str, ...],
     kept: Callable,
-    inputs: dict[str, str],
     flops: Callable | None,
 ) -> None:
     """Registers the backward pass as an operation, and autograd's way to it."""
     nothing = returns(*[None] * len(returns._fields))
     may_be_absent = {field for field, kind in get_type_hints(returns).items() if kind != Tensor}
     tensors = [field for field, kind in get_type_hints(takes).items() if kind in (Tensor, Tensor | None)]
+    differentiable = [field for field in returns._fields if field not in without_gradient]
+    wanted = [field for field in tensors if field not in ("cu_seqlens", *without_gradient)]
     first_input = len(differentiable) + len(returns._fields)
 
     def run(*arguments: Any) -> Any:
         cotangents = nothing._replace(**dict(zip(differentiable, arguments, strict=False)))
         outputs, given = returns(*arguments[len(differentiable) : first_input]), takes(*arguments[first_input:])
-        return _flat(backward(given, outputs, cotangents), given[0])
+        found = backward(given, outputs, cotangents)
+        assert found.keys() == set(wanted), f"{operation._qualname}: gradients of {', '.join(found)}"
+        return _flat(tuple(found[field] for field in wanted), given[0])
 
     def run_like(*arguments: Any) -> Any:
         given = takes(*arguments[first_input:])
-        return _flat(gradients(*(_empty_like(getattr(given, field)) for field in gradients._fields)), given[0])
+        return _flat(tuple(_empty_like(getattr(given, field)) for field in wanted), given[0])
 
     before = [f"Tensor? d_{field}" for field in differentiable] + [f"Tensor? kept_{field}" for field in returns._fields]
-    schema = f"({', '.join([*before, *inputs.values()])}) -> ({', '.join(['Tensor'] * len(gradients._fields))})"
+    schema = f"({', '.join([*before, *_schema(takes).values()])}) -> ({', '.join(['Tensor'] * len(wanted))})"
     other = torch.library.custom_op(f"{operation._qualname}_backward", run, mutates_args=(), schema=schema)
     other.register_fake(run_like)
     overload = other._opoverload
@@ -145,7 +150,7 @@ def _register_backward(
         held, given = saved[: len(returns._fields)], saved[len(returns._fields) :]
         given = ctx.given._replace(**dict(zip(tensors, given, strict=True)))
         those = [x for field, x in zip(returns._fields, cotangents, strict=True) if field in differentiable]
-        found = gradients(*overload(*those, *held, *given))._asdict()
+        found = dict(zip(wanted, overload(*those, *held, *given), strict=True))
         return tuple(None if x is None else found.get(field) for field, x in given._asdict().items())
 
     operation.register_autograd(gradient, setup_context=setup)

@@ -10,7 +10,7 @@ from torch import Tensor
 from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import check_floating, check_shape
 from matmix.kernels.gated_norm.chunked import norm_backward, norm_forward
-from matmix.kernels.registration import register
+from matmix.kernels.registration import Output, register
 
 
 def gated_norm(
@@ -61,33 +61,20 @@ class Inputs(NamedTuple):
     backend: str
 
 
-class Outputs(NamedTuple):
-    """What matmix::gated_norm returns."""
-
-    y: Tensor
-
-
-class Gradients(NamedTuple):
-    """What matmix::gated_norm_backward returns."""
-
-    x: Tensor
-    weight: Tensor
-    gate: Tensor
-
-
 FORMS = Forms("gated_norm", "gated_norm.fused", norm_forward, norm_backward)
 
 
-def _forward(given: Inputs) -> Outputs:
-    return Outputs(FORMS.choose("forward", given.backend, given.x)(*given[:5]))
+def _forward(given: Inputs) -> Output:
+    return Output(FORMS.choose("forward", given.backend, given.x)(*given[:5]))
 
 
-def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
-    return Gradients(*FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:5]))
+def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor]:
+    dx, dweight, dgate = FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:5])
+    return {"x": dx, "weight": dweight, "gate": dgate}
 
 
-def _like(given: Inputs) -> Outputs:
-    return Outputs(torch.empty_like(given.x, memory_format=torch.contiguous_format))
+def _like(given: Inputs) -> Output:
+    return Output(torch.empty_like(given.x, memory_format=torch.contiguous_format))
 
 
 # Operations per element. Convention: one for each addition, multiplication, division and exponential; what is done
@@ -102,6 +89,4 @@ def _flops(given: Inputs, *, backward: bool) -> int:
     return (BACKWARD_FLOPS if backward else FORWARD_FLOPS) * given.x.numel()
 
 
-_gated_norm = register(
-    "gated_norm", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops
-)
+_gated_norm = register("gated_norm", _forward, _like, Inputs, Output, backward=_backward, flops=_flops)

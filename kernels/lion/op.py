@@ -119,13 +119,6 @@ class Outputs(NamedTuple):
     """Log-decays (2, ...) of both directions, float32."""
 
 
-class Gradients(NamedTuple):
-    """What matmix::lion_mixer_backward returns."""
-
-    qkv: Tensor
-    gates: Tensor | None
-
-
 FORMS = Forms("lion_mixer", "lion.fused")
 
 
@@ -144,11 +137,13 @@ def _like(given: Inputs) -> Outputs:
     return Outputs(y, qkv.new_empty(shape, dtype=torch.float32), rest, decays)
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
     fused = FORMS.triton
     qkv, gates, cu_seqlens, *form = given
     dy = torch.zeros_like(outputs.y) if cotangents.y is None else cotangents.y
-    return Gradients(*fused.backward(dy, cotangents.row_sum, *outputs, qkv, gates, fused.LionForm(*form), cu_seqlens))
+    form = fused.LionForm(*form)
+    dqkv, dgates = fused.backward(dy, cotangents.row_sum, *outputs, qkv, gates, form, cu_seqlens)
+    return {"qkv": dqkv, "gates": dgates}
 
 
 def _flops(given: Inputs, *, backward: bool) -> int:
@@ -158,6 +153,6 @@ def _flops(given: Inputs, *, backward: bool) -> int:
 
 
 _lion_mixer = register(
-    "lion_mixer", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    "lion_mixer", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
     without_gradient=("rest", "decays"), kept=lambda given: Outputs._fields,
 )  # fmt: skip

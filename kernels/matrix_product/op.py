@@ -103,13 +103,6 @@ class Outputs(NamedTuple):
     """The products of chunks, for the backward pass; shaped as the form that runs likes it."""
 
 
-class Gradients(NamedTuple):
-    """What matmix::matrix_product_scan_backward returns."""
-
-    x: Tensor
-    initial_state: Tensor | None
-
-
 FORMS = Forms("matrix_product_scan", "matrix_product.fused", product_forward, product_backward)
 
 
@@ -131,10 +124,11 @@ def _like(given: Inputs) -> Outputs:
     return Outputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
     run = FORMS.choose("backward", given.backend, given.x)
     x, *others = given[:4]
-    return Gradients(*run(cotangents.h, cotangents.final, x, outputs.h, outputs.products, *others))
+    dx, dinitial = run(cotangents.h, cotangents.final, x, outputs.h, outputs.products, *others)
+    return {"x": dx, "initial_state": dinitial}
 
 
 def _flops(given: Inputs, *, backward: bool) -> int:
@@ -143,6 +137,6 @@ def _flops(given: Inputs, *, backward: bool) -> int:
 
 
 _matrix_product = register(
-    "matrix_product_scan", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    "matrix_product_scan", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
     without_gradient=("products",), kept=lambda given: ("h", "products"),
 )  # fmt: skip

@@ -256,15 +256,6 @@ class Outputs(NamedTuple):
     """States at the edges of chunks, for the backward pass; empty where the PyTorch form runs."""
 
 
-class Gradients(NamedTuple):
-    """What matmix::mru_mixer_backward returns."""
-
-    elements: Tensor
-    w_down: Tensor
-    w_up: Tensor | None
-    initial_state: Tensor | None
-
-
 FORMS = Forms("mru_mixer", "mru.fused", mixer_forward, mixer_backward)
 
 
@@ -289,10 +280,11 @@ def _like(given: Inputs) -> Outputs:
     return Outputs(y, final, norms, elements.new_empty(0, dtype=torch.float32))
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> Gradients:
+def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
     run = FORMS.choose("backward", given.backend, given.elements, given.why_not)
     elements, w_down, w_up, *others = given[:6]
-    return Gradients(*run(cotangents.y, cotangents.final, elements, w_down, w_up, outputs.edges, *others))
+    gradients = run(cotangents.y, cotangents.final, elements, w_down, w_up, outputs.edges, *others)
+    return dict(zip(("elements", "w_down", "w_up", "initial_state"), gradients, strict=True))
 
 
 def _flops(given: Inputs, *, backward: bool) -> int:
@@ -312,6 +304,6 @@ def _flops(given: Inputs, *, backward: bool) -> int:
 
 
 _mru_mixer = register(
-    "mru_mixer", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops,
+    "mru_mixer", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
     without_gradient=("norms", "edges"), kept=lambda given: ("edges",),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from matmix.kernels.checks import (
     check_shape,
 )
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
-from matmix.kernels.registration import register
+from matmix.kernels.registration import Output, register
 from matmix.kernels.scan_layer.chunked import LayerForm, LayerParts, compose_layer
 from matmix.kernels.semiseparable.flops import scan_flops
 from matmix.kernels.semiseparable.form import no_kernel_for
@@ -165,7 +165,7 @@ def scan_layer(
         y, mixed, product = _conv_and_scan(ScanInputs(projected, *given, cu_seqlens, *sizes, chunk_size, not recompute))
     kept = (None if recompute else mixed, None if recompute or product_weight is None else product)
     options = (float(eps), group_size, norm_first)
-    return _scan_layer(Inputs(projected, y, *kept, *given, norm_weight, cu_seqlens, *sizes, chunk_size, *options)).out
+    return _scan_layer(Inputs(projected, y, *kept, *given, norm_weight, cu_seqlens, *sizes, chunk_size, *options)).y
 
 
 _PARTS = LayerParts(short_conv, semiseparable_scan, quasiseparable_scan, gated_norm)
@@ -255,8 +255,8 @@ class Inputs(NamedTuple):
     """What matmix::scan_layer takes; see `scan_layer`."""
 
     projected: Tensor
-    y: Tensor
-    """The scan's output; what it is made of has gradients, and it has none."""
+    scanned: Tensor
+    """The scan's output. It has no gradient; what it is made of has."""
     mixed: Tensor | None
     """The convolution's output, or None to compute it again for the backward pass."""
     product: Tensor | None
@@ -282,45 +282,25 @@ class Inputs(NamedTuple):
     norm_first: bool
 
 
-class Outputs(NamedTuple):
-    """What matmix::scan_layer returns."""
-
-    out: Tensor
-
-
-class Gradients(NamedTuple):
-    """What matmix::scan_layer_backward returns."""
-
-    projected: Tensor
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor | None
-    diagonal_weight: Tensor | None
-    initial_states: Tensor | None
-    norm_weight: Tensor
-
-
-def _forward(given: Inputs) -> Outputs:
+def _forward(given: Inputs) -> Output:
     form = _form(given, given.norm_weight.shape[0])
     gate = FORMS.triton.gate
-    return Outputs(
-        gate(given.projected, given.y, given.norm_weight, form, given.eps, given.group_size, given.norm_first)
+    return Output(
+        gate(given.projected, given.scanned, given.norm_weight, form, given.eps, given.group_size, given.norm_first)
     )
 
 
-def _like(given: Inputs) -> Outputs:
-    return Outputs(given.y.new_empty(*given.projected.shape[:2], given.y.shape[2] * given.y.shape[3]))
+def _like(given: Inputs) -> Output:
+    return Output(given.scanned.new_empty(*given.projected.shape[:2], given.scanned.shape[2] * given.scanned.shape[3]))
 
 
-def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
+def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor | None]:
     found = FORMS.triton.backward(
-        cotangents.out, given.projected, given.y, given.mixed, given.product, _parameters(given), given.norm_weight,
+        cotangents.y, given.projected, given.scanned, given.mixed, given.product, _parameters(given), given.norm_weight,
         _form(given, given.norm_weight.shape[0]), given.cu_seqlens, given.chunk_size, given.eps, given.group_size,
         given.norm_first,
     )  # fmt: skip
-    return Gradients(*found)
+    return found._asdict()
 
 
 def _scan_flops(given: ScanInputs | Inputs, inner: int, *, backward: bool, again: bool = False) -> int:
@@ -335,9 +315,9 @@ def _scan_flops(given: ScanInputs | Inputs, inner: int, *, backward: bool, again
 
 def _flops(given: Inputs, *, backward: bool) -> int:
     if not backward:
-        return FORWARD_FLOPS * math.prod(given.y)
+        return FORWARD_FLOPS * math.prod(given.scanned)
     rest = _scan_flops(given, given.norm_weight[0], backward=True, again=given.mixed is None)
-    return BACKWARD_FLOPS * math.prod(given.y) + rest
+    return BACKWARD_FLOPS * math.prod(given.scanned) + rest
 
 
 _conv_and_scan = register(
@@ -345,5 +325,12 @@ _conv_and_scan = register(
     flops=lambda given, backward: _scan_flops(given, given.inner(given.conv_weight[0]), backward=backward),
 )  # fmt: skip
 _scan_layer = register(
-    "scan_layer", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops
+    "scan_layer",
+    _forward,
+    _like,
+    Inputs,
+    Output,
+    backward=_backward,
+    flops=_flops,
+    without_gradient=("scanned", "mixed", "product"),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from matmix.kernels.checks import (
@@ -160,19 +159,3 @@ def check_form(
     for name, state in states.items():
         if state is not None:
             raise ValueError(f"{op}: {name} is given and normalize is {normalize!r}; a state has no row sum, use None")
-
-
-def or_empty(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns the tensor, or an empty one in place of None: a registered op returns tensors only."""
-    return tuple(like.new_empty(0) if tensor is None else tensor for tensor in tensors)
-
-
-def none_if_absent(gradient: Tensor, of: Tensor | None) -> Tensor | None:
-    return None if of is None else gradient
-
-
-def empty_like_each(like: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """Gradients without values for tracing: contiguous, with the shapes and dtypes of the inputs, empty for None."""
-    return tuple(
-        like.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs
-    )

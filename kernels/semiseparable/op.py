@@ -113,18 +113,6 @@ class CausalOutputs(NamedTuple):
     final: Tensor | None
 
 
-class CausalGradients(NamedTuple):
-    """What matmix::semiseparable_scan_backward returns."""
-
-    v: Tensor
-    q: Tensor
-    k: Tensor
-    log_decay: Tensor | None
-    input_scale: Tensor | None
-    diagonal: Tensor | None
-    initial_state: Tensor | None
-
-
 CAUSAL_FORMS = Forms("semiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
 
 
@@ -143,7 +131,7 @@ def _causal_like(given: CausalInputs) -> CausalOutputs:
     return CausalOutputs(torch.empty_like(v, memory_format=torch.contiguous_format), final)
 
 
-def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> CausalGradients:
+def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> dict[str, Tensor | None]:
     why_not = no_kernel(given.v, given.q)
     run = CAUSAL_FORMS.choose("backward", given.backend, given.v, why_not)
     dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
@@ -151,7 +139,10 @@ def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOu
     dv, (side,), ddiagonal = run(
         dy, None, dfinal, given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size
     )
-    return CausalGradients(dv, side.q, side.k, side.log_decay, side.input_scale, ddiagonal, side.initial_state)
+    return {
+        "v": dv, "q": side.q, "k": side.k, "log_decay": side.log_decay, "input_scale": side.input_scale,
+        "diagonal": ddiagonal, "initial_state": side.initial_state,
+    }  # fmt: skip
 
 
 def _causal_flops(given: CausalInputs, *, backward: bool) -> int:
@@ -160,7 +151,7 @@ def _causal_flops(given: CausalInputs, *, backward: bool) -> int:
 
 _semiseparable = register(
     "semiseparable_scan", _causal_forward, _causal_like, CausalInputs, CausalOutputs,
-    gradients=CausalGradients, backward=_causal_backward, flops=_causal_flops,
+    backward=_causal_backward, flops=_causal_flops,
 )  # fmt: skip
 
 
@@ -289,23 +280,6 @@ class TwoSidedOutputs(NamedTuple):
     rest: Tensor | None
 
 
-class TwoSidedGradients(NamedTuple):
-    """What matmix::quasiseparable_scan_backward returns."""
-
-    v: Tensor
-    q_forward: Tensor
-    k_forward: Tensor
-    q_backward: Tensor
-    k_backward: Tensor
-    log_decay_forward: Tensor | None
-    log_decay_backward: Tensor | None
-    input_scale_forward: Tensor | None
-    input_scale_backward: Tensor | None
-    diagonal: Tensor | None
-    initial_state_forward: Tensor | None
-    initial_state_backward: Tensor | None
-
-
 TWO_SIDED_FORMS = Forms("quasiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
 
 
@@ -327,7 +301,7 @@ def _two_sided_like(given: TwoSidedInputs) -> TwoSidedOutputs:
 
 def _two_sided_backward(
     given: TwoSidedInputs, outputs: TwoSidedOutputs, cotangents: TwoSidedOutputs
-) -> TwoSidedGradients:
+) -> dict[str, Tensor | None]:
     dy = torch.zeros_like(_two_sided_like(given).y) if cotangents.y is None else cotangents.y
     why_not = no_kernel(given.v, given.q_forward)
     forward, backward = (
@@ -337,10 +311,10 @@ def _two_sided_backward(
         forward, backward, dy, *outputs, given.v, given.sides,
         given.diagonal, given.form, given.cu_seqlens, given.chunk_size,
     )  # fmt: skip
-    return TwoSidedGradients(
-        dv, first.q, first.k, second.q, second.k, first.log_decay, second.log_decay, first.input_scale,
-        second.input_scale, ddiagonal, first.initial_state, second.initial_state,
-    )  # fmt: skip
+    gradients = {"v": dv, "diagonal": ddiagonal}
+    for name, side in (("forward", first), ("backward", second)):
+        gradients |= {f"{field}_{name}": gradient for field, gradient in side._asdict().items()}
+    return gradients
 
 
 def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
@@ -349,6 +323,6 @@ def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
 
 _quasiseparable = register(
     "quasiseparable_scan", _two_sided_forward, _two_sided_like, TwoSidedInputs, TwoSidedOutputs,
-    gradients=TwoSidedGradients, backward=_two_sided_backward, flops=_two_sided_flops,
+    backward=_two_sided_backward, flops=_two_sided_flops,
     without_gradient=("row_sum", "rest"), kept=lambda given: ("y", "row_sum", "rest") if given.normalize else (),
 )  # fmt: skip

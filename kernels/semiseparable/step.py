@@ -19,7 +19,7 @@ from matmix.kernels.checks import (
     transformed,
     wants_gradients,
 )
-from matmix.kernels.registration import register
+from matmix.kernels.registration import Output, register
 from matmix.kernels.semiseparable.chunked.forward import semiseparable_step_torch, step_forward
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
 
@@ -135,12 +135,6 @@ class Outputs(NamedTuple):
     state: Tensor
 
 
-class OutputsInPlace(NamedTuple):
-    """What matmix::semiseparable_step_ returns."""
-
-    y: Tensor
-
-
 FORMS = Forms("semiseparable_step", "semiseparable.fused.step", step_forward)
 
 
@@ -149,8 +143,8 @@ def _forward(given: Inputs) -> Outputs:
     return Outputs(y.contiguous(), state.contiguous())
 
 
-def _forward_in_place(given: Inputs) -> OutputsInPlace:
-    return OutputsInPlace(FORMS.choose("forward", given.backend, given.v)(*given[:7], True)[0].contiguous())
+def _forward_in_place(given: Inputs) -> Output:
+    return Output(FORMS.choose("forward", given.backend, given.v)(*given[:7], True)[0].contiguous())
 
 
 def _like(given: Inputs) -> Outputs:
@@ -165,6 +159,6 @@ def _flops(given: Inputs, *, backward: bool) -> int:
 
 _step = register("semiseparable_step", _forward, _like, Inputs, Outputs, flops=_flops)
 _step_in_place = register(
-    "semiseparable_step_", _forward_in_place, lambda given: OutputsInPlace(_like(given).y), Inputs, OutputsInPlace,
+    "semiseparable_step_", _forward_in_place, lambda given: Output(_like(given).y), Inputs, Output,
     flops=_flops, mutates=("state",),
 )  # fmt: skip

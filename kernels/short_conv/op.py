@@ -21,7 +21,7 @@ from matmix.kernels.checks import (
     transformed,
     wants_gradients,
 )
-from matmix.kernels.registration import register
+from matmix.kernels.registration import Output, register
 from matmix.kernels.short_conv.chunked import (
     conv_backward,
     conv_forward,
@@ -172,33 +172,20 @@ class Inputs(NamedTuple):
     backend: str
 
 
-class Outputs(NamedTuple):
-    """What matmix::short_conv returns."""
-
-    y: Tensor
-
-
-class Gradients(NamedTuple):
-    """What matmix::short_conv_backward returns."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
 FORMS = Forms("short_conv", "short_conv.fused", conv_forward, conv_backward)
 
 
-def _forward(given: Inputs) -> Outputs:
-    return Outputs(FORMS.choose("forward", given.backend, given.x)(*given[:6]))
+def _forward(given: Inputs) -> Output:
+    return Output(FORMS.choose("forward", given.backend, given.x)(*given[:6]))
 
 
-def _backward(given: Inputs, _: Outputs, cotangents: Outputs) -> Gradients:
-    return Gradients(*FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:6]))
+def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor | None]:
+    dx, dweight, dbias = FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:6])
+    return {"x": dx, "weight": dweight, "bias": dbias}
 
 
-def _like(given: Inputs) -> Outputs:
-    return Outputs(torch.empty_like(given.x, memory_format=torch.contiguous_format))
+def _like(given: Inputs) -> Output:
+    return Output(torch.empty_like(given.x, memory_format=torch.contiguous_format))
 
 
 def _flops(given: Inputs | StateInputs, *, backward: bool) -> int:
@@ -207,9 +194,7 @@ def _flops(given: Inputs | StateInputs, *, backward: bool) -> int:
     return (2 if backward else 1) * 2 * batch * seqlen * math.prod(given.weight)
 
 
-_short_conv = register(
-    "short_conv", _forward, _like, Inputs, Outputs, gradients=Gradients, backward=_backward, flops=_flops
-)
+_short_conv = register("short_conv", _forward, _like, Inputs, Output, backward=_backward, flops=_flops)
 
 
 class StateInputs(NamedTuple):
@@ -230,15 +215,6 @@ class StateOutputs(NamedTuple):
     state: Tensor
 
 
-class StateGradients(NamedTuple):
-    """What matmix::short_conv_from_state_backward returns."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    state: Tensor
-
-
 STATE_FORMS = Forms(
     "short_conv_from_state", "short_conv.fused", conv_from_state_forward, conv_from_state_backward, "_from_state"
 )
@@ -248,13 +224,14 @@ def _state_forward(given: StateInputs) -> StateOutputs:
     return StateOutputs(*STATE_FORMS.choose("forward", given.backend, given.x)(*given[:5]))
 
 
-def _state_backward(given: StateInputs, _: StateOutputs, cotangents: StateOutputs) -> StateGradients:
+def _state_backward(given: StateInputs, _: StateOutputs, cotangents: StateOutputs) -> dict[str, Tensor | None]:
     run = STATE_FORMS.choose("backward", given.backend, given.x)
     dy, dstate = (
         torch.zeros_like(x) if gradient is None else gradient
         for gradient, x in zip(cotangents, (given.x, given.state), strict=True)
     )
-    return StateGradients(*run(dy, dstate, *given[:5]))
+    dx, dweight, dbias, dstate = run(dy, dstate, *given[:5])
+    return {"x": dx, "weight": dweight, "bias": dbias, "state": dstate}
 
 
 def _state_like(given: StateInputs | StepInputs) -> StateOutputs:
@@ -263,7 +240,7 @@ def _state_like(given: StateInputs | StepInputs) -> StateOutputs:
 
 _from_state = register(
     "short_conv_from_state", _state_forward, _state_like, StateInputs, StateOutputs,
-    gradients=StateGradients, backward=_state_backward, flops=_flops,
+    backward=_state_backward, flops=_flops,
 )  # fmt: skip
 
 
@@ -286,8 +263,8 @@ def _step_forward(given: StepInputs) -> StateOutputs:
     return StateOutputs(y.contiguous(), state.contiguous())
 
 
-def _step_forward_in_place(given: StepInputs) -> Outputs:
-    return Outputs(STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], True)[0].contiguous())
+def _step_forward_in_place(given: StepInputs) -> Output:
+    return Output(STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], True)[0].contiguous())
 
 
 def _step_flops(given: StepInputs, *, backward: bool) -> int:
@@ -296,5 +273,5 @@ def _step_flops(given: StepInputs, *, backward: bool) -> int:
 
 _step = register("short_conv_step", _step_forward, _state_like, StepInputs, StateOutputs, flops=_step_flops)
 _step_in_place = register(
-    "short_conv_step_", _step_forward_in_place, _like, StepInputs, Outputs, flops=_step_flops, mutates=("state",)
+    "short_conv_step_", _step_forward_in_place, _like, StepInputs, Output, flops=_step_flops, mutates=("state",)
 )
