@@ -13,7 +13,7 @@ from matmix.model.calls import Called
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.orders import ScanOrders
+from matmix.model.mixers.base import ScanOrders
 
 
 def activate(x: torch.Tensor, name: str) -> torch.Tensor:

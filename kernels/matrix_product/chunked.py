@@ -12,9 +12,6 @@ With that known at every chunk, the recurrence runs in all of them at once. Kept
 output and the P_t, float32. A packed document restarts the product: its first state is written over whatever
 reached it and the states after it are the P_t as they are, so nothing of its neighbour, not even an overflow,
 comes through.
-
-Matrices of order 16 and more gain nothing from lying side by side and would only be moved about more. For them
-both second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from torch import Tensor
 
 from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast
 from matmix.kernels.matrix_product.forward import given_states, product_forward
-from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, multiplies_wide, product_spans
+from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_spans
 
 
 @outside_autocast
@@ -111,7 +108,7 @@ class BackwardRecurrence:
         self.factors, self.sums = span.buffers(), span.buffers()
         self.above = span.buffer().view(span.flat)
 
-    def run(self, block: range, arriving: Tensor | None) -> Tensor:
+    def run(self, block: range, arriving: Tensor) -> Tensor:
         """B_t of the block's steps, (steps, *lanes); `arriving` is what the last step of all gets from its right."""
         span = self.span
         last = block.stop == span.chunk
@@ -122,7 +119,7 @@ class BackwardRecurrence:
         for number in reversed(range(len(block))):
             if number < len(factors):
                 self.pass_left(above, factors[number], block[number] + 1, slots[number])
-            elif arriving is not None:
+            else:
                 sums[number] += arriving
             above = slots[number]
         self.above.copy_(above)
@@ -149,10 +146,7 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
 
     carry (batch, nheads, o, o): what reaches the last chunk.
     """
-    if multiplies_wide(span.x):
-        local, products = sent_left_wide(span, gradient, products)
-    else:
-        local = sent_left(span, gradient)
+    local, products = sent_left(span, gradient, products)
     local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(products)
     arriving = [carry.flatten(0, 1)]
     for chunk in reversed(range(1, span.count)):
@@ -162,7 +156,7 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
     return span.lane_major(arriving[::-1])
 
 
-def sent_left_wide(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
+def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
     """What each chunk sends left if nothing reaches it, and its product: the sum of G_t P_t^T, where P_t is the product
     of its matrices up to t; one wide product per block of steps.
     """
@@ -177,18 +171,6 @@ def sent_left_wide(span: ProductSpan, gradient: ProductGradient, products: Tenso
         pair = sums.flatten(4).flatten(0, 2), rights.flatten(4).flatten(0, 2).mT
         local = local.baddbmm_(*pair) if block.start else torch.bmm(*pair, out=local)
     return local, rights[..., -1, :]
-
-
-def sent_left(span: ProductSpan, gradient: ProductGradient) -> Tensor:
-    """What each chunk sends left if nothing reaches it, by the recurrence. For large matrices."""
-    recurrence = BackwardRecurrence(span, gradient, None)
-    for block in reversed(span.blocks()):
-        recurrence.run(block, None)
-    factor = span.buffer().copy_(span.x[:, :, 0]).view(span.flat)
-    local = torch.bmm(recurrence.above, factor.mT)
-    if 0 in span.starts:
-        span.rows(local)[span.starts[0][0]] = 0
-    return local
 
 
 def span_sums(span: ProductSpan, recurrence: BackwardRecurrence, arriving: Tensor, out: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from matmix.kernels.functions import outside_autocast
 from matmix.kernels.matrix_product.spans import (
     ProductDocuments,
     ProductSpan,
-    multiplies_wide,
     product_dtype,
     product_spans,
     products_like,
@@ -26,7 +25,7 @@ def product_forward(
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     given = given_states(initial_state, rows, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    products = products_like(x, chunk_size)
+    products = products_like(x)
     firsts, final = given, given.clone()
     if documents.starts:
         tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
@@ -37,12 +36,8 @@ def product_forward(
     state = given if cu_seqlens is None else given[:1]
     for span in product_spans(x, chunk_size, documents):
         unrounded = None if out.dtype == dtype else final
-        if multiplies_wide(x):
-            entering = product_entries(span, state, firsts, products)
-            state = product_states(span, entering, products, span.view(out), unrounded)
-        else:
-            entering = chunk_entries(span, state, firsts, products)
-            state = chunk_states(span, entering, firsts, span.view(out), unrounded)
+        entering = product_entries(span, state, firsts, products)
+        state = product_states(span, entering, products, span.view(out), unrounded)
     if cu_seqlens is None:
         final = state.contiguous()
     elif out.dtype == dtype and documents.ends:
@@ -111,40 +106,3 @@ def product_states(span: ProductSpan, entering: Tensor, products: Tensor, out: T
             rows, documents = span.ends[step]
             final[documents] = states[0, rows, :, :, step - block.start]
     return states[:, -1, :, :, -1]
-
-
-def chunk_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: Tensor) -> Tensor:
-    """Write each chunk's product since its last restart; returns the state that enters each. For large matrices."""
-    if span.count == 1:
-        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format)
-    factors = span.buffers()
-    current, spare = span.buffer().copy_(span.x[:, :, 0]).view(span.flat), span.buffer().view(span.flat)
-    for block in span.blocks():
-        for step, right in zip(block, span.by_lane(span.load(span.x, block.start, block.stop, factors)), strict=True):
-            if step:
-                torch.bmm(current, right, out=spare)
-                current, spare = spare, current
-            restart_product(span, step, current, firsts)
-    products.copy_(current.view(span.lanes))
-    return entering_products(span, state, products)
-
-
-def chunk_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor | None) -> Tensor:
-    """Run the recurrence in all chunks, writing every state; returns the last.
-
-    `final`, if given, receives the states where documents end, unrounded.
-    """
-    factors, states = span.buffers(), span.buffers()
-    slots = span.by_lane(states)
-    state = state.view(span.flat)
-    for block in span.blocks():
-        rights = span.by_lane(span.load(span.x, block.start, block.stop, factors))
-        # The state before a block's first step lies in the buffer's last slot: never in the one written to.
-        for step, right, slot in zip(block, rights, slots[: len(block)], strict=True):
-            state = torch.bmm(state, right, out=slot)
-            restart_product(span, step, state, firsts)
-            if final is not None and step in span.ends:
-                rows, documents = span.ends[step]
-                final[documents] = span.rows(state)[rows]
-        span.store(states[: len(block)], out, block.start)
-    return state.view(span.lanes)[:, -1]

@@ -120,7 +120,7 @@ def _like(given: Inputs) -> Outputs:
 
         products = products_of_kernels(x, cu_seqlens)
     else:
-        products = products_like(x, given.chunk_size)
+        products = products_like(x)
     return Outputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
 
 

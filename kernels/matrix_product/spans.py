@@ -19,11 +19,6 @@ STEPS_AT_ONCE = 4
 """Steps whose matrices are copied together into a buffer, or more to make a wide product: few enough to stay small."""
 
 
-def multiplies_wide(x: Tensor) -> bool:
-    """Whether products inside chunks are kept and multiplied side by side. Large matrices gain nothing by it."""
-    return x.shape[-1] < 16
-
-
 def default_product_chunk(seqlen: int) -> int:
     """About the square root of the length: as many steps inside chunks as there are chunks to scan over."""
     chunk = 1
@@ -36,17 +31,14 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
-    """An empty tensor for the products that `product_forward` returns for x.
+def products_like(x: Tensor) -> Tensor:
+    """An empty tensor for the products that `product_forward` returns for x: one matrix per token, its product since
+    the chunk's start.
 
-    Wide: one matrix per token, its product since the chunk's start. In memory: spans, blocks of steps, then
-    (lanes, o, steps of the block, o), so that a block's matrices lie side by side. Else one matrix per whole chunk.
+    In memory: spans, blocks of steps, then (lanes, o, steps of the block, o), so that a block's matrices lie side by
+    side.
     """
-    if multiplies_wide(x):
-        return x.new_empty(x.numel(), dtype=product_dtype(x))
-    chunk = min(chunk_size or default_product_chunk(x.shape[1]), x.shape[1])
-    count = x.shape[1] // chunk
-    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=product_dtype(x))
+    return x.new_empty(x.numel(), dtype=product_dtype(x))
 
 
 class ProductDocuments:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from matmix.model.images.config import ImageConfig
-from matmix.model.mixers.orders import ScanOrders
+from matmix.model.mixers.base import ScanOrders
 
 
 def row_snake(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:

@@ -29,12 +29,10 @@ from matmix.model.mixers.scans.rwkv7 import RWKV7
 from matmix.model.mixers.scans.semiseparable import Semiseparable
 from matmix.model.mixers.structured.butterfly import Butterfly, Monarch
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
-from matmix.model.mixers.structured.dense import Dense
-from matmix.model.mixers.structured.dft import DFT
-from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
+from matmix.model.mixers.structured.dense import DFT, Dense
+from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI, SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer
 from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
-from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD, VandermondeDI
 

@@ -1,14 +1,106 @@
-"""The base class of all sequence mixers: the interface that blocks, models, training and tests use."""
+"""The base class of all sequence mixers, the interface that blocks, models, training and tests use; and functions that
+several kinds of mixers share.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
 
-from matmix.model.calls import Called
-from matmix.model.mixers.orders import ScanOrders
+from matmix.kernels.functions import outside_autocast
+from matmix.model.calls import Called, is_quantised, weights_of
+from matmix.model.initialization import constant_init
 from matmix.model.parameter_rules import ParameterRule
+
+
+class ScanOrders(NamedTuple):
+    """The orders in which a sequence of L positions is read."""
+
+    places: Tensor
+    """(orders, n) int64: the position that is read as t-th; n = L, or L - 1 with one position outside."""
+    outside: int | None = None
+    """A position that belongs to no order: it is near to all others alike."""
+
+    def inverse(self) -> Tensor:
+        """(orders, n) int64: when each of the positions, but for the one outside, is read."""
+        places = self.places
+        if self.outside is not None:
+            places = places - (places > self.outside).long()
+        return places.argsort(1)
+
+
+def head_count(d_model: int, config: Any) -> int:
+    """The number of heads: config.nheads, where 0 stands for d_model / headdim."""
+    return config.nheads or d_model // config.headdim
+
+
+def check_heads(mixer: str, d_model: int, config: Any) -> None:
+    """Raise a one-line ValueError where heads do not fit the width. mixer: its name in a configuration."""
+    for name, least in (("headdim", 1), ("nheads", 0)):
+        if getattr(config, name) < least:
+            raise ValueError(f"model.mixers.{mixer}.{name} = {getattr(config, name)}: must be {least} or more")
+    if config.nheads == 0 and d_model % config.headdim:
+        raise ValueError(
+            f"model.mixers.{mixer}.headdim = {config.headdim} does not divide d_model = {d_model}; "
+            "change headdim, or give nheads"
+        )
+
+
+class RMSNormWeight(nn.Module):
+    """The weight of a gated RMSNorm; the op itself is `kernels.gated_norm`."""
+
+    def __init__(self, width: int, eps: float = 1e-5):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.init_rules = {"weight": constant_init(1.0)}
+
+
+def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
+    """Weight (channels, taps) and bias of a depthwise convolution that an operation of `kernels` computes."""
+    weight, bias = weights_of(conv, "weight", "bias")
+    return weight.squeeze(1), bias
+
+
+def state_like(layer: nn.Module, device: torch.device | None) -> Tensor:
+    """An empty tensor to make states like, of the type of the weights of `layer` and on `device`; None = on theirs.
+    float32 where they are quantised, and have no type that numbers could be computed in. A plain one where they are of
+    a class of their own, which may make no others."""
+    if is_quantised(layer):
+        return torch.empty(0, device=device)
+    weight = layer.weight
+    return torch.empty(0, dtype=weight.dtype, device=weight.device if device is None else device)
+
+
+@outside_autocast
+def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    if type(layer) is not nn.Linear:  # an adapter or quantised, and more than its weight
+        wide = {name: w.to(exact) for name, w in layer.named_parameters() if w.is_floating_point()}
+        return functional_call(layer, wide, (x.to(exact),)).to(exact)
+    weight, bias = weights_of(layer, "weight", "bias")
+    return F.linear(x.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
+
+
+def gate_sums(log_gate: Tensor, length: int) -> Tensor:
+    """Sums over k = j + 1 .. i of log_gate[k] for i > j, else 0: (B, L, H) or (H,) -> (B or 1, H, L, L).
+
+    log_gate: logarithms of gates from (0, 1]; a gate of 0 is taken as e^-10,000, which is 0 as well.
+    Differences of cumulative sums: taken in float64, as in float32 they cancel once a few gates are nearly closed.
+    (Sums along one side of a square take four times as long on a CPU.)
+    """
+    if log_gate.dim() == 1:
+        position = torch.arange(length, device=log_gate.device)
+        distance = (position[:, None] - position).clamp(min=0)
+        return (log_gate[:, None, None] * distance).unsqueeze(0)
+    sums = log_gate.transpose(1, 2).double().clamp(min=-1e4).cumsum(-1)
+    # Minus before the square is made, not after: so it is in the backward pass as well.
+    return (sums.unsqueeze(-1) + sums.neg().unsqueeze(-2)).to(log_gate.dtype).tril(-1)
 
 
 class Mixer(Called):
@@ -85,7 +177,7 @@ class Mixer(Called):
                 "takes any length"
             )
 
-    def check_input(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> None:
+    def check_input(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
         """Raises ValueError for another length than max_seqlen, or for packed documents; a mixer of a fixed length
         calls it first in `forward`."""
         if cu_seqlens is not None:
@@ -132,14 +224,12 @@ class Mixer(Called):
         """As `flops_per_token`, where a document is read in `scans` orders."""
         return scans * cls.flops_per_token(d_model, config, seqlen, causal)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each
         other."""
         raise NotImplementedError
 
-    def forward_by_document(self, x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def forward_by_document(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`forward` of each packed document by itself, those of one length together: x (1, L, d_model) -> same shape.
 
         For mixers whose algorithm knows no boundaries. Reads cu_seqlens on the host.
@@ -158,7 +248,7 @@ class Mixer(Called):
         y, index = torch.cat(outputs), torch.cat(indices)
         return y[index.argsort()].unsqueeze(0)
 
-    def forward_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+    def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """The mean of what `forward` gives for x (B, L, d_model), one document a row, read in each of the orders; each
         output is that of its own position."""
         assert orders.outside is None, f"{self.name} has no position outside of its scan"
@@ -168,7 +258,7 @@ class Mixer(Called):
         ]
         return outputs[0] if len(outputs) == 1 else sum(outputs) / len(outputs)
 
-    def matrix_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+    def matrix_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """The mean of the matrices of the orders, (B, H, L, L), rows and columns as the positions stand in x; to be
         looked at, as gates and norms behind M are not linear."""
         assert orders.outside is None, f"{self.name} has no position outside of its scan"
@@ -178,24 +268,24 @@ class Mixer(Called):
         ]
         return sum(matrices) / len(matrices)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent
         mixers may return (1, H, L, L)."""
         raise NotImplementedError
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         """f(x) (B, L, H, P), the values that M is multiplied with."""
         raise NotImplementedError
 
-    def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         """M f(x): (B, H, L, L) and (B, L, H, P) -> (B, L, H, P)."""
         return torch.einsum("bhts,bshp->bthp", matrix, values)
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """What follows the mixing: gate, norm and output projection, (B, L, H, P) -> (B, L, d_model)."""
         raise NotImplementedError
 
-    def monitor(self) -> dict[str, torch.Tensor]:
+    def monitor(self) -> dict[str, Tensor]:
         """Scalars of the last forward pass to watch in training, by name."""
         return {}
 
@@ -208,12 +298,12 @@ class Mixer(Called):
         """The state before the first token (causal forms). device: None = that of the weights."""
         raise NotImplementedError
 
-    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """One token: x (B, d_model), state -> (B, d_model), new state. The given state is left as it is."""
         y, state = self.forward_with_state(x.unsqueeze(1), state)
         return y.squeeze(1), state
 
-    def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: Any) -> Tensor:
         """`step` whose new state takes the memory of the given one: x (B, d_model), state -> (B, d_model).
 
         It refuses no state, as that would wait for the device; `refuse` does so afterwards.
@@ -222,14 +312,14 @@ class Mixer(Called):
         overwrite(state, new)
         return y
 
-    def watched(self) -> torch.Tensor | None:
+    def watched(self) -> Tensor | None:
         """The number, on the device, by which `refuse` judges the state after the last step; None = any will do."""
         return None
 
     def refuse(self, watched: float) -> None:
         """Raise OverflowError where `watched` says that nothing can follow this state."""
 
-    def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    def forward_with_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
         token."""
         raise NotImplementedError
@@ -237,7 +327,7 @@ class Mixer(Called):
 
 def overwrite(state: Any, new: Any) -> None:
     """Copy the tensors of a state, in nested lists and tuples, into the memory of those of another one."""
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, Tensor):
         state.copy_(new)
         return
     for part, new_part in zip(state or (), new or (), strict=True):

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
 from matmix.kernels.documents import shift_right
@@ -30,7 +30,7 @@ from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer, overwrite
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
-State = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+State = Tensor | tuple[Tensor, Tensor]
 """States (batch, H, order, order), and with `shift` the token before (batch, d_model)."""
 
 
@@ -137,7 +137,7 @@ class MRU(Mixer):
         self.element_dropout = nn.Dropout(config.dropout)
         # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
         self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
-        self.log_norms: torch.Tensor | None = None
+        self.log_norms: Tensor | None = None
         self.init_rules = {
             # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
             # order.
@@ -214,11 +214,11 @@ class MRU(Mixer):
         products = 1 + construction_products(config.construction)
         return 2.0 * (inputs + products * nheads * order**3 + read)
 
-    def before(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor | None:
+    def before(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | None:
         """The token before each of x (B, L, d_model) in its document, where one is asked for."""
         return None if self.shift_share is None else shift_right(x, cu_seqlens)
 
-    def inputs(self, x: torch.Tensor, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def inputs(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """From x (..., d_model) and the tokens before: elements of the state matrices (..., H, E) and None; or, in the
         chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H, d_chunk,
         order)."""
@@ -237,36 +237,36 @@ class MRU(Mixer):
         elements = self.element_dropout(elements)
         return elements if self.state_base is None else working(elements) + working(self.state_base), None
 
-    def from_chunks(self, chunks: torch.Tensor, w_up: torch.Tensor) -> torch.Tensor:
+    def from_chunks(self, chunks: Tensor, w_up: Tensor) -> Tensor:
         """Elements (..., H, E), typed like the chunks."""
         return elements_from_chunks(chunks, w_up, self.config.construction).to(chunks.dtype)
 
-    def elements(self, x: torch.Tensor) -> torch.Tensor:
+    def elements(self, x: Tensor) -> Tensor:
         """Elements of the state matrices (..., H, E) from x (..., d_model)."""
         inputs, w_up = self.inputs(x, self.before(x))
         return inputs if w_up is None else self.from_chunks(inputs, w_up)
 
-    def read_out(self) -> torch.Tensor:
+    def read_out(self) -> Tensor:
         """W_down (H, order, d_chunk) as states are multiplied by it."""
         return self.state_down if self.output_scale == 1 else self.state_down * self.output_scale
 
-    def build(self, elements: torch.Tensor) -> torch.Tensor:
+    def build(self, elements: Tensor) -> Tensor:
         """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
         matrices = state_matrices(elements, self.config.construction, self.order)
         if self.decay_root is not None:
             matrices = matrices / (1 + self.decay_root.to(matrices.dtype).square())[:, None, None]
         return matrices
 
-    def state_matrices(self, x: torch.Tensor) -> torch.Tensor:
+    def state_matrices(self, x: Tensor) -> Tensor:
         """X (..., H, order, order) from x (..., d_model)."""
         return self.build(self.elements(x))
 
     def mixed(
         self,
-        elements: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        initial_state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        elements: Tensor,
+        cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """All states (B, L, H, order, order) and the last ones (B or documents, H, order, order) from elements
         (B, L, H, E), which the norms are taken of on the way."""
         matrices = self.build(elements)
@@ -279,7 +279,7 @@ class MRU(Mixer):
         self.log_norms = scan_log_norms(states, final)
         return states, final
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Computes outputs (..., d_model) from states (..., H, order, order)."""
         states = mixed.to(x.dtype)
         # An adapter or a quantised layer is more than its weight.
@@ -294,25 +294,23 @@ class MRU(Mixer):
         folded = torch.einsum("hjc,dhic->dhij", self.read_out(), out)
         return F.linear(states.flatten(-3), folded.flatten(1), bias)
 
-    def finish(self, read: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def finish(self, read: Tensor, x: Tensor) -> Tensor:
         """Gate and output projection of what was read from the states, (..., H, order, d_chunk)."""
         y = read.flatten(-3)
         if self.gate_proj is not None:
             y = y * F.silu(self.gate_proj(x))
         return self.out_proj(y)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         return self.run(x, self.before(x, cu_seqlens), cu_seqlens)[0]
 
     def run(
         self,
-        x: torch.Tensor,
-        before: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None = None,
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: Tensor,
+        before: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Returns outputs (B, L, d_model) and the last states, by the fused op or by its parts, and stores the norms of
         states for `monitor`."""
         inputs, w_up = self.inputs(x, before)
@@ -332,13 +330,13 @@ class MRU(Mixer):
         states, final = self.mixed(elements, cu_seqlens, state)
         return self.combine(states, x), final
 
-    def is_fused(self, inputs: torch.Tensor, w_up: torch.Tensor | None) -> bool:
+    def is_fused(self, inputs: Tensor, w_up: Tensor | None) -> bool:
         """Whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster, as
         `combine` folds two projections into one."""
         construction = self.config.construction
         return self.decay_root is None and mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
 
-    def monitor(self) -> dict[str, torch.Tensor]:
+    def monitor(self) -> dict[str, Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
         if self.log_norms is None:
             return {}
@@ -352,15 +350,15 @@ class MRU(Mixer):
         states = torch.eye(self.order, device=device).expand(batch_size, self.nheads, -1, -1).contiguous()
         return self.joined(states, weight.new_zeros(batch_size, self.d_model, device=device))
 
-    def joined(self, states: torch.Tensor, last: torch.Tensor) -> State:
+    def joined(self, states: Tensor, last: Tensor) -> State:
         """Packs the state of generation: the matrices, and with `shift` also the token before."""
         return states if self.shift_share is None else (states, last)
 
-    def parted(self, state: State) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def parted(self, state: State) -> tuple[Tensor, Tensor | None]:
         """Unpacks the state of generation: the matrices, and the token before or None."""
-        return (state, None) if isinstance(state, torch.Tensor) else state
+        return (state, None) if isinstance(state, Tensor) else state
 
-    def forward_with_state(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+    def forward_with_state(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
         states, last = self.parted(state)
         before = None if last is None else torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
@@ -369,17 +367,17 @@ class MRU(Mixer):
         # A copy, or else the last token would keep all of a long prompt in memory.
         return y, self.joined(final, x[:, -1].clone())
 
-    def step(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         y, state = self.advanced(x, state)
         self.refuse_overflow()
         return y, state
 
-    def step_in_place(self, x: torch.Tensor, state: State) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: State) -> Tensor:
         y, new = self.advanced(x, state)
         overwrite(state, new)
         return y
 
-    def advanced(self, x: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
+    def advanced(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """`step` that refuses no state."""
         states, last = self.parted(state)
         inputs, w_up = self.inputs(x, last)
@@ -394,7 +392,7 @@ class MRU(Mixer):
         self.log_norms = summary(log_norms(states))
         return y, self.joined(states, x)
 
-    def watched(self) -> torch.Tensor | None:
+    def watched(self) -> Tensor | None:
         return None if self.log_norms is None else self.log_norms[0]
 
     def refuse_overflow(self) -> None:
@@ -415,12 +413,12 @@ class MRU(Mixer):
             f"construction {self.config.construction!r} {reason}"
         )
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """M (B, H, L, L, order, order) with M[t, s] = X_{s+1} ... X_t for s <= t, else 0."""
         matrices = self.state_matrices(x).transpose(1, 2)
         batch, nheads, length, order, _ = matrices.shape
         identity = torch.eye(order, dtype=matrices.dtype, device=matrices.device)
-        rows: list[torch.Tensor] = []
+        rows: list[Tensor] = []
         for t in range(length):
             row = matrices.new_zeros(batch, nheads, length, order, order)
             if t:
@@ -429,14 +427,14 @@ class MRU(Mixer):
             rows.append(row)
         return torch.stack(rows, dim=2)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         """u (B, L, H, order, order): X_1 at the first token, zero afterwards."""
         matrices = self.state_matrices(x)
         first = torch.zeros_like(matrices)
         first[:, 0] = matrices[:, 0]
         return first
 
-    def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         return torch.einsum("bshki,bhtsij->bthkj", values, matrix)
 
     def overflow_advice(self) -> str:
@@ -445,7 +443,7 @@ class MRU(Mixer):
         return 'use construction "affine", which is bounded, or a lower optimizer.lr'
 
 
-def pad_order(matrices: torch.Tensor) -> torch.Tensor:
+def pad_order(matrices: Tensor) -> Tensor:
     """(..., o, o) -> (..., p, p), p the next order that the scan takes: an identity block behind, which products keep
     apart."""
     order = matrices.shape[-1]
@@ -468,7 +466,7 @@ def fading_init(order: int) -> InitRule:
     return partial(draw_fading, order=order)
 
 
-def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> torch.Tensor:
+def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> Tensor:
     """The rule of `fading_init`, which needs no generator."""
     k = order // 2
     rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT

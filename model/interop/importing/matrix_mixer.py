@@ -9,12 +9,10 @@ import torch
 
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
-from matmix.model.mixers.structured.dense import Dense
-from matmix.model.mixers.structured.dft import DFT
-from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI
+from matmix.model.mixers.structured.dense import DFT, Dense
+from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI, SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
-from matmix.model.mixers.structured.softmax import SoftmaxDD, SoftmaxDI
 from matmix.model.mixers.structured.toeplitz import Toeplitz, ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD
 

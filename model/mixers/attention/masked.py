@@ -10,28 +10,98 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import semiseparable_scan, semiseparable_step
+from matmix.kernels.checks import transformed
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, normal_init
-from matmix.model.mixers.attention.masks import (
-    decay_mask,
-    fourier_mask,
-    masked_product,
-    toeplitz_mask,
-    toeplitz_mask_product,
-    toeplitz_spectrum,
-    transform_length,
-)
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.fourier import cosine_transform
-from matmix.model.mixers.shared import RMSNormWeight, check_heads, exact_linear, head_count, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, check_heads, exact_linear, gate_sums, head_count, state_like
+from matmix.model.mixers.convolutions.long import cosine_transform
+
+STATE_BLOCK = 4
+"""State channels that a product with L takes at a time: it works on `STATE_BLOCK` times as much as there are values."""
+
+
+def decay_mask(log_gate: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """L[i, j] = product of the gates of j + 1 .. i for i >= j, else 0: (B or 1, H or 1, L, L), in float32 at least.
+
+    Args: log_gate (B, L, H), (H,) or None for gates of 1: the lower triangle of ones.
+    """
+    lower = like.new_ones(length, length, dtype=torch.promote_types(like.dtype, torch.float32)).tril()
+    return lower[None, None] if log_gate is None else gate_sums(log_gate, length).exp() * lower
+
+
+def toeplitz_mask(alpha: Tensor, length: int) -> Tensor:
+    """L[i, j] = alpha_{i - j}: alpha (H, 2 N - 1), offset 0 in the middle -> (1, H, L, L) for L <= N."""
+    position = torch.arange(length, device=alpha.device)
+    return alpha[:, (position[:, None] - position) + alpha.shape[-1] // 2].unsqueeze(0)
+
+
+def fourier_mask(length: int, like: Tensor) -> Tensor:
+    """L[i, j] = cos(2 pi i j / L), (1, 1, L, L), in float32 at least."""
+    position = torch.arange(length, device=like.device)
+    # Whole turns are taken off while the numbers are whole: i j is soon beyond what float32 can count.
+    turns = torch.outer(position, position).remainder(length)
+    turns = turns.to(torch.promote_types(like.dtype, torch.float32)) / length
+    return (2 * math.pi * turns).cos()[None, None]
+
+
+def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
+    """The spectrum that `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a
+    corner of."""
+    points = transform_length(length)
+    middle = alpha.shape[-1] // 2
+    alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))
+    gap = alpha.new_zeros(alpha.shape[0], points - (2 * length - 1))
+    circle = torch.cat([alpha[:, middle : middle + length], gap, alpha[:, middle - length + 1 : middle]], -1)
+    return torch.fft.rfft(circle)
+
+
+def toeplitz_mask_product(x: Tensor, spectrum: Tensor) -> Tensor:
+    """L x for x (B, H, ..., L) and a spectrum (H, points / 2 + 1)."""
+    points, length = 2 * (spectrum.shape[-1] - 1), x.shape[-1]
+    spectrum = spectrum.view(1, spectrum.shape[0], *[1] * (x.dim() - 3), -1)
+    return torch.fft.irfft(torch.fft.rfft(x, points) * spectrum, points)[..., :length]
+
+
+def transform_length(length: int) -> int:
+    """The least power of two in which a Toeplitz product of this length does not wrap round."""
+    return max(2, 1 << (2 * length - 2).bit_length())
+
+
+def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
+    """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
+
+    k and v are contracted first, to N P channels per token, of which L takes a few at a time, and which are computed
+    again in the backward pass: memory is that of the values.
+
+    Args:
+        q, k: (B, L, H, N). v: (B, L, H, P).
+        product: L x for x (B, H, ..., L), with `parameters` as further arguments.
+    Returns: (B, L, H, P) in float32 at least.
+    """
+    exact = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = (part.to(exact).permute(0, 2, 3, 1) for part in (q, k, v))
+
+    def block(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
+        return (q.unsqueeze(3) * product(k.unsqueeze(3) * v.unsqueeze(2), *parameters)).sum(2)
+
+    y = torch.zeros_like(v)
+    for q_part, k_part in zip(q.split(STATE_BLOCK, 2), k.split(STATE_BLOCK, 2), strict=True):
+        arguments = (q_part, k_part, v, *parameters)
+        if torch.is_grad_enabled() and not transformed():
+            y = y + checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y = y + block(*arguments)
+    return y.permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,22 +157,20 @@ class MaskedAttention(Mixer):
         """Floating-point operations of the linear order for one token of one head."""
         raise NotImplementedError
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q with its scale, k and v, each (..., H, headdim)."""
         q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         return q * self.config.headdim**-0.5, k, v
 
-    def mask(self, x: torch.Tensor) -> torch.Tensor:
+    def mask(self, x: Tensor) -> Tensor:
         """L (B or 1, H or 1, L, L), entry by entry."""
         raise NotImplementedError
 
-    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """Y (B, L, H, P) by the fast algorithm of L; only masks with scans are given documents."""
         raise NotImplementedError
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         quadratic = self.config.contraction == "quadratic"
         if cu_seqlens is not None and (quadratic or not self.causal_form):
             return self.forward_by_document(x, cu_seqlens)
@@ -111,14 +179,14 @@ class MaskedAttention(Mixer):
         v = self.values(x)
         return self.combine(self.mix(self.matrix(x).to(v.dtype), v), x)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
         return torch.einsum("bthn,bshn->bhts", q, k) * self.mask(x)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.project(x)[2]
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         exact = torch.promote_types(mixed.dtype, torch.float32)
         weight = weight_of(self.norm)
         y = F.rms_norm(mixed.to(exact), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
@@ -143,34 +211,34 @@ class SmaCausal(MaskedAttention):
         # State, write and read take a multiply-add per state element each.
         return 2.0 * 3 * headdim**2
 
-    def log_gates(self, x: torch.Tensor) -> torch.Tensor | None:
+    def log_gates(self, x: Tensor) -> Tensor | None:
         """Logarithms of the gates for x (..., d_model): (..., H), (H,) where they are constant, or None."""
         return None
 
-    def mask(self, x: torch.Tensor) -> torch.Tensor:
+    def mask(self, x: Tensor) -> Tensor:
         return decay_mask(self.log_gates(x), x.shape[1], x)
 
-    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.project(x)
         return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens)
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""
         like, headdim = state_like(self.k_proj, device), self.config.headdim
         exact = torch.promote_types(like.dtype, torch.float32)
         return like.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact)
 
-    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_scan(v, q, k, self.log_gates(x), initial_state=state, return_final_state=True)
         return self.combine(y, x), state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_step(v, q, k, self.log_gates(x), state, in_place=in_place)
         return self.combine(y, x), state
 
-    def step_in_place(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: Tensor) -> Tensor:
         return self.step(x, state, in_place=True)[0]
 
 
@@ -184,7 +252,7 @@ class SmaDecay(SmaCausal):
         self.gamma_logit = nn.Parameter(torch.empty(self.nheads))
         self.init_rules |= {"gamma_logit": retnet_decay_logits}
 
-    def log_gates(self, x: torch.Tensor) -> torch.Tensor:
+    def log_gates(self, x: Tensor) -> Tensor:
         return F.logsigmoid(self.gamma_logit.to(torch.promote_types(x.dtype, torch.float32)))
 
 
@@ -203,7 +271,7 @@ class SmaSemiseparable(SmaCausal):
         gates = 2.0 * d_model * head_count(d_model, config)
         return super().flops_per_token(d_model, config, seqlen, causal) + gates
 
-    def log_gates(self, x: torch.Tensor) -> torch.Tensor:
+    def log_gates(self, x: Tensor) -> Tensor:
         return F.logsigmoid(exact_linear(x, self.gate_proj))
 
 
@@ -230,16 +298,14 @@ class SmaToeplitz(MaskedAttention):
         transforms = 5 * math.log2(points) * points / seqlen
         return headdim**2 * (transforms + 3 * points / seqlen + 3)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         self.check_input(x, cu_seqlens)
         return super().forward(x)
 
-    def mask(self, x: torch.Tensor) -> torch.Tensor:
+    def mask(self, x: Tensor) -> Tensor:
         return toeplitz_mask(self.alpha, x.shape[1])
 
-    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return masked_product(*self.project(x), toeplitz_mask_product, toeplitz_spectrum(self.alpha, x.shape[1]))
 
 
@@ -255,19 +321,19 @@ class SmaFourier(MaskedAttention):
     def linear_flops(cls, headdim: int, seqlen: int) -> float:
         return headdim**2 * (2.5 * math.log2(max(seqlen, 2)) + 3)
 
-    def mask(self, x: torch.Tensor) -> torch.Tensor:
+    def mask(self, x: Tensor) -> Tensor:
         return fourier_mask(x.shape[1], x)
 
-    def linear_order(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return masked_product(*self.project(x), functools.partial(cosine_transform, dim=-1))
 
 
-def retnet_decay_logits(shape: torch.Size, generator: Any) -> torch.Tensor:
+def retnet_decay_logits(shape: torch.Size, generator: Any) -> Tensor:
     """Logits (H,) of RetNet's decays 1 - 2^(-5 - h) of head h (arXiv 2307.08621, section 3.1)."""
     return ((5.0 + torch.arange(shape[0])).exp2() - 1).log()
 
 
-def retnet_decays_both_ways(shape: torch.Size, generator: Any) -> torch.Tensor:
+def retnet_decays_both_ways(shape: torch.Size, generator: Any) -> Tensor:
     """alpha_t = gamma_h^|t| with RetNet's decays: (H, 2 N - 1), offset 0 in the middle."""
     distance = (torch.arange(shape[1]) - shape[1] // 2).abs()
     return (F.logsigmoid(retnet_decay_logits(shape, generator)).unsqueeze(-1) * distance).exp()

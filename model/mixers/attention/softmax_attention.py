@@ -1,19 +1,114 @@
-"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the
-baseline."""
+"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the baseline. Documents
+of a packed sequence attend within themselves.
+"""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.attention.packed_attention import attend, packed_attention
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count, state_like
+from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
 from matmix.model.positions import apply_rotary, document_positions
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older torch; the general form below serves every device
+    varlen_attn = None
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v per head and document: q, k (B, L, H, D), v (B, L, H, P) -> (B, L, H, P).
+
+    With cu_seqlens (B == 1) a token attends within its own document only, and not even NaN in another
+    document reaches it. In half precision on CUDA that is one variable-length flash kernel; elsewhere
+    documents of similar length (within a factor of 2) are padded together, so that at most half of the work
+    is padding.
+    """
+    if cu_seqlens is None:
+        return attend(q, k, v, causal=causal, dropout=dropout)
+    width = max(q.shape[-1], v.shape[-1])
+    flash = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    if flash and varlen_attn is not None and dropout == 0.0 and width % 8 == 0 and width <= 256:
+        longest = max_seqlen or int(cu_seqlens.diff().max())
+        window = (-1, 0) if causal else (-1, -1)
+        parts = (part[0] for part in of_one_width(q, k, v))
+        scale = q.shape[-1] ** -0.5
+        y = varlen_attn(*parts, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=window)
+        return y[..., : v.shape[-1]].unsqueeze(0)
+    return attention_by_length(q[0], k[0], v[0], cu_seqlens.tolist(), causal, dropout).unsqueeze(0)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """scaled_dot_product_attention of q (B, L, H, D), k (B, S, H, D), v (B, S, H, P) -> (B, L, H, P).
+
+    Its flash kernels want D = P. With other widths it would fall back on a form that keeps the L x S matrix.
+    """
+    y = F.scaled_dot_product_attention(
+        *(part.transpose(1, 2) for part in of_one_width(q, k, v)),
+        attn_mask=mask,
+        is_causal=causal,
+        dropout_p=dropout,
+        scale=q.shape[-1] ** -0.5,
+    )
+    return y.transpose(1, 2)[..., : v.shape[-1]]
+
+
+def of_one_width(*parts: Tensor) -> list[Tensor]:
+    """Fills the channels of each part up with zeros to the widest width, which changes neither the scores nor the first
+    channels of the result."""
+    width = max(part.shape[-1] for part in parts)
+    return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
+
+
+def attention_by_length(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], causal: bool, dropout: float) -> Tensor:
+    """The general form for tensors (L, H, channels): one padded attention per class of document lengths."""
+    documents: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(boundaries):
+        if end > start:
+            documents.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
+    device = q.device
+    # Padding reads a row of zeros: a real row of another document could hold NaN, which no mask would stop.
+    q, k, v = (torch.cat((part, part.new_zeros(1, *part.shape[1:]))) for part in (q, k, v))
+    outputs, places = [], []
+    for group in documents.values():
+        starts, lengths = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
+        longest = max(length for _, length in group)
+        offsets = torch.arange(longest, device=device)
+        real = offsets < lengths.unsqueeze(1)
+        index = torch.where(real, starts.unsqueeze(1) + offsets, q.shape[0] - 1)
+        padded = any(length < longest for _, length in group)
+        # Padding stands at the end, where a causal query does not look.
+        mask = real[:, None, None, :] if padded and not causal else None
+        y = attend(q[index], k[index], v[index], causal=causal, mask=mask, dropout=dropout)
+        outputs.append(y[real])
+        places.append(index[real])
+    if not outputs:
+        return v[:0]
+    order = torch.cat(places).argsort()
+    return torch.cat(outputs)[order]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +169,7 @@ class Attention(Mixer):
         seen = (seqlen + 1) / 2 if causal else seqlen
         return 2.0 * (projections + seen * nheads * (config.headdim + value_headdim))
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, L, H, headdim), turned by `positions` (L,), and v (B, L, H, value_headdim)."""
         q = self.q_proj(x).unflatten(-1, (self.nheads, -1))
         k = self.k_proj(x).unflatten(-1, (self.nheads, -1))
@@ -83,15 +178,13 @@ class Attention(Mixer):
             q, k = apply_rotary(q, k, positions, self.config.rope_base, self.config.position)
         return q, k, v
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
         dropout = self.config.dropout if self.training else 0.0
         y = packed_attention(q, k, v, causal=self.causal, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, dropout=dropout)
         return self.out_proj(y.flatten(-2))
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """No keys and no values yet: two tensors (batch_size, 0, H, channels)."""
         like = state_like(self.k_proj, device)
         return (
@@ -99,16 +192,14 @@ class Attention(Mixer):
             like.new_empty(batch_size, 0, self.nheads, self.value_headdim),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         past, new = state[0].shape[1], x.shape[1]
         q, k, v = self.project(x, torch.arange(past, past + new, device=x.device))
         k, v = torch.cat((state[0].to(k.dtype), k), 1), torch.cat((state[1].to(v.dtype), v), 1)
         mask = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
         return self.out_proj(attend(q, k, v, mask=mask).flatten(-2)), (k, v)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x, document_positions(x.shape[1], None, x.device))
         scores = torch.einsum("bthd,bshd->bhts", q, k) * self.config.headdim**-0.5
         if self.causal:
@@ -116,8 +207,8 @@ class Attention(Mixer):
             scores = scores.masked_fill(future, float("-inf"))
         return scores.softmax(-1)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.v_proj(x).unflatten(-1, (self.nheads, -1))
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.out_proj(mixed.flatten(-2))

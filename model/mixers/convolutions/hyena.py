@@ -8,19 +8,18 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import short_conv, short_conv_step
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.base import Mixer, conv_weights, exact_linear, state_like
 from matmix.model.mixers.convolutions.long import (
     convolution_matrix,
     long_convolution,
     long_convolution_flops,
     packed_convolution,
 )
-from matmix.model.mixers.shared import conv_weights, exact_linear, state_like
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -72,21 +71,21 @@ class ImplicitFilter(nn.Module):
         # It is a function of the offset, and smaller weights are another function.
         return {name: NOT_DECAYED for name, _ in self.named_parameters()}
 
-    def features(self, offsets: torch.Tensor) -> torch.Tensor:
+    def features(self, offsets: Tensor) -> Tensor:
         """(n, filter_features) from offsets (n,), which may be negative, in parts of max_seqlen."""
         count = (self.config.filter_features - 1) // 2
         frequencies = torch.linspace(1e-4, max(count - 1, 1e-4), count, dtype=offsets.dtype, device=offsets.device)
         angles = 2 * math.pi * offsets.unsqueeze(-1) * frequencies
         return torch.cat([offsets.unsqueeze(-1), angles.cos(), -angles.sin()], -1)
 
-    def window(self, offsets: torch.Tensor) -> torch.Tensor:
+    def window(self, offsets: Tensor) -> Tensor:
         """exp(-rate_c |offset|) (n, d_model)."""
         fast, slow = (math.log(100) / share for share in (self.config.fast_decay, self.config.slow_decay))
         rates = torch.linspace(slow, fast, self.d_model, dtype=offsets.dtype, device=offsets.device)
         return (-offsets.abs().unsqueeze(-1) * rates).exp()
 
     @outside_autocast
-    def forward(self, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, offsets: Tensor) -> Tensor:
         """h (d_model, n) in float32 at least at offsets (n,) in tokens. The sines multiply errors by their frequency:
         bfloat16 would round the filter to noise, and neighbouring offsets to one."""
         exact = torch.promote_types(self.freq.dtype, torch.float32)
@@ -153,15 +152,13 @@ class Hyena(Mixer):
         products = 4 * d_model**2 + 3 * d_model * config.d_conv + (1 if causal else 2) * network
         return 2.0 * products + d_model * (long_convolution_flops(seqlen) + 4)
 
-    def convolve(
-        self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def convolve(self, projected: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """x0, x1 and v (B, L, d_model) from in_proj's output."""
         weight, bias = conv_weights(self.conv1d)
         x0, x1, v = short_conv(projected, weight, bias, causal=self.causal, cu_seqlens=cu_seqlens).chunk(3, -1)
         return x0, x1, v
 
-    def filters(self, length: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def filters(self, length: int, device: torch.device) -> tuple[Tensor, ...]:
         """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1)."""
         offsets = torch.arange(length, device=device)
         if self.causal:
@@ -169,15 +166,13 @@ class Hyena(Mixer):
         h = self.filter(torch.cat([offsets, -offsets[1:]]))
         return h[:, :length], h[:, length:]
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
             return x  # the short convolution takes no empty rows
         x0, x1, v = self.convolve(self.in_proj(x), cu_seqlens)
         return self.finish(x0, x1 * v, cu_seqlens)
 
-    def finish(self, x0: torch.Tensor, u: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
         if cu_seqlens is None:
             y = long_convolution(u, *self.filters(u.shape[1], u.device))
@@ -186,20 +181,20 @@ class Hyena(Mixer):
         y = y + self.D * u
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
         x0, x1, _ = (part.transpose(1, 2) for part in self.convolve(self.in_proj(x)))
         t = convolution_matrix(*self.filters(x.shape[1], x.device)).to(self.D.dtype)
         t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
         return x0.unsqueeze(-1) * t * x1.unsqueeze(-2)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.convolve(self.in_proj(x))[2].unsqueeze(-1)
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.out_proj(mixed.squeeze(-1))
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
         like = state_like(self.conv1d, device)
@@ -208,9 +203,7 @@ class Hyena(Mixer):
             like.new_empty(batch_size, 0, self.d_model),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         window, products = state
         weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": window, "return_final_state": True}
@@ -219,9 +212,7 @@ class Hyena(Mixer):
         u = torch.cat([products.to(v.dtype), x1 * v], 1)
         return self.finish(x0, u), (window, u)
 
-    def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         window, products = state
         weight, bias = conv_weights(self.conv1d)
         convolved, window = short_conv_step(self.in_proj(x), window, weight, bias)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import InitRule, constant_init, normal_init
@@ -102,7 +102,7 @@ class S4D(Mixer):
         per_channel = long_convolution_flops(seqlen) + kernels * 2.0 * config.d_state + 2
         return d_model * per_channel + 2.0 * d_model * 2 * d_model
 
-    def rates(self) -> torch.Tensor:
+    def rates(self) -> Tensor:
         """dt A (d_model, d_state / 2), complex64 at least: a step multiplies the state by its exponential."""
         exact = torch.promote_types(self.log_dt.dtype, torch.float32)
         decay, turn = (
@@ -110,7 +110,7 @@ class S4D(Mixer):
         )
         return torch.complex(decay, turn) * self.log_dt.to(exact).exp().unsqueeze(-1)
 
-    def coefficients(self) -> torch.Tensor:
+    def coefficients(self) -> Tensor:
         """2 C (exp(dt A) - 1) / A (kernels, d_model, d_state / 2), such that K[l] = Re sum_n of it exp(dt A_n l)."""
         rates = self.rates()
         # exp - 1 without cancellation where dt A is small.
@@ -122,7 +122,7 @@ class S4D(Mixer):
         dt = self.log_dt.to(rates.real.dtype).exp().unsqueeze(-1)
         return 2 * torch.view_as_complex(self.C.to(rates.real.dtype)) * (grown * dt / rates)
 
-    def kernels(self, length: int) -> torch.Tensor:
+    def kernels(self, length: int) -> Tensor:
         """K (kernels, d_model, length), in about 2 sqrt(length) exponentials per rate: with l = i J + j the sum over n
         is a product of the matrices exp(dt A i J) and exp(dt A j)."""
         rates, coefficients = self.rates(), self.coefficients()
@@ -136,7 +136,7 @@ class S4D(Mixer):
         return product.flatten(-2)[..., :length]
 
     @outside_autocast
-    def mixed(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """K * x + D x (B, L, d_model) in float32 at least."""
         if cu_seqlens is None:
             y = long_convolution(x, *self.taps(x.shape[1]))
@@ -144,21 +144,19 @@ class S4D(Mixer):
             y = packed_convolution(x, cu_seqlens, self.taps)
         return y + self.D.to(y.dtype) * x
 
-    def taps(self, length: int) -> tuple[torch.Tensor, ...]:
+    def taps(self, length: int) -> tuple[Tensor, ...]:
         """K (d_model, length), and if bidirectional that of later tokens (d_model, length - 1)."""
         after, *other = self.kernels(length)
         return after, *(before[:, :-1] for before in other)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         return self.finish(self.mixed(x, cu_seqlens), x)
 
-    def finish(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Applies gelu, the projection and the gated linear unit to (B, L, d_model)."""
         return F.glu(self.out_proj(F.gelu(mixed.to(x.dtype))), dim=-1)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """Toeplitz matrices of the kernels by their formula, plus D on the diagonal, (1, d_model, L, L)."""
         lags = torch.arange(x.shape[1], device=x.device)
         powers = (self.rates().unsqueeze(-1) * lags).exp()
@@ -166,20 +164,20 @@ class S4D(Mixer):
         m = convolution_matrix(after, *(before[:, :-1] for before in other))
         return (m + torch.diag_embed(self.D.to(m.dtype).unsqueeze(-1).expand(m.shape[:-1]))).unsqueeze(0)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return x.unsqueeze(-1)
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed.squeeze(-1), x)
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zeros, (batch_size, d_model, d_state / 2) complex64 (complex128 with float64 weights)."""
         exact = torch.promote_types(self.log_dt.dtype, torch.float32)
         shape = (batch_size, self.d_model, self.config.d_state // 2)
         return self.log_dt.new_zeros(shape, dtype=exact.to_complex(), device=device)
 
     @outside_autocast
-    def continued(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def continued(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`mixed`, and the new state, from a state: s_t = exp(dt A) s_{t-1} + x_t, y_t = Re sum_n coefficient_n s_t."""
         rates, coefficients = self.rates(), self.coefficients()[0]
         length = min(x.shape[1], CARRIED)
@@ -196,19 +194,19 @@ class S4D(Mixer):
         y = torch.cat(outputs, 1)
         return y + self.D.to(y.dtype) * x, state
 
-    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         mixed, state = self.continued(x, state)
         return self.finish(mixed, x), state
 
     @outside_autocast
-    def advanced(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def advanced(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """`continued` for one token x (B, d_model), by the recurrence."""
         rates = self.rates()
         state = rates.exp() * state.to(rates.dtype) + x.unsqueeze(-1)
         y = (self.coefficients()[0] * state).sum(-1).real
         return y + self.D.to(y.dtype) * x, state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         mixed, state = self.advanced(x, state)
         return self.finish(mixed, x), state
 
@@ -218,7 +216,7 @@ def uniform_between_init(low: float, high: float) -> InitRule:
     return partial(draw_between, low=low, high=high)
 
 
-def draw_between(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> torch.Tensor:
+def draw_between(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> Tensor:
     """The rule of `uniform_between_init`."""
     return torch.empty(shape).uniform_(low, high, generator=generator)
 
@@ -228,7 +226,7 @@ def spectrum_init(spectrum: str, d_state: int) -> InitRule:
     return partial(draw_spectrum, spectrum=spectrum, d_state=d_state)
 
 
-def draw_spectrum(shape: torch.Size, generator: torch.Generator, *, spectrum: str, d_state: int) -> torch.Tensor:
+def draw_spectrum(shape: torch.Size, generator: torch.Generator, *, spectrum: str, d_state: int) -> Tensor:
     """The rule of `spectrum_init`, which needs no generator."""
     n = torch.arange(d_state // 2, dtype=torch.float32)
     frequencies = math.pi * n if spectrum == "lin" else d_state / math.pi * (d_state / (2 * n + 1) - 1)

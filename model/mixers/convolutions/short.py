@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,43 +83,41 @@ class Convolution(Mixer):
     def flops_per_token(cls, d_model: int, config: ConvolutionConfig, seqlen: int, causal: bool) -> float:
         return 2.0 * config.expand * d_model * (3 * d_model + cls.taps(config, causal))
 
-    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The gate z and the convolution's outputs v, both (B, L, d_inner)."""
         z, inputs = self.in_proj(x).chunk(2, -1)
         weight, bias = conv_weights(self.conv1d)
         return z, short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
 
-    def finish(self, v: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def finish(self, v: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection: (..., d_inner) each -> (..., d_model)."""
         return self.out_proj(gated_norm(v.to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         z, v = self.parts(x, cu_seqlens)
         return self.finish(v, z)
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
         return state_like(self.conv1d, device).new_zeros(batch_size, self.d_inner, self.d_conv - 1)
 
-    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)
         weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state, "return_final_state": True}
         v, state = short_conv(inputs, weight, bias, causal=True, activation="silu", **carried)
         return self.finish(v, z), state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         z, inputs = self.in_proj(x).chunk(2, -1)
         v, state = short_conv_step(inputs, state, *conv_weights(self.conv1d), activation="silu")
         return self.finish(v, z), state
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         return torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand(1, 1, -1, -1)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.parts(x)[1].unsqueeze(-2)
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed.flatten(-2), self.parts(x)[0])

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from matmix.kernels.scan_layer.chunked import both_halves
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
@@ -53,11 +54,11 @@ class BidirectionalAddShift(BidirectionalAdd):
 class SeparateDirections(BidirectionalAdd):
     """Directions that are not added, so that there is a matrix for each of them."""
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """(B, 2 H, L, L): those of the forward heads, then those of the backward heads."""
         return torch.cat(self.direction_matrices(x), dim=1)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         """(B, L, 2 H, P): the same for both directions."""
         return super().values(x).repeat(1, 1, 2, 1)
 
@@ -72,7 +73,7 @@ class BidirectionalMult(SeparateDirections):
 
     joined = "mult"
 
-    def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         forward, backward = super().mix(matrix, values).chunk(2, dim=2)
         return forward * backward
 
@@ -86,9 +87,9 @@ class BidirectionalConcat(SeparateDirections):
     def joined_width(cls, d_inner: int) -> int:
         return 2 * d_inner
 
-    def mix(self, matrix: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         """As the scan gives it, (B, L, H, 2 P): in each head the forward half, then the backward half."""
         return torch.cat(super().mix(matrix, values).chunk(2, dim=2), dim=-1)
 
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, z: Tensor) -> Tensor:
         return super().finish(y, both_halves(z, self.nheads))

@@ -8,15 +8,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights, state_like
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights, state_like
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -49,12 +48,12 @@ class GatedDeltaConfig:
 class DeltaParts(NamedTuple):
     """The inputs of the recurrence, (B, L, heads, ...) or of one token (B, heads, ...), and the gate of its output."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    beta: torch.Tensor
-    log_decay: torch.Tensor
-    z: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    log_decay: Tensor
+    z: Tensor
     """(B, L, d_inner), or (B, d_inner)"""
 
 
@@ -129,16 +128,14 @@ class GatedDelta(Mixer):
         across = keys * keys + 2 * keys * values + keys * keys * values / chunk
         return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
 
-    def parts(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaParts:
+    def parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> DeltaParts:
         """Computes all inputs of the recurrence from x (B, L, d_model)."""
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
         weight, bias = conv_weights(self.conv1d)
         convolved = short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
         return self.split_heads(convolved, z, *scalars)
 
-    def split_heads(
-        self, qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor | None = None
-    ) -> DeltaParts:
+    def split_heads(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor | None = None) -> DeltaParts:
         """Splits the convolved q k v and the other sections of in_proj into the inputs of the recurrence."""
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
@@ -151,19 +148,17 @@ class GatedDelta(Mixer):
             log_decay = -self.A_log.to(exact).exp() * F.softplus(a.to(exact) + self.dt_bias.to(exact))
         return DeltaParts(unit_vectors(q), unit_vectors(k), v, beta, log_decay, z)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         *arguments, z = self.parts(x, cu_seqlens)
         y, _ = gated_delta_rule(*arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
         return self.finish(y, z)
 
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Norm, gate and output projection of y (..., heads, headdim)."""
         y = y.flatten(-2).to(z.dtype)
         return self.out_proj(gated_norm(y, weight_of(self.norm), z, eps=self.norm.eps, group_size=self.config.headdim))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """M[t, s] = beta_s q_t^T A_t ... A_{s+1} k_s with A_t = alpha_t (I - beta_t k_t k_t^T), (B, H, L, L)."""
         q, k, _, beta, log_decay, _ = self.parts(x)
         beta = beta.unsqueeze(-1)
@@ -171,13 +166,13 @@ class GatedDelta(Mixer):
         erasing = identity - (beta * k).unsqueeze(-1) * k.unsqueeze(-2)
         return transition_matrix(log_decay.exp()[..., None, None] * erasing, beta * k, q)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.parts(x).v
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed, self.parts(x).z)
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
         like, config = state_like(self.conv1d, device), self.config
@@ -187,9 +182,7 @@ class GatedDelta(Mixer):
             like.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
         weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state[0], "return_final_state": True}
@@ -198,9 +191,7 @@ class GatedDelta(Mixer):
         y, memory = gated_delta_rule(*parts[:5], initial_state=state[1], chunk_size=self.config.chunk_size)
         return self.finish(y, z), (window, memory)
 
-    def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
         weight, bias = conv_weights(self.conv1d)
         convolved, window = short_conv_step(qkv, state[0], weight, bias, activation="silu")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from matmix.kernels.checks import transformed
@@ -73,9 +73,7 @@ class Hydra(BidirectionalScanBlock):
         states = self.init_states if self.config.learnable_init_states else None
         return {"initial_states": states, "recompute": self.recompute}
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         projected = self.in_proj(x)
         if not self.recompute or not torch.is_grad_enabled() or transformed():
             return self.mix_projected(projected, cu_seqlens)

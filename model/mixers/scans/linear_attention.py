@@ -8,12 +8,11 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count, state_like
+from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
 
 FEATURE_MAPS = ("elu", "silu", "none")
 
@@ -87,7 +86,7 @@ class LinearAttention(Mixer):
     def block_rank(cls, config: LinearAttentionConfig) -> int:
         return config.headdim
 
-    def feature(self, x: torch.Tensor) -> torch.Tensor:
+    def feature(self, x: Tensor) -> Tensor:
         """phi(x), elementwise, in x's dtype."""
         if self.config.feature_map == "none":
             return x
@@ -97,15 +96,13 @@ class LinearAttention(Mixer):
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         return (exact.clamp(max=0).exp() + exact.relu()).to(x.dtype)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k after the feature map, and v, all (..., H, headdim)."""
         q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = self.feature(q), self.feature(k)
         return (q, k, v) if self.config.normalize else (q * self.config.headdim**-0.5, k, v)
 
-    def widened(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def widened(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """v with a channel of ones, whose mixture is the sum of the row, if that is wanted; then q and k."""
         if not self.config.normalize:
             return v, q, k
@@ -113,40 +110,38 @@ class LinearAttention(Mixer):
         # Sums over long rows are no float16 numbers, which end at 65,504.
         return (v.float(), q.float(), k.float()) if v.dtype == torch.float16 else (v, q, k)
 
-    def divided(self, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def divided(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The mixture of `widened` values over its last channel, the row sum, in `dtype`."""
         if not self.config.normalize:
             return y
         exact = y.to(torch.promote_types(y.dtype, torch.float32))
         return (exact[..., :-1] / (exact[..., -1:] + self.config.eps)).to(dtype)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x)
         y = semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2))
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> torch.Tensor:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
         like, headdim = state_like(self.k_proj, device), self.config.headdim
         exact = torch.promote_types(like.dtype, torch.float32)
         return like.new_zeros(batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact)
 
-    def forward_with_state(self, x: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_scan(*self.widened(q, k, v), None, initial_state=state, return_final_state=True)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
 
-    def step(self, x: torch.Tensor, state: torch.Tensor, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
         y, state = semiseparable_step(*self.widened(q, k, v), None, state, in_place=in_place)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
 
-    def step_in_place(self, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: Tensor) -> Tensor:
         return self.step(x, state, in_place=True)[0]
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
         matrix = torch.einsum("bthn,bshn->bhts", q, k).tril()
         if not self.config.normalize:
@@ -154,8 +149,8 @@ class LinearAttention(Mixer):
         exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
         return (exact / (exact.sum(-1, keepdim=True) + self.config.eps)).to(matrix.dtype)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.project(x)[2]
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.out_proj(mixed.flatten(-2))

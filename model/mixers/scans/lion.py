@@ -12,13 +12,12 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import lion_mixer, lion_mixer_is_fused
 from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.orders import ScanOrders
+from matmix.model.mixers.base import Mixer, ScanOrders, check_heads, exact_linear, head_count, state_like
 from matmix.model.mixers.scans.lion_forms import (
     LION_FORMS,
     LionState,
@@ -29,7 +28,6 @@ from matmix.model.mixers.scans.lion_forms import (
     lion_sums,
     lion_weights,
 )
-from matmix.model.mixers.shared import check_heads, exact_linear, head_count, state_like
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
@@ -151,7 +149,7 @@ class LionLit(Mixer):
             mixing = 2 * 3 * nheads * headdim * (headdim + 1)
         return 2.0 * (4 * d_model * nheads * headdim + scans * mixing)
 
-    def log_gates(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor | None:
+    def log_gates(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor | None:
         """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None. which: 1 for
         the second set of them."""
         logits = self.gate_logits(x, cu_seqlens, which)
@@ -163,18 +161,16 @@ class LionLit(Mixer):
         """Which gates lie between two tokens; see `lion_forms`."""
         return {"gate_offset": 1, "forward_gate_offset": 0}
 
-    def gate_logits(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0
-    ) -> torch.Tensor | None:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor | None:
         """The gates before the sigmoid, shaped as `log_gates`, or None. They are the only place where gates come from,
         for kernels read them, too."""
         return None
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q with its scale and k, positive, and v: each (..., H, headdim) for x (..., d_model)."""
         return self.split(self.qkv(x))
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `project`, from the output of the projection."""
         q, k, v = qkv.unflatten(-1, (3, self.nheads, self.config.headdim)).unbind(-3)
         features = FEATURE_MAPS[self.config.feature_map]
@@ -182,15 +178,13 @@ class LionLit(Mixer):
         q = features(q) * self.config.headdim**-0.5
         return q.to(v.dtype), features(k).to(v.dtype), v
 
-    def form(self, seqlen: int, cu_seqlens: torch.Tensor | None = None) -> str:
+    def form(self, seqlen: int, cu_seqlens: Tensor | None = None) -> str:
         """The form that computes rows of `seqlen` tokens, or packed documents, where no fused kernel runs."""
         if self.config.form != "auto":
             return self.config.form
         return "attention" if cu_seqlens is None and seqlen <= _QUADRATIC_UP_TO else "chunked"
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and self.config.form == "attention":
             return self.forward_by_document(x, cu_seqlens)
         qkv = self.qkv(x)
@@ -211,7 +205,7 @@ class LionLit(Mixer):
         y = form(q, k, v, gates, **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens)
         return self.proj(y.flatten(-2))
 
-    def forward_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+    def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """Y = (Q K^T * M) V over its row sums, M the mean of the masks of the orders: what they give is added before
         rows are divided. A position outside has 1 in its row and column of M."""
         qkv = self.qkv(x)
@@ -243,7 +237,7 @@ class LionLit(Mixer):
         y = y / (sums + self.config.eps).unsqueeze(-1)
         return self.proj(y.to(qkv.dtype).flatten(-2))
 
-    def logits_in_orders(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor | None:
+    def logits_in_orders(self, x: Tensor, places: Tensor) -> Tensor | None:
         """`gate_logits` in the orders `places` (orders, n), the second order with the second set of gates where there
         is one: (B * orders, n, H), (H,) or None."""
         sets = [self.gate_logits(x, which=which) for which in range(getattr(self.config, "gate_sets", 1))]
@@ -253,9 +247,7 @@ class LionLit(Mixer):
         found = [sets[min(index, len(sets) - 1)].expand(shape)[:, order] for index, order in enumerate(places)]
         return torch.stack(found, 1).flatten(0, 1)
 
-    def with_outside(
-        self, qkv: torch.Tensor, y: torch.Tensor, sums: torch.Tensor, place: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_outside(self, qkv: Tensor, y: Tensor, sums: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """y (B, L - 1, H, headdim) and sums (B, L - 1, H), before rows are divided, with the position `place` that is
         near to all: (B, L, ...)."""
         q, k, v = (part.to(y.dtype) for part in self.split(qkv))
@@ -268,7 +260,7 @@ class LionLit(Mixer):
         y = torch.cat((y[:, :place], own, y[:, place:]), 1)
         return y, torch.cat((sums[:, :place], from_it.sum(1, keepdim=True), sums[:, place:]), 1)
 
-    def matrix_in_orders(self, x: torch.Tensor, orders: ScanOrders) -> torch.Tensor:
+    def matrix_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         q, k, _ = self.project(x)
         places, length = orders.places, x.shape[1]
         logits, exact = self.logits_in_orders(x, places), torch.promote_types(x.dtype, torch.float32)
@@ -290,9 +282,7 @@ class LionLit(Mixer):
         headdim = self.config.headdim
         return empty_lion_state(batch_size, self.nheads, headdim, headdim, state_like(self.proj, None))
 
-    def direction_step(
-        self, x: torch.Tensor, state: LionState, *, backward: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, LionState]:
+    def direction_step(self, x: Tensor, state: LionState, *, backward: bool) -> tuple[Tensor, Tensor, LionState]:
         """One token of one direction of the recurrent form; the backward direction is given the last token first.
 
         Args: x (B, d_model); state, which is left as it is.
@@ -304,21 +294,19 @@ class LionLit(Mixer):
         delayed = offsets["gate_offset" if backward else "forward_gate_offset"] == 1
         return lion_step(*self.project(x), gates, state, delayed=delayed)
 
-    def merge_directions(
-        self, forward: tuple[torch.Tensor, torch.Tensor], backward: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def merge_directions(self, forward: tuple[Tensor, Tensor], backward: tuple[Tensor, Tensor]) -> Tensor:
         """The output (..., d_model) from the y (..., H, headdim) and c (..., H) of both directions."""
         y = lion_merge(*forward, *backward, self.config.eps)
         return self.proj(y.flatten(-2).to(state_like(self.proj, None).dtype))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
         return lion_matrix(q, k, self.log_gates(x), **self.gate_offsets, eps=self.config.eps)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.project(x)[2]
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.proj(mixed.flatten(-2))
 
 
@@ -340,7 +328,7 @@ class LionD(LionLit):
         super().check(d_model, config)
         check_gate_sets(cls.name, config)
 
-    def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         return self.a2_i if which else self.a_i
 
 
@@ -372,6 +360,6 @@ class LionS(LionLit):
     def gate_offsets(self) -> dict[str, int]:
         return {"gate_offset": self.config.gate_offset, "forward_gate_offset": self.config.forward_gate_offset}
 
-    def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""
         return exact_linear(x, self.a2_i if which else self.a_i)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan, semiseparable_step
 from matmix.kernels.documents import shift_right
-from matmix.model.mixers.shared import gate_sums
+from matmix.model.mixers.base import gate_sums
 
 
 def lion_weights(

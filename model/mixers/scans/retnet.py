@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, semiseparable_step
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import check_heads, head_count, state_like
+from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -84,28 +83,26 @@ class RetNet(Mixer):
     def block_rank(cls, config: RetNetConfig) -> int:
         return config.headdim
 
-    def log_decay(self, like: torch.Tensor) -> torch.Tensor:
+    def log_decay(self, like: Tensor) -> Tensor:
         """log gamma_h (H,), float32 at least."""
         exact = torch.promote_types(like.dtype, torch.float32)
         heads = torch.arange(self.nheads, dtype=exact, device=like.device)
         return torch.log1p(-torch.exp2(-5 - heads))
 
-    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, L, H, headdim), turned by positions (L,), k scaled, and v (B, L, H, value_headdim)."""
         q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary(q, k * self.config.headdim**-0.5, positions, self.config.rope_base, "rope")
         return q, k, v
 
-    def finish(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm of each head, gate and output projection: y (..., H, value_headdim) -> (..., d_model)."""
         y = y.flatten(-2)
         ones = torch.ones(y.shape[-1], dtype=y.dtype, device=y.device)
         y = gated_norm(y, ones, self.g_proj(x), eps=self.config.norm_eps, group_size=self.value_headdim)
         return self.out_proj(y)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
         decay = self.log_decay(x)
         if self.causal:
@@ -114,7 +111,7 @@ class RetNet(Mixer):
             y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
         return self.finish(y, x)
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """How many tokens each row has seen (batch_size,), none, and zeros (batch_size, H, headdim, value_headdim),
         float32 at least."""
         like = state_like(self.k_proj, device)
@@ -124,9 +121,7 @@ class RetNet(Mixer):
             like.new_zeros(batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         seen, before = state
         # Rows may stand at different positions: for the rotation all tokens lie in one row.
         positions = seen.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
@@ -136,18 +131,18 @@ class RetNet(Mixer):
         return self.finish(y, x), (seen + x.shape[1], last)
 
     def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], in_place: bool = False
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         seen, before = state
         # Rows may stand at different positions: for the rotation all tokens lie in one row.
         q, k, v = (part.squeeze(0) for part in self.project(x.unsqueeze(0), seen))
         y, last = semiseparable_step(v, q, k, self.log_decay(x), before, in_place=in_place)
         return self.finish(y, x), (seen.add_(1) if in_place else seen + 1, last)
 
-    def step_in_place(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return self.step(x, state, in_place=True)[0]
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
         q, k, _ = self.project(x, positions)
         distance = (positions.unsqueeze(1) - positions).abs()
@@ -155,8 +150,8 @@ class RetNet(Mixer):
         matrix = torch.einsum("bthd,bshd->bhts", q, k) * decay
         return matrix.tril() if self.causal else matrix
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.v_proj(x).unflatten(-1, (self.nheads, -1))
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed, x)

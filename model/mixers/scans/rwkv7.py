@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels.documents import shift_right
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
-from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.base import Mixer, state_like
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
-from matmix.model.mixers.shared import state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +41,15 @@ class RWKV7Config:
 class RWKV7Parts(NamedTuple):
     """The inputs of the recurrence, (B, L, heads, headdim), and the gate of its output."""
 
-    r: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    a: torch.Tensor
+    r: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
     """The normalised removal key, kappa_hat: what is erased from the state is first read with it."""
-    b: torch.Tensor
+    b: Tensor
     """-rate * kappa_hat: what is erased is written to the state with it."""
-    log_decay: torch.Tensor
-    gate: torch.Tensor
+    log_decay: Tensor
+    gate: Tensor
     """(B, L, d_model)"""
 
 
@@ -132,7 +131,7 @@ class RWKV7(Mixer):
         recurrence = d_model * (9 * chunk + 4 * width + width**2 / chunk)
         return 2.0 * (projections + recurrence)
 
-    def parts(self, x: torch.Tensor, before: torch.Tensor) -> RWKV7Parts:
+    def parts(self, x: Tensor, before: Tensor) -> RWKV7Parts:
         """All that the recurrence takes from x (B, L, d_model) and the tokens before each of x, same shape."""
         change = before - x
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, change, getattr(self, f"x_{name}")) for name in "rwkvag")
@@ -149,18 +148,16 @@ class RWKV7(Mixer):
         r, k, v, rate, log_decay = (self.by_head(part) for part in (r.to(exact), k, v, rate, log_decay))
         return RWKV7Parts(r, k, v, removal, -rate * removal, log_decay, gate)
 
-    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+    def by_head(self, x: Tensor) -> Tensor:
         """(..., d_model) -> (..., H, headdim)."""
         return x.unflatten(-1, (self.nheads, -1))
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         parts = self.parts(x, shift_right(x, cu_seqlens))
         y, _ = diagonal_delta_rule(*parts[:6], cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
         return self.finish(y, parts)
 
-    def finish(self, y: torch.Tensor, parts: RWKV7Parts) -> torch.Tensor:
+    def finish(self, y: Tensor, parts: RWKV7Parts) -> Tensor:
         """Norm per head, bonus, gate and output projection of y (B, L, H, headdim)."""
         weight, bias = (part.to(y.dtype) for part in weights_of(self.ln_x, "weight", "bias"))
         normed = F.group_norm(y.flatten(0, 1).flatten(1), self.nheads, weight, bias, self.ln_x.eps)
@@ -168,18 +165,18 @@ class RWKV7(Mixer):
         bonus = (parts.r * self.by_head(self.r_k) * parts.k).sum(-1, keepdim=True) * parts.v
         return self.out_proj((normed + bonus.flatten(-2)).to(parts.gate.dtype) * parts.gate)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """M[t, s] = r_t^T A_t ... A_{s+1} k_s with A_t = diag(w_t) + b_t a_t^T, (B, H, L, L)."""
         r, k, _, a, b, log_decay, _ = self.parts(x, shift_right(x, None))
         return transition_matrix(torch.diag_embed(log_decay.exp()) + b.unsqueeze(-1) * a.unsqueeze(-2), k, r)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.parts(x, shift_right(x, None)).v
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed, self.parts(x, shift_right(x, None)))
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
         keys by values."""
         like, width = state_like(self.key, device), self.config.headdim
@@ -189,9 +186,7 @@ class RWKV7(Mixer):
             like.new_zeros(batch_size, self.nheads, width, width, dtype=exact),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         last, memory = state
         seen = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
         parts = self.parts(x, seen[:, :-1])
@@ -210,11 +205,11 @@ def shift_init(power: float) -> InitRule:
     return partial(draw_shift, power=power)
 
 
-def draw_shift(shape: torch.Size, generator: torch.Generator, *, power: float) -> torch.Tensor:
+def draw_shift(shape: torch.Size, generator: torch.Generator, *, power: float) -> Tensor:
     """The rule of `shift_init`, which needs no generator."""
     return 1 - (torch.arange(shape[0]) / shape[0]) ** power
 
 
-def decay_init(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def decay_init(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Slow decays in the first channels (0.999 per token), faster ones in the last (0.9)."""
     return -6.5 + 5 * (torch.arange(shape[0]) / max(shape[0] - 1, 1)) ** 0.85

@@ -12,15 +12,14 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, scan_layer, short_conv
 from matmix.kernels.checks import CHUNK_SIZES
 from matmix.kernels.scan_layer.chunked import LayerForm, ScanArguments, norm_and_gate, scan_arguments
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights
+from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -193,7 +192,7 @@ class ScanBlock(Mixer):
         weight = weight_of(self.fc_D) if type(self.fc_D) is nn.Linear else self.fc_D
         return {"D": self.D, "diagonal_weight": weight}
 
-    def mix_projected(self, projected: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    def mix_projected(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
         y = scan_layer(
             projected,
@@ -215,30 +214,28 @@ class ScanBlock(Mixer):
         )
         return self.out_proj(y)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         return self.mix_projected(self.in_proj(x), cu_seqlens)
 
-    def arguments(self, mixed: torch.Tensor, raw: torch.Tensor) -> ScanArguments:
+    def arguments(self, mixed: Tensor, raw: Tensor) -> ScanArguments:
         """The arguments of the scan from the convolution's output (..., conv_dim) and the raw step sizes
         (..., directions H)."""
         return scan_arguments(self.form, mixed, raw, self.dt_bias, self.A_log, **self.diagonal_options())
 
-    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ScanArguments]:
+    def parts(self, x: Tensor) -> tuple[Tensor, ScanArguments]:
         """The gate z (B, L, d_inner), and the arguments of the scan."""
         z, channels, raw = self.form.split(self.in_proj(x))
         mixed = short_conv(channels, *conv_weights(self.conv1d), causal=self.directions == 1, activation="silu")
         return z, self.arguments(mixed, raw)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.parts(x)[1].v
 
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection: y (..., H, P) and the gate z (..., H P) -> (..., d_model)."""
         return self.out_proj(norm_and_gate(gated_norm, y.flatten(-2), z, weight_of(self.norm), **self.norm_options))
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed, self.parts(x)[0])
 
 
@@ -253,14 +250,14 @@ class BidirectionalScanBlock(ScanBlock):
     def halo(cls, config: Any) -> int:
         return config.d_conv // 2
 
-    def direction_matrices(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def direction_matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices (B, H, L, L) of the two scans, before any shift: on and below, and on and above the diagonal."""
         first, second = self.parts(x)[1].sides
         below = semiseparable_matrix(first.q, first.k, first.log_decay, first.input_scale)
         flipped = (part.flip(1) for part in (second.q, second.k, second.log_decay, second.input_scale))
         return below, semiseparable_matrix(*flipped).flip(-1, -2)
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         below, above = self.direction_matrices(x)
         if self.shift:
             # Row t becomes what row t - 1 (t + 1) was.
@@ -276,9 +273,7 @@ def dt_bias_init(low: float, high: float, floor: float) -> InitRule:
     return partial(draw_dt_bias, low=low, high=high, floor=floor)
 
 
-def draw_dt_bias(
-    shape: torch.Size, generator: torch.Generator, *, low: float, high: float, floor: float
-) -> torch.Tensor:
+def draw_dt_bias(shape: torch.Size, generator: torch.Generator, *, low: float, high: float, floor: float) -> Tensor:
     """The rule of `dt_bias_init`."""
     dt = torch.empty(shape).uniform_(math.log(low), math.log(high), generator=generator).exp().clamp(min=floor)
     return dt + torch.log(-torch.expm1(-dt))
@@ -289,7 +284,7 @@ def log_of_uniform_init(low: float, high: float) -> InitRule:
     return partial(draw_log_of_uniform, low=low, high=high)
 
 
-def draw_log_of_uniform(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> torch.Tensor:
+def draw_log_of_uniform(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> Tensor:
     """The rule of `log_of_uniform_init`."""
     return torch.empty(shape).uniform_(low, high, generator=generator).log()
 
@@ -302,9 +297,7 @@ def check_initial_steps(name: str, config: Any) -> None:
         )
 
 
-def semiseparable_matrix(
-    q: torch.Tensor, k: torch.Tensor, log_decay: torch.Tensor, input_scale: torch.Tensor
-) -> torch.Tensor:
+def semiseparable_matrix(q: Tensor, k: Tensor, log_decay: Tensor, input_scale: Tensor) -> Tensor:
     """M[t, s] = q_t . k_s input_scale_s exp(sum of log_decay over s + 1 .. t) for s <= t, else 0.
 
     q, k (B, L, ngroups, N); log_decay, input_scale (B, L, H). Returns (B, H, L, L).

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
+from matmix.model.mixers.base import conv_weights, state_like
 from matmix.model.mixers.scans.scan_block import (
     ScanBlock,
     ScanBlockConfig,
     log_of_uniform_init,
     semiseparable_matrix,
 )
-from matmix.model.mixers.shared import conv_weights, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class Semiseparable(ScanBlock):
         config, eps = self.config, self.norm.eps
         return {"eps": eps, "group_size": self.d_inner // config.ngroups, "norm_first": config.norm_before_gate}
 
-    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
         like, config = state_like(self.conv1d, device), self.config
@@ -64,9 +65,7 @@ class Semiseparable(ScanBlock):
             like.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact),
         )
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         z, channels, raw = self.form.split(self.in_proj(x))
         weight, bias = conv_weights(self.conv1d)
         carried = {"initial_state": state[0], "return_final_state": True}
@@ -79,8 +78,8 @@ class Semiseparable(ScanBlock):
         return self.finish(y, z), (window, last)
 
     def step(
-        self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor], in_place: bool = False
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         z, channels, raw = self.form.split(self.in_proj(x))
         weight, bias = conv_weights(self.conv1d)
         mixed, window = short_conv_step(channels, state[0], weight, bias, activation="silu", in_place=in_place)
@@ -91,10 +90,10 @@ class Semiseparable(ScanBlock):
         )  # fmt: skip
         return self.finish(y, z), (window, last)
 
-    def step_in_place(self, x: torch.Tensor, state: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
         return self.step(x, state, in_place=True)[0]
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         (side,) = self.parts(x)[1].sides
         below = semiseparable_matrix(side.q, side.k, side.log_decay, side.input_scale)
         return below + torch.diag_embed(self.D.unsqueeze(-1).expand(-1, x.shape[1]))

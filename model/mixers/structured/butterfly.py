@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init
@@ -55,7 +55,7 @@ class Monarch(MatrixMixer):
         rows, columns = cls.grid(seqlen)
         return 2.0 * d_inner * (rows + columns) * rows * columns / seqlen
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         _, columns = self.grid(self.max_seqlen)
         position = torch.arange(v.shape[1], device=v.device)
         row, column = position // columns, position % columns
@@ -64,7 +64,7 @@ class Monarch(MatrixMixer):
         first, second = first[:, of_row, to_column, of_column], second[:, to_column, to_row, of_row]
         return (second * first).unsqueeze(0)
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         rows, columns = self.grid(self.max_seqlen)
         length = v.shape[1]
         v = F.pad(v, (0, 0, 0, 0, 0, rows * columns - length)).unflatten(1, (rows, columns))
@@ -100,7 +100,7 @@ class Butterfly(MatrixMixer):
         factors = cls.factor_count(seqlen)
         return 3.0 * d_inner * factors * 2**factors / seqlen
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
         to = torch.arange(v.shape[1], device=v.device).unsqueeze(1)
         of = torch.arange(v.shape[1], device=v.device).unsqueeze(0)
@@ -110,7 +110,7 @@ class Butterfly(MatrixMixer):
             product = product * twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
         return product.unsqueeze(0)
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         factors, length = self.factor_count(self.max_seqlen), v.shape[1]
         v = F.pad(v, (0, 0, 0, 0, 0, 2**factors - length))
         for s, blocks in enumerate(weight_of(self.matrix_mixer, "twiddle").to(v.dtype).unbind(1)):
@@ -121,7 +121,7 @@ class Butterfly(MatrixMixer):
         return v[:, :length]
 
 
-def draw_rotations(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def draw_rotations(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Every 2 x 2 block turns by a random angle: M is orthogonal, and no gradient fades on its way through the
     factors."""
     angle = torch.rand(shape[:-2], generator=generator) * (2 * math.pi)

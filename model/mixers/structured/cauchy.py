@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init
-from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
-from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
+from matmix.model.mixers.structured.matrix_mixer import (
+    MixingParameters,
+    QueryKeyConfig,
+    QueryKeyMixer,
+    mix_in_row_blocks,
+)
 
 SMALLEST_DENOMINATOR = 1e-2
 """Below this 1 / x is continued by its tangent. With b >= 0.005 no denominator is that small, whatever q and k are."""
@@ -41,18 +45,18 @@ class Cauchy(QueryKeyMixer):
         """In front of every entry."""
         return (self.max_seqlen * self.config.qk_dim) ** -0.5
 
-    def summands(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """e^q + b and e^k + b, (B or 1, L, H, d), in float32 at least."""
         q, k = (positive(part) for part in self.queries_and_keys(inputs))
         return q, k
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         q, k = (part.permute(0, 2, 1, 3) for part in self.summands(inputs))  # (B, H, L, d)
         denominators = q.unsqueeze(3) + k.unsqueeze(2) + 1e-8
         terms = guarded_reciprocals(denominators) if self.data_dependent else 1 / denominators
         return terms.sum(-1) * self.scale()
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         rows = guarded_cauchy_rows if self.data_dependent else cauchy_rows
         return mix_in_row_blocks(rows, *self.summands(inputs), v) * self.scale()
 
@@ -82,34 +86,34 @@ class CauchyDD(Cauchy):
         # One entry rather than none: FSDP cannot shard a tensor without dimensions.
         return MixingParameters(bias=(1,)), {"bias": constant_init(0.5)}
 
-    def summands(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k = super().summands(inputs)
         bias = weight_of(self.matrix_mixer, "bias").to(q.dtype)
         return q + bias, k + bias
 
 
-def positive(x: torch.Tensor) -> torch.Tensor:
+def positive(x: Tensor) -> Tensor:
     """e^x in float32 at least, finite."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).clamp(max=LARGEST_EXPONENT).exp()
 
 
-def cauchy_denominators(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def cauchy_denominators(q: Tensor, k: Tensor) -> Tensor:
     """(B, H, d, R, L) for q (B, R, H, d) and k (B, L, H, d)."""
     q, k = (part.permute(0, 2, 3, 1) for part in (q, k))
     return (q + 1e-8).unsqueeze(-1) + k.unsqueeze(-2)
 
 
-def cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+def cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
     """Rows of the matrix without its scale, (B, H, R, L)."""
     return cauchy_denominators(q, k).reciprocal().sum(2)
 
 
-def guarded_cauchy_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+def guarded_cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
     """As `cauchy_rows`, guarded."""
     return guarded_reciprocals(cauchy_denominators(q, k)).sum(2)
 
 
-def guarded_reciprocals(x: torch.Tensor) -> torch.Tensor:
+def guarded_reciprocals(x: Tensor) -> Tensor:
     """1 / x, and below `SMALLEST_DENOMINATOR` its tangent there."""
     tangent = (2 - x / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
     # Clamped too: an infinite reciprocal, even where it is not chosen, would make the gradient NaN.

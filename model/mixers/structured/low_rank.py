@@ -1,13 +1,18 @@
-"""Low-rank matrices: linear attention without a normaliser (arXiv 2006.16236), in the shared block of the matrix mixers
-(arXiv 2407.09941)."""
+"""Matrices of queries and keys in the shared block of the matrix mixers (arXiv 2407.09941).
+
+Those of low rank are linear attention without a normaliser (arXiv 2006.16236). Softmax attention is there to be compared
+with the other matrices in that block; the usual attention layer is `attention`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan
+from matmix.model.mixers.attention.softmax_attention import packed_attention
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer
 
 
@@ -35,10 +40,10 @@ class LowRank(QueryKeyMixer):
         """In front of every entry."""
         return (self.max_seqlen * self.config.qk_dim) ** -0.5
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         return torch.einsum("bthd,bshd->bhts", *self.queries_and_keys(inputs)) * self.scale()
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         q, k = self.queries_and_keys(inputs)
         if cu_seqlens is not None:
             # Both directions without decay, a token's own term half in each: the sum over its whole document.
@@ -55,6 +60,46 @@ class LowRankDI(LowRank):
 
 
 class LowRankDD(LowRank):
+    """q and k are projected from x."""
+
+    data_dependent = True
+    sequence_aligned = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SoftmaxConfig(QueryKeyConfig):
+    """Options of softmax attention in the shared block."""
+
+
+class Softmax(QueryKeyMixer):
+    """M_ij = softmax over j of q_i . k_j / sqrt(d)."""
+
+    Config = SoftmaxConfig
+    complexity = "O(L^2)"
+    activated_inputs = False
+    row_normalized = True
+    knows_documents = True
+
+    @classmethod
+    def mixing_flops(cls, d_inner: int, nheads: int, config: SoftmaxConfig, seqlen: int) -> float:
+        return 2.0 * seqlen * (nheads * config.qk_dim + d_inner)
+
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
+        scores = torch.einsum("bthd,bshd->bhts", *self.queries_and_keys(inputs))
+        return (scores * self.config.qk_dim**-0.5).softmax(-1)
+
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
+        q, k = (part.to(v.dtype).expand(v.shape[0], -1, -1, -1) for part in self.queries_and_keys(inputs))
+        return packed_attention(q, k, v, causal=False, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+
+
+class SoftmaxDI(Softmax):
+    """q and k are parameters (N, H, d)."""
+
+    fixed_length = True
+
+
+class SoftmaxDD(Softmax):
     """q and k are projected from x."""
 
     data_dependent = True

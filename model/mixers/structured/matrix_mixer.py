@@ -7,19 +7,56 @@ Parameters have the names and shapes of the authors' module; those of the matrix
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.checks import transformed
 from matmix.kernels.functions import outside_autocast
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.shared import RMSNormWeight, conv_weights
+from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights
+
+Entries = Callable[[Tensor, Tensor, int], Tensor]
+"""(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
+
+BLOCK_NUMBERS = 1 << 22
+"""Terms, one for each pair of tokens, head and channel, that are in memory at a time. On a CPU four times as many,
+which its caches do not hold, took 2.8 times as long (cauchy_dd, 512 tokens); elsewhere 16 times as many are taken."""
+
+
+@outside_autocast
+def mix_in_row_blocks(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """M v in float32 at least, for q and k (B or 1, L, H, d) and v (B, L, H, P).
+
+    The terms of all pairs at once would need d times the memory of M; not even M is kept: the backward pass computes
+    each block again.
+    """
+    exact = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    numbers = BLOCK_NUMBERS if q.device.type == "cpu" else 16 * BLOCK_NUMBERS
+    rows = max(1, numbers // (q.shape[0] * k.shape[1] * q.shape[2] * q.shape[3]))
+    blocks = []
+    for first in range(0, q.shape[1], rows):
+        arguments = entries, q[:, first : first + rows], k, v, first
+        if torch.is_grad_enabled() and not transformed():
+            block = checkpoint(mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            block = mix_rows(*arguments)
+        blocks.append(block)
+    return torch.cat(blocks, 1)
+
+
+def mix_rows(entries: Entries, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
+    """The rows of M v from `first` on, as many as q has."""
+    return torch.einsum("bhts,bshp->bthp", entries(q, k, first), v)
+
 
 WIDEST_SHORT_CONV = 9
 """Taps of the widest convolution that the op knows, which respects document boundaries."""
@@ -115,17 +152,17 @@ class MatrixMixer(Mixer):
         """The module `matrix_mixer` and the initial values of its parameters."""
         return None, {}
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         """M (B or 1, H, L, L) without the skip, for v (B, L, H, P) and inputs (B, L, width) each."""
         raise NotImplementedError
 
     def mix_values(
         self,
-        v: torch.Tensor,
-        inputs: tuple[torch.Tensor, ...],
-        cu_seqlens: torch.Tensor | None = None,
+        v: Tensor,
+        inputs: tuple[Tensor, ...],
+        cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """M v (B, L, H, P) without the skip, in any floating dtype."""
         raise NotImplementedError
 
@@ -166,9 +203,7 @@ class MatrixMixer(Mixer):
         block = 2.0 * (projections + conv_dim * config.d_conv)
         return block + cls.mixing_flops(d_inner, nheads, config, seqlen)
 
-    def parts(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    def parts(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; what
         `direct_width` asks for is the last of them."""
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
@@ -188,9 +223,7 @@ class MatrixMixer(Mixer):
             inputs = (*inputs, direct)
         return z, v.unflatten(-1, (self.nheads, -1)), tuple(inputs)
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if self.fixed_length:
             self.check_input(x, cu_seqlens)
         elif cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV):
@@ -199,11 +232,11 @@ class MatrixMixer(Mixer):
         y = self.mix_values(v, inputs, cu_seqlens, max_seqlen)
         return self.finish(y + v if self.skip else y, z)
 
-    def finish(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection of y (B, L, H, P)."""
         return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         if self.fixed_length:
             self.check_input(x, None)
         _, v, inputs = self.parts(x, None)
@@ -212,10 +245,10 @@ class MatrixMixer(Mixer):
             return entries
         return entries + torch.eye(x.shape[1], dtype=entries.dtype, device=entries.device)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return self.parts(x, None)[1]
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.finish(mixed, self.parts(x, None)[0])
 
 
@@ -236,7 +269,7 @@ class QueryKeyMixer(MatrixMixer):
             {"q_matrix": draw_xavier_normal, "k_matrix": draw_xavier_normal},
         )
 
-    def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """q and k, (B, L, H, qk_dim) or (1, L, H, qk_dim)."""
         if self.data_dependent:
             q, k = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
@@ -246,13 +279,13 @@ class QueryKeyMixer(MatrixMixer):
 
 
 def centred_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     *,
     activation: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """`short_conv`, also of 1 tap and, without cu_seqlens, of more than it takes."""
     width = weight.shape[-1]
     if 1 < width <= WIDEST_SHORT_CONV:
@@ -262,9 +295,7 @@ def centred_conv(
 
 
 @outside_autocast
-def plain_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None
-) -> torch.Tensor:
+def plain_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """As `short_conv` of a whole row with any odd number of taps, by PyTorch's convolution, in float32 at least."""
     exact = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(exact)
@@ -273,7 +304,7 @@ def plain_conv(
     return (F.silu(y) if activation == "silu" else y).to(x.dtype)
 
 
-def draw_xavier_normal(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def draw_xavier_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Glorot's normal values with the fans that PyTorch takes for (outputs, inputs, ...), as in the papers' code: M
     starts small, and the layer near the skip."""
     fans = (shape[0] + shape[1]) * math.prod(shape[2:])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init
@@ -60,24 +60,22 @@ class MLPMixer(Mixer):
     def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:
         return 2.0 * 2 * cls.hidden_width(d_model, config) * d_model
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         self.check_input(x, cu_seqlens)
         return self.down(F.gelu(self.up(x.mT))).mT
 
-    def weights(self, x: torch.Tensor) -> torch.Tensor:
+    def weights(self, x: Tensor) -> Tensor:
         """Phi of the hidden layer (B, d_model, hidden): the factor that gelu multiplies by."""
         return 0.5 * (1 + torch.erf(self.up(x.mT) / math.sqrt(2)))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         """M (B, d_model, L, L)."""
         return (weight_of(self.down) * self.weights(x).unsqueeze(-2)) @ weight_of(self.up)
 
-    def values(self, x: torch.Tensor) -> torch.Tensor:
+    def values(self, x: Tensor) -> Tensor:
         return x.unsqueeze(-1)
 
-    def combine(self, mixed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         mixed = mixed.squeeze(-1)
         if not self.config.bias:
             return mixed

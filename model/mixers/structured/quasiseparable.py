@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.kernels import quasiseparable_scan
 from matmix.kernels.scan_layer.chunked import StepSizes
@@ -83,19 +83,17 @@ class Quasiseparable(MatrixMixer):
         # Per direction, decay, write and read take 3 multiply-adds per state element.
         return 2.0 * (2 * 3 * d_inner * config.d_state + d_inner * nheads)
 
-    def vectors_and_steps(
-        self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def vectors_and_steps(self, v: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """B and C (B, L, d_state), step sizes and log decays (B, L, 2, H) with the directions before the heads."""
         raise NotImplementedError
 
-    def diagonal(self, v: torch.Tensor) -> torch.Tensor:
+    def diagonal(self, v: Tensor) -> Tensor:
         """D of every token and head, (B, L, H) in float32 at least."""
         product = self.matrix_mixer.fc_D(v.flatten(-2))
         exact = torch.promote_types(product.dtype, torch.float32)
         return product.to(exact) + weight_of(self.matrix_mixer, "D").to(exact)
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
         c = log_decay.cumsum(1).permute(2, 0, 3, 1)  # decays up to and with each token: (2, B, H, L)
         before = c.roll(1, -1)  # up to the token before; what it holds for the first one is not read
@@ -110,7 +108,7 @@ class Quasiseparable(MatrixMixer):
         upper = products.roll(-1, -2) * backward * dt[1]
         return lower + upper + torch.diag_embed(self.diagonal(v).transpose(1, 2))
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
         k, q = (part.to(v.dtype).unsqueeze(2) for part in (B, C))
         return quasiseparable_scan(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.fourier import fast_length, real_transform_flops, toeplitz_product
+from matmix.model.mixers.convolutions.long import fast_length, real_transform_flops, toeplitz_product
 from matmix.model.mixers.structured.matrix_mixer import (
     MatrixMixer,
     MixingParameters,
@@ -45,11 +45,11 @@ class Toeplitz(MatrixMixer):
         # Forth and back for every channel, once for every head's kernel; 6 per product of complex numbers.
         return ((2 * d_inner + nheads) * real_transform_flops(size) + 6 * d_inner * (size // 2 + 1)) / seqlen
 
-    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernels(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """m_0, m_-1, ... and m_0, m_1, ..., (B or 1, L, H) each, of which the first m_0 counts for nothing."""
         raise NotImplementedError
 
-    def diagonals(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def diagonals(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The main diagonal of M and those above it, the main one and those below it, (B or 1, L, H) each, without the
         scale; the first of the former is not read."""
         upper, lower = self.kernels(inputs)
@@ -62,7 +62,7 @@ class Toeplitz(MatrixMixer):
         """In front of every entry."""
         return 0.5 * self.max_seqlen**-0.5
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         upper, lower = self.diagonals(inputs)
         positions = torch.arange(v.shape[1], device=v.device)
         offset = positions.unsqueeze(1) - positions
@@ -70,7 +70,7 @@ class Toeplitz(MatrixMixer):
         m = torch.where(below, lower[:, offset.clamp(min=0)], upper[:, (-offset).clamp(min=0)])
         return m.permute(0, 3, 1, 2) * self.scale()
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         return toeplitz_product(*self.diagonals(inputs), v) * self.scale()
 
 
@@ -83,7 +83,7 @@ class ToeplitzDI(Toeplitz):
         shape = (self.nheads, 2 * self.max_seqlen - 1)
         return MixingParameters(conv_params=shape), {"conv_params": draw_xavier_normal}
 
-    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernels(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         m, zero = weight_of(self.matrix_mixer, "conv_params").t().unsqueeze(0), self.max_seqlen - 1
         return m[:, : zero + 1].flip(1), m[:, zero:]
 
@@ -102,6 +102,6 @@ class ToeplitzDD(Toeplitz):
     def halo(cls, config: ToeplitzConfig) -> int:
         return super().halo(config) + (config.offset == "published")
 
-    def kernels(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernels(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k = inputs
         return k, q

@@ -6,12 +6,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.structured.matrix_mixer import MixingParameters, QueryKeyConfig, QueryKeyMixer
-from matmix.model.mixers.structured.row_blocks import mix_in_row_blocks
+from matmix.model.mixers.structured.matrix_mixer import (
+    MixingParameters,
+    QueryKeyConfig,
+    QueryKeyMixer,
+    mix_in_row_blocks,
+)
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 TURNS_PER_STEP = 1e-3
@@ -39,7 +43,7 @@ class Vandermonde(QueryKeyMixer):
         """In front of every entry."""
         return (2 * self.max_seqlen * self.config.qk_dim) ** -0.5
 
-    def entries(self, v: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         exact = torch.promote_types(v.dtype, torch.float32)
         q, k = (part.permute(0, 2, 1, 3).to(exact) for part in self.queries_and_keys(inputs))  # (B, H, L, d)
         positions = torch.arange(v.shape[1], device=v.device, dtype=exact)
@@ -48,7 +52,7 @@ class Vandermonde(QueryKeyMixer):
         of_columns = torch.cos(angle * k.unsqueeze(2) * positions.view(1, 1, -1, 1, 1))
         return (of_rows - of_columns).sum(-1) * self.scale()
 
-    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> torch.Tensor:
+    def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         return mix_in_row_blocks(vandermonde_rows, *self.queries_and_keys(inputs), v) * self.scale()
 
 
@@ -68,7 +72,7 @@ class VandermondeDI(Vandermonde):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
 
-    def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         parts = weights_of(self.matrix_mixer, "q_bias", "k_bias")
         q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in parts)
         return q, k
@@ -81,7 +85,7 @@ class VandermondeDD(Vandermonde):
     sequence_aligned = True
 
 
-def vandermonde_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tensor:
+def vandermonde_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
     """Rows of the matrix without its scale, (B, H, R, L), for q (B, R, H, d) and k (B, L, H, d)."""
     columns = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
     rows = torch.arange(first, first + q.shape[1], device=q.device, dtype=q.dtype)
@@ -92,7 +96,7 @@ def vandermonde_rows(q: torch.Tensor, k: torch.Tensor, first: int) -> torch.Tens
     return of_rows - of_columns
 
 
-def draw_frequencies(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+def draw_frequencies(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Frequencies between -16 and 16 turns over the whole length, but not above half a turn per step.
 
     From frequencies of 0 every cosine is 1: M is 0, and so is its gradient. From small ones M is smooth and all rows

@@ -10,7 +10,7 @@ from mixer_cases import CASES, D_MODEL
 from matmix.model.images.config import ImageConfig
 from matmix.model.images.scans import column_order, column_snake, hilbert_order, row_snake, scan_orders
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.orders import ScanOrders
+from matmix.model.mixers.base import ScanOrders
 from matmix.model.mixers.scans import lion
 
 SIDE = 4

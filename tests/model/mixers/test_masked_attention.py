@@ -9,7 +9,7 @@ from nightly import each_value_once
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.attention.masks import fourier_mask
+from matmix.model.mixers.attention.masked import fourier_mask
 
 D_MODEL = 12
 KINDS = ("sma_causal", "sma_decay", "sma_semiseparable", "sma_toeplitz", "sma_fourier")

@@ -7,7 +7,7 @@ import torch
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.structured import row_blocks
+from matmix.model.mixers.structured import matrix_mixer
 from matmix.model.mixers.structured.cauchy import SMALLEST_DENOMINATOR
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 
@@ -152,8 +152,8 @@ def test_a_bias_that_would_make_a_pole_is_guarded(make):
 @pytest.mark.parametrize("name", ["cauchy_dd", "cauchy_di", "vandermonde_dd", "vandermonde_di"])
 def test_blocks_of_rows_change_nothing(make, name, monkeypatch):
     results = []
-    for numbers in (row_blocks.BLOCK_NUMBERS, 500):
-        monkeypatch.setattr(row_blocks, "BLOCK_NUMBERS", numbers)
+    for numbers in (matrix_mixer.BLOCK_NUMBERS, 500):
+        monkeypatch.setattr(matrix_mixer, "BLOCK_NUMBERS", numbers)
         torch.manual_seed(3)
         mixer = make(name, 13, torch.float64)
         x = torch.randn(2, 13, D_MODEL, dtype=torch.float64, requires_grad=True)
