@@ -1,5 +1,5 @@
-"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the baseline. Documents
-of a packed sequence attend within themselves.
+"""Softmax attention, causal or bidirectional, with rotary positions that restart at every document: the baseline.
+Documents of a packed sequence attend within themselves.
 """
 
 from __future__ import annotations

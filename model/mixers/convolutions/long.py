@@ -1,5 +1,5 @@
-"""Fourier transforms over the tokens, and convolutions as long as the sequence: each channel has its own kernel. All of it
-is computed in float32 at least.
+"""Fourier transforms over the tokens, and convolutions as long as the sequence: each channel has its own kernel.
+All of it is computed in float32 at least.
 
 Kernels are `after` (d, L), whose tap l weighs the token l before, and for both directions `before` (d, L - 1), whose
 tap l weighs the token l + 1 ahead.

@@ -1,7 +1,7 @@
 """Matrices of queries and keys in the shared block of the matrix mixers (arXiv 2407.09941).
 
-Those of low rank are linear attention without a normaliser (arXiv 2006.16236). Softmax attention is there to be compared
-with the other matrices in that block; the usual attention layer is `attention`.
+Those of low rank are linear attention without a normaliser (arXiv 2006.16236). Softmax attention is there to be
+compared with the other matrices in that block; the usual attention layer is `attention`.
 """
 
 from __future__ import annotations
