@@ -89,7 +89,7 @@ def _warn_once(text: str) -> None:
 
 
 def takes_triton(backend: str, like: Tensor) -> bool:
-    """Whether an op runs its Triton form on inputs like this one (fake tensors too), if it has one for them."""
+    """Returns whether an op runs its Triton form on inputs like this one (fake tensors too), if it has one for them."""
     return backend != "torch" and (like.is_cuda or backend == "triton") and not _no_triton(like)
 
 

@@ -35,12 +35,12 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:
-    """Whether autograd would follow an op on these tensors."""
+    """Returns whether autograd would follow an op on these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func, or forward-mode autograd, follows what runs now."""
+    """Returns whether a transform of torch.func, or forward-mode autograd, follows what runs now."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -136,12 +136,12 @@ def check_finite(op: str, *, below: tuple[str, ...] = (), **tensors: Tensor | No
 
 
 def values_wanted() -> bool:
-    """Whether MATMIX_CHECK_VALUES=1 asks for checks of values on all devices."""
+    """Returns whether MATMIX_CHECK_VALUES=1 asks for checks of values on all devices."""
     return os.environ.get("MATMIX_CHECK_VALUES") == "1"
 
 
 def can_look(tensor: Tensor) -> bool:
-    """Whether the values of the tensor can be checked now.
+    """Returns whether the values of the tensor can be checked now.
 
     There are none while torch.compile traces, and those of all samples at once under torch.vmap. On an accelerator
     reading them waits for the device: only where `values_wanted`.
@@ -152,7 +152,7 @@ def can_look(tensor: Tensor) -> bool:
 
 
 def _is_vmapped(tensor: Tensor) -> bool:
-    """Whether torch.vmap goes through the tensor, at any level of transforms."""
+    """Returns whether torch.vmap goes through the tensor, at any level of transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return True

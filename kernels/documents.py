@@ -1,4 +1,4 @@
-"""Where packed documents begin and end, and how a sequence is cut into chunks.
+"""Boundaries of packed documents, and chunks that a sequence is cut into.
 
 A packed layout is one row (batch 1) of `seqlen` tokens holding several documents; `cu_seqlens` (int32, first
 0, last `seqlen`, one entry more than there are documents) gives the boundaries. Two ways of cutting it into
@@ -28,7 +28,7 @@ def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
 
 
 class ChunkLayout(NamedTuple):
-    """How tokens are laid out as a list of M = rows * per_row chunks of `chunk` positions."""
+    """A layout of tokens as a list of M = rows * per_row chunks of `chunk` positions."""
 
     seqlen: int
     chunk: int

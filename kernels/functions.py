@@ -1,5 +1,5 @@
-"""What the PyTorch forms of all operations share: the precision they compute in, pieces of work that fit a cache, and
-functions whose gradients are written by hand, as torch.func's transforms see them.
+"""Functions that the PyTorch forms of all operations share: the precision they compute in, pieces of work that fit a
+cache, and functions whose gradients are written by hand, as torch.func's transforms see them.
 
 torch.vmap calls such functions, as it calls registered operations, once for each sample: each may have weights, and
 gradients of them, of its own.

@@ -48,7 +48,7 @@ def record_launches(run: bool = False) -> Iterator[list[Launch]]:
 
 
 def recording() -> bool:
-    """Whether launches are noted here."""
+    """Returns whether launches are noted here."""
     return _recorder is not None
 
 
@@ -96,8 +96,8 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
 
 
 def constants_on(constants: dict[str, Any], hip: bool) -> dict[str, Any]:
-    """What the compiler of the platform takes. "maxnreg", the registers that a thread may have, is NVIDIA's: without
-    it the assembler at times spills a few of them to fit more programs side by side."""
+    """Returns the constants that the compiler of the platform takes. "maxnreg", the registers of a thread, is NVIDIA's:
+    without it the assembler at times spills a few of them to fit more programs side by side."""
     return {name: value for name, value in constants.items() if name != "maxnreg"} if hip else constants
 
 
@@ -115,13 +115,13 @@ def safe_on(num_warps: int, constants: dict[str, Any], blackwell: bool) -> tuple
 
 @functools.cache
 def is_blackwell(device: int | None) -> bool:
-    """Whether this GPU has tensor memory: NVIDIA's compute capability 10 or 11."""
+    """Returns whether this GPU has tensor memory: NVIDIA's compute capability 10 or 11."""
     return not torch.version.hip and torch.cuda.get_device_capability(device)[0] in (10, 11)
 
 
 @functools.cache
 def blackwell_is_right() -> bool:
-    """Whether the installed Triton has the barriers that Blackwell's tensor memory needs."""
+    """Returns whether the installed Triton has the barriers that Blackwell's tensor memory needs."""
     import triton
 
     return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
@@ -133,7 +133,7 @@ def stages_on(num_stages: int, hip: bool) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How kernels multiply float32 tiles where their inputs have this dtype.
+    """Returns the precision in which kernels multiply float32 tiles where their inputs have this dtype.
 
     tf32x3 keeps float32's accuracy on NVIDIA's tensor cores, where exact float32 products would take scalar
     instructions; AMD's matrix cores multiply float32 as it is. For half precision tf32 is exact enough.

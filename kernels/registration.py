@@ -25,7 +25,7 @@ from matmix.kernels.functions import call_each
 
 
 class Output(NamedTuple):
-    """What an operation with a single result returns."""
+    """The result of an operation that has a single one."""
 
     y: Tensor
 

@@ -1,5 +1,5 @@
-"""What the Triton kernels of several operations share: numbers of chunks that no boundary of a document crosses, and a
-function of single numbers.
+"""Functions that the Triton kernels of several operations share: numbers of chunks that no boundary of a document
+crosses, and a function of single numbers.
 
 Every document starts a chunk of its own, so documents cannot touch each other and states enter and leave at chunk
 edges. Document d gets the slots from cu_seqlens[d] // span + d on; as

@@ -46,7 +46,7 @@ def configurations() -> tuple[NormConfig, ...]:
 
 
 def choose_config(group: int) -> NormConfig:
-    """From shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
+    """Chooses from shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
     if force_configuration.value is not None:
         return force_configuration.value
     return next((config for config in (_SMALL, _MIDDLE, _LARGE) if group <= config.columns), _CUT)
@@ -66,7 +66,7 @@ def _reciprocal_root(squares, row, rows, group, eps):
 
 @triton.jit
 def _to_norm(x, gate, NORM_FIRST: tl.constexpr):
-    """What the norm is taken of."""
+    """Returns the input of the norm: x, or x times silu(gate) where the gate comes first."""
     if not NORM_FIRST:
         x = x * (gate * tl.sigmoid(gate))
     return x
@@ -74,7 +74,7 @@ def _to_norm(x, gate, NORM_FIRST: tl.constexpr):
 
 @triton.jit
 def _gated_gradients(dy, normed, gate, weight, NORM_FIRST: tl.constexpr):
-    """Of tiles: gradient of the normed row, and what the weight's gradient sums over rows."""
+    """Returns the gradient of a tile of normed rows, and the tile that the weight's gradient sums over rows."""
     if NORM_FIRST:
         dy = dy * gate * tl.sigmoid(gate)
     return dy * weight, dy * normed
@@ -86,7 +86,8 @@ def _statistics(
     rows, group, groups, eps, dy_stride, x_stride, gate_stride,
     GRADIENT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Per row and group: the reciprocal root mean square; GRADIENT: also the mean of dnormed times normed."""
+    """Stores for each row and group the reciprocal root mean square, and with GRADIENT the mean of dnormed times
+    normed."""
     block = tl.program_id(0) // groups
     index = tl.program_id(0) - block * groups
     row = block * ROWS + tl.arange(0, ROWS)
@@ -152,7 +153,7 @@ def _gradients(
     rows, walk, group, groups, eps, dy_stride, x_stride, gate_stride, dgate_stride,
     CUT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Over `walk` tiles of rows: dx, dgate, and the sum over rows that is the weight's gradient."""
+    """Computes, over `walk` tiles of rows, dx, dgate, and the sum over rows that is the weight's gradient."""
     pieces = tl.cdiv(group, COLUMNS)
     program = tl.program_id(0) // (groups * pieces)
     piece = tl.program_id(0) - program * (groups * pieces)
@@ -198,7 +199,7 @@ def _gradients(
 
 
 class Tiling(NamedTuple):
-    """How (rows, d) is cut into tiles."""
+    """The tiles that (rows, d) is cut into."""
 
     config: NormConfig
     rows: int

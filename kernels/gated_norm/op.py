@@ -51,7 +51,7 @@ def gated_norm(
 
 
 class Inputs(NamedTuple):
-    """What matmix::gated_norm takes."""
+    """The arguments of matmix::gated_norm."""
 
     x: Tensor
     weight: Tensor

@@ -72,8 +72,8 @@ def row_gradients(
     dy, dsums, y, rest, row_sum, dn, drow_sum, rows, vectors, width, eps, dy_stride,
     SUMS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of y = n / (row_sum + eps): dn = dy / (row_sum + eps), as it is rounded, and drow_sum = -dn . y, plus `dsums`,
-    the gradient of the sums themselves."""
+    """Computes for y = n / (row_sum + eps) dn = dy / (row_sum + eps), as it is rounded, and drow_sum = -dn . y +
+    `dsums`, the gradient of the sums themselves."""
     row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
     at = row[:, None] * width + column[None, :]
     divisor = tl.load(row_sum + row, row < rows, other=1.0) + tl.where(row < rows, eps, 0.0)

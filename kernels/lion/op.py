@@ -23,7 +23,7 @@ from matmix.kernels.semiseparable.form import ScanForm, no_kernel_for
 
 
 def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
-    """Whether `lion_mixer` runs in Triton kernels on a projection like this one."""
+    """Returns whether `lion_mixer` runs in Triton kernels on a projection like this one."""
     headdim = qkv.shape[-1] // 3 // nheads
     return takes_triton(backend, qkv) and not no_kernel_for(headdim, headdim)
 
@@ -96,7 +96,7 @@ def lion_mixer(
 
 
 class Inputs(NamedTuple):
-    """What matmix::lion_mixer takes; see `lion_mixer`."""
+    """The arguments of matmix::lion_mixer; see `lion_mixer`."""
 
     qkv: Tensor
     gates: Tensor | None
@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What matmix::lion_mixer returns."""
+    """The results of matmix::lion_mixer."""
 
     y: Tensor
     row_sum: Tensor

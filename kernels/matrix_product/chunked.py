@@ -84,7 +84,7 @@ class ProductGradient:
         return out
 
     def load_wide(self, block: range, out: Tensor) -> Tensor:
-        """Into (batch, count, nheads, o, steps, o)."""
+        """Loads the cotangents of a block as (batch, count, nheads, o, steps, o)."""
         if self.dh is None:
             out.zero_()
         else:
@@ -142,7 +142,7 @@ class BackwardRecurrence:
 
 
 def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tensor, products: Tensor) -> Tensor:
-    """What reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
+    """Returns the cotangent that reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
 
     carry (batch, nheads, o, o): what reaches the last chunk.
     """
@@ -157,9 +157,8 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
 
 
 def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
-    """What each chunk sends left if nothing reaches it, and its product: the sum of G_t P_t^T, where P_t is the product
-    of its matrices up to t; one wide product per block of steps.
-    """
+    """Returns what each chunk sends left if nothing reaches it, and its product. The first is the sum of G_t P_t^T,
+    where P_t is the product of its matrices up to t: one wide product per block of steps."""
     local = span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.wide(products, block)

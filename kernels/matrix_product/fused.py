@@ -59,7 +59,7 @@ class Product(NamedTuple):
 
     @property
     def place(self) -> tuple[Tensor | None, int, int, int, int]:
-        """What all kernels take to find their chunk: the arguments from `cu_seqlens` to `heads`."""
+        """The arguments by which all kernels find their chunk, from `cu_seqlens` to `heads`."""
         return self.cu_seqlens, self.documents, self.seqlen, self.per_row, self.heads
 
     def chunks(self) -> Product:
@@ -75,7 +75,7 @@ class Product(NamedTuple):
         return torch.empty((count, self.heads, self.order, self.order), dtype=torch.float32, device=like.device)
 
     def options(self) -> dict:
-        """What all kernels take at the end."""
+        """The last arguments of all kernels."""
         return {
             "num_warps": 1 if self.tile == 16 else 4,
             "num_stages": 2,

@@ -85,7 +85,7 @@ def check_state(
 
 
 class Inputs(NamedTuple):
-    """What matmix::matrix_product_scan takes."""
+    """The arguments of matmix::matrix_product_scan."""
 
     x: Tensor
     initial_state: Tensor | None
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What matmix::matrix_product_scan returns."""
+    """The results of matmix::matrix_product_scan."""
 
     h: Tensor
     final: Tensor

@@ -61,7 +61,7 @@ def block_offsets(heads, h0, stride_h, ORDER: tl.constexpr, TILE: tl.constexpr, 
 
 @triton.jit
 def last_chunk(chunk, start, length, CHUNK: tl.constexpr):
-    """Whether a document ends here; one without tokens ends in its first, empty chunk."""
+    """Returns whether a document ends here; a document without tokens ends in its first, empty chunk."""
     return ((start < length) & (start + CHUNK >= length)) | ((length == 0) & (chunk == 0))
 
 

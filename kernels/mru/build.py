@@ -25,7 +25,7 @@ def block_places(heads, h0, ORDER: tl.constexpr, TILE: tl.constexpr, TURNED: tl.
 
 @triton.jit
 def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
-    """Where each place of the tile finds its element, from a token's first one.
+    """Returns the offset of the element of each place of the tile, from a token's first one.
 
     Cayley's elements are a lower triangle, row by row; its places above the diagonal take their mirror image's.
     """
@@ -43,7 +43,7 @@ def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.con
 def row_places(
     heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr = False
 ):  # fmt: skip
-    """Where the rows of the tile's heads lie below each other, `columns` numbers each, and which places (TILE, WIDTH)
+    """Returns offsets of the rows of the tile's heads, `columns` numbers each, and which places (TILE, WIDTH)
     are there."""
     i = turned_places(TILE) if TURNED else tl.arange(0, TILE)
     c = tl.arange(0, WIDTH)
@@ -66,7 +66,7 @@ def token_places(
     head, row, column, inside, heads, h0, d_c, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile's numbers of a token lie from the token's first, which of them are read, and which are written as
+    """Returns offsets of a tile's numbers from a token's first, which of them are read, and which are written as
     gradients: elements at their places of the tile, or chunks (TILE, WIDTH)."""
     if CHUNKED:
         places, read = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)

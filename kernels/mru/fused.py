@@ -58,7 +58,7 @@ def edges_like(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> t
 
 
 def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | None, construction: str) -> dict:
-    """What the kernels of this form take at the end. WIDTH: of a tile of outputs or chunks, at least what small
+    """Returns the last arguments of this form's kernels. WIDTH: of a tile of outputs or chunks, at least what small
     products take."""
     return {
         **level.options(),
@@ -71,7 +71,7 @@ def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | 
 
 
 def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
-    """Of the program with the most to keep in registers: with fewer it spills."""
+    """Returns the warps of the program with the most to keep in registers: with fewer it spills."""
     if not chunked:
         return 1
     return (2 if dtype == torch.float32 else 1) * (2 if construction == "ldu" else 1)

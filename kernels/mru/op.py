@@ -29,13 +29,13 @@ FUSED = ("affine", "identity_plus", "ldu", "cayley")
 """Constructions that the fused form knows."""
 
 NVIDIA_ONLY = ("cayley",)
-"""Those of them whose kernels Triton's compiler for AMD's GPUs refuses."""
+"""Fused constructions whose kernels Triton's compiler for AMD's GPUs refuses."""
 
 PRODUCTLESS = ("affine", "identity_plus")
-"""Those of them that are built without a product of matrices."""
+"""Fused constructions that are built without a product of matrices."""
 
 LARGEST_ORDER = 16
-"""Of the fused kernels: one tile of a matrix unit."""
+"""The largest order of the fused kernels: one tile of a matrix unit."""
 LARGEST_WIDTHS = {torch.bfloat16: 32, torch.float16: 32, torch.float32: 16}
 """Columns of a head's weights that stay in registers beside the states, by dtype of the elements or chunks."""
 
@@ -107,7 +107,7 @@ def mru_mixer(
 
 
 def mru_mixer_is_fused(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor | None = None) -> bool:
-    """Whether `mru_mixer` with backend="auto" runs its fused kernels on these inputs."""
+    """Returns whether `mru_mixer` with backend="auto" runs its fused kernels on these inputs."""
     return not no_kernel(elements, w_down, construction, w_up) and takes_triton("auto", elements)
 
 
@@ -230,7 +230,7 @@ def mru_step(
 
 
 class Inputs(NamedTuple):
-    """What matmix::mru_mixer takes; see `mru_mixer`."""
+    """The arguments of matmix::mru_mixer; see `mru_mixer`."""
 
     elements: Tensor
     w_down: Tensor
@@ -246,7 +246,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What matmix::mru_mixer returns."""
+    """The results of matmix::mru_mixer."""
 
     y: Tensor
     final: Tensor

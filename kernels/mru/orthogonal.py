@@ -32,7 +32,7 @@ def number(x):
 
 @triton.jit
 def in_chosen_row(column, others):
-    """Of a column (matrices, o) the number of each matrix's chosen row, (matrices,)."""
+    """Returns the number (matrices,) in each matrix's chosen row of a column (matrices, o)."""
     return number(tl.xor_sum(bits(column) & ~others, axis=1))
 
 

@@ -56,7 +56,7 @@ class LayerForm(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Of z, of what the convolution takes, and of the step sizes."""
+        """Channels of z, of what the convolution takes, and of the step sizes."""
         return self.inner, self.conv_width, self.directions * self.heads
 
     @property
@@ -185,7 +185,7 @@ class ValuesAndVectors(Function):
 
 
 class ScanArguments(NamedTuple):
-    """What the scan of a layer takes, (batch, seqlen, ...) or of one token (batch, ...)."""
+    """The arguments of a layer's scan, (batch, seqlen, ...) or of one token (batch, ...)."""
 
     v: Tensor
     sides: tuple[ScanSide, ...]

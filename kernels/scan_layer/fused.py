@@ -212,7 +212,7 @@ def _step_options(given: Parameters, form: LayerForm, block: int) -> dict:
 
 
 def _finite(high: float) -> float:
-    """Not an infinity, which a kernel's argument of type float32 need not be able to hold."""
+    """Returns a finite bound: a kernel's argument of type float32 need not be able to hold infinity."""
     return min(high, 3.0e38)
 
 

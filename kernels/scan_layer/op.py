@@ -196,7 +196,7 @@ def _parameters(given: ScanInputs | Inputs) -> NamedTuple:
 
 
 class ScanInputs(NamedTuple):
-    """What matmix::conv_and_scan takes; see `scan_layer`."""
+    """The arguments of matmix::conv_and_scan; see `scan_layer`."""
 
     projected: Tensor
     conv_weight: Tensor
@@ -224,7 +224,7 @@ class ScanInputs(NamedTuple):
 
 
 class ScanOutputs(NamedTuple):
-    """What matmix::conv_and_scan returns."""
+    """The results of matmix::conv_and_scan."""
 
     y: Tensor
     """(batch, seqlen, nheads, headdim)"""
@@ -252,7 +252,7 @@ def _scan_like(given: ScanInputs) -> ScanOutputs:
 
 
 class Inputs(NamedTuple):
-    """What matmix::scan_layer takes; see `scan_layer`."""
+    """The arguments of matmix::scan_layer; see `scan_layer`."""
 
     projected: Tensor
     scanned: Tensor
@@ -304,7 +304,7 @@ def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor 
 
 
 def _scan_flops(given: ScanInputs | Inputs, inner: int, *, backward: bool, again: bool = False) -> int:
-    """Of convolution, product and scan of one pass; `again`: the first two are computed a second time."""
+    """Counts convolution, product and scan of one pass; `again`: the first two are computed a second time."""
     form = _form(given, inner)
     batch, seqlen, _ = given.projected
     products = math.prod(given.conv_weight) + (given.diagonal_weight is not None) * inner * given.nheads

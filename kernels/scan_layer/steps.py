@@ -83,7 +83,7 @@ def step_gradients(
     TWO: tl.constexpr, SHARED: tl.constexpr, LIMITED: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Over `walk` tiles of rows: the gradients of raw step sizes and of the product, and sums over rows (3, columns)
+    """Computes, over `walk` tiles of rows, the gradients of raw step sizes and of the product, and sums (3, columns)
     for those of dt_bias, A_log and D."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns

@@ -24,7 +24,7 @@ overflows.
 
 
 class ScanForm(NamedTuple):
-    """How the directions of a scan read and how their outputs are combined."""
+    """The options of a scan: how its directions read, and how their outputs are combined."""
 
     shift: bool = False
     """Each direction's output moves one token on in its own sense (Hydra): tokens do not meet themselves."""
@@ -68,12 +68,12 @@ class ScanOutput(NamedTuple):
     final: Tensor | None
     """The state after the last token, float32; only if asked for, one direction only."""
     rest: Tensor | None = None
-    """What rounding to half precision took off a normalised y, in the same dtype. The gradient of a normalised row is
-    a difference to the row's own mean, y, whose rounding would count in all of its entries alike."""
+    """The part of a normalised y that rounding to half precision took off, in the same dtype. The gradient of a
+    normalised row is a difference to the row's own mean, y, whose rounding would count in all of its entries alike."""
 
 
 LARGEST_WIDTH = 256
-"""Of d_state and headdim: wider ones the Triton kernels are not compiled for in any test."""
+"""The largest d_state and headdim of the Triton kernels: no test compiles them for wider ones."""
 
 
 def check_scan(
@@ -126,7 +126,7 @@ def no_kernel(v: Tensor, q: Tensor) -> str:
 
 
 def no_kernel_for(d_state: int, headdim: int) -> str:
-    """As `no_kernel`, from sizes."""
+    """Returns the same as `no_kernel`, from sizes."""
     if max(d_state, headdim) > LARGEST_WIDTH:
         return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
     return ""

@@ -87,7 +87,7 @@ def semiseparable_scan(
 
 
 class CausalInputs(NamedTuple):
-    """What matmix::semiseparable_scan takes; see `semiseparable_scan`."""
+    """The arguments of matmix::semiseparable_scan; see `semiseparable_scan`."""
 
     v: Tensor
     q: Tensor
@@ -107,7 +107,7 @@ class CausalInputs(NamedTuple):
 
 
 class CausalOutputs(NamedTuple):
-    """What matmix::semiseparable_scan returns."""
+    """The results of matmix::semiseparable_scan."""
 
     y: Tensor
     final: Tensor | None
@@ -231,8 +231,8 @@ def quasiseparable_scan(
 
 
 class TwoSidedInputs(NamedTuple):
-    """What matmix::quasiseparable_scan takes; see `quasiseparable_scan`. Gates of the backward direction have been
-    moved to where its scan reads them."""
+    """The arguments of matmix::quasiseparable_scan; see `quasiseparable_scan`. Gates of the backward direction have
+    been moved to where its scan reads them."""
 
     v: Tensor
     q_forward: Tensor
@@ -273,7 +273,7 @@ class TwoSidedInputs(NamedTuple):
 
 
 class TwoSidedOutputs(NamedTuple):
-    """What matmix::quasiseparable_scan returns; see `ScanOutput`."""
+    """The results of matmix::quasiseparable_scan; see `ScanOutput`."""
 
     y: Tensor
     row_sum: Tensor | None

@@ -116,7 +116,7 @@ def _checked(
 
 
 class Inputs(NamedTuple):
-    """What matmix::semiseparable_step takes, and semiseparable_step_, which writes into the state."""
+    """The arguments of matmix::semiseparable_step, and of semiseparable_step_, which writes into the state."""
 
     v: Tensor
     q: Tensor
@@ -129,7 +129,7 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What matmix::semiseparable_step returns."""
+    """The results of matmix::semiseparable_step."""
 
     y: Tensor
     state: Tensor

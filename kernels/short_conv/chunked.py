@@ -39,7 +39,7 @@ class ConvCanvas(NamedTuple):
         return x.index_select(1, self.sources).index_fill_(1, self.gaps, 0)
 
     def gather(self, x: Tensor, before: int) -> Tensor:
-        """Of convolved rows those that belong to tokens; `before` zero rows were used up to the left."""
+        """Returns the convolved rows that belong to tokens; `before` zero rows were used up to the left."""
         if self.tokens is None:
             return x[:, self.left - before : self.left - before + self.seqlen]
         return x.index_select(1, self.tokens - before)

@@ -53,7 +53,7 @@ def configurations() -> tuple[ConvConfig, ...]:
 
 
 def choose_config(batch: int, seqlen: int, d: int) -> ConvConfig:
-    """From shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
+    """Chooses from shapes alone, never by timing: another tile rounds differently, and runs must repeat."""
     if force_configuration.value is not None:
         return force_configuration.value
     if d <= 32:
@@ -146,9 +146,9 @@ def _conv_gradients(
     WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
     STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """Of `walk` spans: dx, and the sums of g x per tap, then of g, over the spans' own tokens. With STATE also dstate,
-    and dfinal is added to the rows that the final state was made of. With MORE, the gradient of the first more_d
-    channels is dy + more_dy."""
+    """Computes, over `walk` spans, dx, and the sums of g x per tap, then of g, over the spans' own tokens. With STATE
+    also dstate, and dfinal is added to the rows that the final state was made of. With MORE, the gradient of the first
+    more_d channels is dy + more_dy."""
     blocks = tl.cdiv(d, CHANNELS)
     program = tl.program_id(0) // blocks
     channel = (tl.program_id(0) - program * blocks) * CHANNELS + tl.arange(0, CHANNELS)

@@ -110,8 +110,8 @@ def short_conv_step(
     in_place: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """What `short_conv` with `causal=True` does to a sequence, for one token: y = weight . [state | x] in each channel,
-    plus bias, activated.
+    """Does to one token what `short_conv` with `causal=True` does to a sequence: y = weight . [state | x] in each
+    channel, plus bias, activated.
 
     The Triton form is one launch, waits for nothing, and can be captured in a CUDA graph.
 
@@ -161,7 +161,7 @@ def short_conv_step(
 
 
 class Inputs(NamedTuple):
-    """What matmix::short_conv takes."""
+    """The arguments of matmix::short_conv."""
 
     x: Tensor
     weight: Tensor
@@ -198,7 +198,7 @@ _short_conv = register("short_conv", _forward, _like, Inputs, Output, backward=_
 
 
 class StateInputs(NamedTuple):
-    """What matmix::short_conv_from_state takes."""
+    """The arguments of matmix::short_conv_from_state."""
 
     x: Tensor
     weight: Tensor
@@ -209,7 +209,7 @@ class StateInputs(NamedTuple):
 
 
 class StateOutputs(NamedTuple):
-    """What the operations that carry a state on return."""
+    """The results of the operations that carry a state on."""
 
     y: Tensor
     state: Tensor
@@ -245,7 +245,7 @@ _from_state = register(
 
 
 class StepInputs(NamedTuple):
-    """What matmix::short_conv_step takes, and short_conv_step_, which writes into the state."""
+    """The arguments of matmix::short_conv_step, and of short_conv_step_, which writes into the state."""
 
     x: Tensor
     state: Tensor

@@ -71,7 +71,7 @@ def text(architecture: str, measured: dict[str, Any], configs: dict[str, list[Na
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Such as "sm_90" or "gfx942"; "" for what is no GPU that is there."""
+    """Returns the architecture of a GPU, such as "sm_90" or "gfx942"; "" for another device, or where there is no GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     if torch.version.hip:

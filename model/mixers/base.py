@@ -136,7 +136,7 @@ class Mixer(Called):
     """The state has the same shapes after every token, and `step_in_place` reads nothing back from the device: a CUDA
     graph can replay it."""
     monitor_limits: ClassVar[dict[str, float]] = {}
-    """For values of `monitor`: the limit above which the layers after this mixer overflow, where it is known."""
+    """The limits of values of `monitor` above which the layers after this mixer overflow, where it is known."""
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """
@@ -200,13 +200,13 @@ class Mixer(Called):
 
     @classmethod
     def halo(cls, config: Any) -> int:
-        """How many later tokens the entries of M may depend on besides what `sequence_aligned` says: half the width of
-        a centred convolution in front of them."""
+        """Returns how many later tokens the entries of M may depend on besides what `sequence_aligned` says: half the
+        width of a centred convolution in front of them."""
         return 0
 
     @classmethod
     def has_convolution(cls, config: Any) -> bool:
-        """Whether a short convolution, whose width is the option `d_conv`, stands in front of M."""
+        """Returns whether a short convolution, whose width is the option `d_conv`, stands in front of M."""
         return getattr(config, "d_conv", 1) > 1
 
     @classmethod
@@ -221,7 +221,7 @@ class Mixer(Called):
 
     @classmethod
     def flops_in_orders(cls, d_model: int, config: Any, seqlen: int, causal: bool, scans: int) -> float:
-        """As `flops_per_token`, where a document is read in `scans` orders."""
+        """Returns `flops_per_token` where a document is read in `scans` orders."""
         return scans * cls.flops_per_token(d_model, config, seqlen, causal)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
@@ -282,7 +282,7 @@ class Mixer(Called):
         return torch.einsum("bhts,bshp->bthp", matrix, values)
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """What follows the mixing: gate, norm and output projection, (B, L, H, P) -> (B, L, d_model)."""
+        """Applies what follows the mixing: gate, norm and output projection, (B, L, H, P) -> (B, L, d_model)."""
         raise NotImplementedError
 
     def monitor(self) -> dict[str, Tensor]:

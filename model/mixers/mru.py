@@ -46,11 +46,11 @@ class MRUConfig:
     construction: Literal["affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz"] = (
         "affine"
     )
-    """How state matrices come from their elements. affine has a memory that fades and is added to, cayley and
+    """The way from elements to state matrices. affine has a memory that fades and is added to, cayley and
     householder are orthogonal, ldu_newton_schulz has norm at most 1: their states cannot overflow. ldu (mru-lm's
     newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can."""
     input: Literal["auto", "dense", "chunked"] = "auto"
-    """How elements come from a token. dense: a full projection. chunked: mru-lm's first form, in which row i of a
+    """The way from a token to elements. dense: a full projection. chunked: mru-lm's first form, in which row i of a
     head's M is a chunk of d_model / (nheads order) numbers of the token times a small matrix of the head; d_model
     weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2). auto: chunked with affine, else
     dense."""
@@ -58,7 +58,7 @@ class MRUConfig:
     """The elements are multiplied by this; 0 = automatic: 1 for dense, 0.08 nheads for chunked (with affine 0.8), where
     the factor stands in for a learning rate of its own (muP)."""
     output_scale: float = 0.0
-    """What is read from the states is multiplied by this; 0 = automatic: 1 for dense, d_model / order for chunked,
+    """The factor of what is read from the states; 0 = automatic: 1 for dense, d_model / order for chunked,
     whose initial read-out is smaller by this."""
     output_std: float = 0.0
     """Standard deviation of the initial output projection; 0 = automatic: by the depth, as in all mixers. mru-lm's
@@ -219,9 +219,9 @@ class MRU(Mixer):
         return None if self.shift_share is None else shift_right(x, cu_seqlens)
 
     def inputs(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """From x (..., d_model) and the tokens before: elements of the state matrices (..., H, E) and None; or, in the
-        chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H, d_chunk,
-        order)."""
+        """Makes from x (..., d_model) and the tokens before elements of the state matrices (..., H, E) and None; or, in
+        the chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H,
+        d_chunk, order)."""
         if before is not None:
             x = torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype))
         if self.config.chosen("input") == "dense":
@@ -331,8 +331,8 @@ class MRU(Mixer):
         return self.combine(states, x), final
 
     def is_fused(self, inputs: Tensor, w_up: Tensor | None) -> bool:
-        """Whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster, as
-        `combine` folds two projections into one."""
+        """Returns whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster,
+        as `combine` folds two projections into one."""
         construction = self.config.construction
         return self.decay_root is None and mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
 

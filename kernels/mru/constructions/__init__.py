@@ -122,14 +122,14 @@ CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr"
 """Known ways to make a state matrix."""
 
 NORMED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
-"""Those of spectral norm at most 1: products stay there."""
+"""Constructions of spectral norm at most 1: their products keep it."""
 
 BOUNDED_CONSTRUCTIONS = ("affine", *NORMED_CONSTRUCTIONS)
-"""Those whose products cannot leave the range of numbers; of affine ones they grow linearly at worst."""
+"""Constructions whose products cannot leave the range of numbers; affine ones grow linearly at worst."""
 
 
 TRIANGLES = ("cayley", "householder")
-"""Those whose elements are a strictly lower triangle."""
+"""Constructions whose elements are a strictly lower triangle."""
 
 
 def element_columns(construction: str, order: int) -> int:
@@ -138,14 +138,14 @@ def element_columns(construction: str, order: int) -> int:
 
 
 def state_elements(construction: str, order: int) -> int:
-    """How many elements per head and token the construction takes."""
+    """Returns the number of elements per head and token that the construction takes."""
     if construction in TRIANGLES:
         return order * (order - 1) // 2
     return order * element_columns(construction, order)
 
 
 def construction_products(construction: str) -> int:
-    """What the construction costs, in products of order x order matrices, about."""
+    """Returns about what the construction costs, in products of order x order matrices."""
     return {"qr": 2, "ldu_newton_schulz": 1 + 2 * NEWTON_SCHULZ_STEPS}.get(construction, 1)
 
 

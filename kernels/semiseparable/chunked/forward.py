@@ -82,7 +82,7 @@ def multiply_by_group(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) -> list[Tensor] | None:
-    """What each side's own terms q_t . k_t count, (m, nheads, chunk) before input scales; None where the masks
+    """Returns each side's own terms q_t . k_t, weighted, (m, nheads, chunk) before input scales; None where the masks
     hold them or nothing does.
     """
     if not setup.own_weight:
@@ -92,7 +92,7 @@ def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) 
 
 
 def token_factor(setup: ScanSetup, at: slice, own: list[Tensor] | None, diagonal: Tensor | None) -> Tensor | None:
-    """What a token's value is multiplied by on its way into its own output, (m, nheads, chunk).
+    """Returns the factor (m, nheads, chunk) of a token's value in its own output.
 
     diagonal (M, chunk, nheads).
     """

@@ -32,7 +32,7 @@ class ScanSetup(NamedTuple):
     masks: tuple[Tensor, ...]
     """(M or 1, chunk, chunk): `growth` of decays where a side's scores count, else 0."""
     carries: tuple[bool, ...]
-    """Whether any state enters a chunk of this side."""
+    """True if any state enters a chunk of this side."""
     chunks_at_once: int
     """Chunks worked on at a time, so that chunk matrices stay in the cache."""
 

@@ -46,7 +46,8 @@ class Found(NamedTuple):
 
     v: Tensor
     sides: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-    """For each direction those of q, k (as they are), log-decays and input scales (float32, per token and head)."""
+    """Gradients of q, k (typed as they are), log-decays and input scales (float32, per token and head), by direction.
+    """
     along: Tensor | None
     """dy . v per token and head where there is a diagonal."""
 

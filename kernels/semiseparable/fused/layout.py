@@ -50,7 +50,7 @@ def load_factor(x, stride, index, valid):
 
 @triton.jit
 def state_places(n0, p0, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Where the elements of a tile (BLOCK_N, BLOCK_P) of a state stand, and which of them exist."""
+    """Returns the offsets of the elements of a tile (BLOCK_N, BLOCK_P) of a state, and which of them exist."""
     n = n0 + tl.arange(0, BLOCK_N)
     p = p0 + tl.arange(0, BLOCK_P)
     if D_STATE % BLOCK_N == 0 and HEADDIM % BLOCK_P == 0:
@@ -62,7 +62,7 @@ def state_places(n0, p0, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def shifted(index, place, left, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
-    """Where the q that a token reads with stands (its neighbour's with SHIFT), and whether both exist."""
+    """Returns the place of the q that a token reads with (its neighbour's with SHIFT), and whether both exist."""
     source = index + ((1 if REVERSE else -1) if SHIFT else 0)
     return source, (index < left) & (source < left) & (source >= -place)
 
@@ -271,9 +271,9 @@ def cross_decays(
 
 @triton.jit
 def cross_values(out, pairs, written, scores, value, grad, writes, reads, PRECISION: tl.constexpr):
-    """What BLOCK_P channels add to the gradient of this tile's values (TILE, BLOCK_P), to the products (TILE, TILE) of
-    the other tile's weighted cotangents (rows) and the values, and to the sum (TILE,) over the pairs of a writer,
-    before its own decay and input scale.
+    """Returns what BLOCK_P channels add to the gradient of this tile's values (TILE, BLOCK_P), to the products (TILE,
+    TILE) of the other tile's weighted cotangents (rows) and the values, and to the sum (TILE,) over the pairs of a
+    writer, before its own decay and input scale.
 
     `writes` and `reads` weight the values of this tile and the cotangents `grad` of the other one.
     """

@@ -44,8 +44,8 @@ def read_state(
     VECTOR: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
     HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's rows (TILE, BLOCK_P) read through the tile's entering edge, from the state at the chunk's edge and
-    from the chunk's tiles between; and the same for sums of rows, (TILE,)."""
+    """Returns what a tile's rows (TILE, BLOCK_P) read through the tile's entering edge, from the state at the chunk's
+    edge and from the chunk's tiles between; and the same for sums of rows, (TILE,)."""
     i = tl.arange(0, TILE)
     source, readable = shifted(i, place, left, REVERSE, SHIFT)
     read = tl.zeros((TILE, BLOCK_P), tl.float32)
@@ -100,7 +100,7 @@ def decayed(
     read, sums_read, sums, i, r0, edge_high, edge_low,
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What rows read at an edge (`edge_high` sums up to it), with the decays between the edge and the rows."""
+    """Returns what rows read at an edge (`edge_high` sums up to it), with the decays between the edge and the rows."""
     if GATED:
         high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
         factor = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
@@ -115,8 +115,8 @@ def read_carried(
     REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, VECTOR: tl.constexpr, CHUNK: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's rows x (q) read from the state h (BLOCK_N, BLOCK_P) at the tile's entering edge, (TILE, BLOCK_P);
-    and the same for sums of rows z, (TILE,)."""
+    """Returns what a tile's rows x (q) read from the state h (BLOCK_N, BLOCK_P) at the tile's entering edge, (TILE,
+    BLOCK_P); and the same for sums of rows z, (TILE,)."""
     i = tl.arange(0, TILE)
     read = state_dot(x, h, tl.zeros((TILE, h.shape[1]), tl.float32), PRECISION)
     sums_read = tl.zeros((TILE,), tl.float32)

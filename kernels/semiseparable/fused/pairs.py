@@ -80,7 +80,7 @@ def write_state(
     D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What a tile's values (TILE, BLOCK_P) get through the state that leaves the chunk."""
+    """Returns the gradient that a tile's values (TILE, BLOCK_P) get through the state that leaves the chunk."""
     i = tl.arange(0, TILE)
     valid = i < left
     wrote = tl.zeros((TILE, BLOCK_P), tl.float32)
@@ -109,7 +109,7 @@ def pair_gradients(
     TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """What happens inside a chunk of one or two tiles. HALVES: each direction has a cotangent of its own.
+    """Computes the gradients inside a chunk of one or two tiles. HALVES: each direction has a cotangent of its own.
 
     `dscores`, two (TILE, TILE) matrices for each program where a chunk has two tiles, gets the gradient of the scores
     of the tile's writers (rows) and readers (columns), and then that of readers of the other tile (rows) and these

@@ -96,7 +96,8 @@ def checked(config: ScanConfig, where: str) -> ScanConfig:
 
 
 def measured(folder: Path = tiles.FOLDER) -> dict[str, dict[int, ScanConfig]]:
-    """What was measured, by architecture and bytes per number. Raises ValueError for a file that cannot be used."""
+    """Returns the measured configurations, by architecture and bytes per number. Raises ValueError for a file that
+    cannot be used."""
     found = tiles.read_all(OPERATION, ScanConfig, folder)
     for architecture, configs in found.items():
         for config in configs.values():
@@ -199,19 +200,19 @@ class Scan(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all chunks are full, so that no token has to be looked for."""
+        """Returns whether all chunks are full, so that no token has to be looked for."""
         return self.cu_seqlens is None and self.seqlen % self.chunk == 0
 
     @property
     def walks(self) -> bool:
-        """Whether one program can make all tiles of a document for one head, and there are enough of those."""
+        """Returns whether one program can make all tiles of a document for one head, and there are enough of those."""
         _, n_blocks, _, p_blocks = self.blocks(self.config.block)
         enough = self.documents * self.heads * p_blocks >= self.programs
         return self.config.walk and enough and n_blocks == 1 and self.seqlen > self.chunk
 
     @property
     def exact(self) -> bool:
-        """Whether sums of decays are two floats."""
+        """Returns whether sums of decays are two floats."""
         return self.config.itemsize == 4
 
     def factors(self, sides: tuple[ScanSide, ...]) -> int:

@@ -225,7 +225,7 @@ class States(NamedTuple):
     ends: Tensor | None
     """(documents, nheads, directions, d_state, headdim) float32: behind the last chunk, where asked for."""
     given: bool
-    """Whether documents begin with states that are not zero."""
+    """True if documents begin with states that are not zero."""
 
 
 def pass_states(

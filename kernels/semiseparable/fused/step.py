@@ -42,7 +42,7 @@ def configurations() -> tuple[StepConfig, ...]:
 
 
 def choose_config(heads: int) -> StepConfig:
-    """From the heads of all rows of the batch: where they are few, each is cut into more programs."""
+    """Chooses by the heads of all rows of the batch: where they are few, each is cut into more programs."""
     if force_configuration.value is not None:
         return force_configuration.value
     return _FEW_HEADS if heads < 512 else _MANY_HEADS

@@ -34,8 +34,8 @@ def passed_through(
     entering, leaving, there, first,
     ROWS: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """What passes through a whole chunk, before its decay: the product of the state that enters and the cotangent of
-    the one that leaves; of ROWS of their rows."""
+    """Returns what passes through a whole chunk, before its decay: the product of the state that enters and the
+    cotangent of the one that leaves; of ROWS of their rows."""
     found = 0.0
     for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
         at, inside = state_places(first, p0, D_STATE, HEADDIM, ROWS, BLOCK_P)

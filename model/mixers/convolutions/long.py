@@ -100,9 +100,9 @@ class SimilarDocuments(NamedTuple):
     """Packed documents to be filled up to rows of one length. Indices are on the host."""
 
     tokens: Tensor
-    """Where the documents' tokens are in the packed row."""
+    """Places of the documents' tokens in the packed row."""
     places: Tensor
-    """Where they are in the filled rows, counted through all of them."""
+    """Their places in the filled rows, counted through all of them."""
     documents: int
     longest: int
 

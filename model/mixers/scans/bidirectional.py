@@ -33,7 +33,7 @@ class BidirectionalAdd(BidirectionalScanBlock):
     step_shape = (2,)
 
     joined: ClassVar[str] = "add"
-    """How the directions meet: "add", "mult" or "concat"."""
+    """The way in which the directions meet: "add", "mult" or "concat"."""
 
     def layer_options(self) -> dict[str, Any]:
         return {"combine": self.joined}
@@ -88,7 +88,7 @@ class BidirectionalConcat(SeparateDirections):
         return 2 * d_inner
 
     def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
-        """As the scan gives it, (B, L, H, 2 P): in each head the forward half, then the backward half."""
+        """Returns M f(x) as the scan gives it, (B, L, H, 2 P): in each head the forward half, then the backward half."""
         return torch.cat(super().mix(matrix, values).chunk(2, dim=2), dim=-1)
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:

@@ -172,8 +172,8 @@ def entering_row_states(maps: ChunkMaps, layout: ChunkLayout, initial_state: Ten
 
 
 def entering_document_states(maps: ChunkMaps, layout: ChunkLayout) -> Tensor:
-    """As above for documents that start chunks of their own: their n-th chunks are taken together, so that there are
-    as many steps as the longest document has chunks."""
+    """Returns the states before all chunks where documents start chunks of their own: their n-th chunks are taken
+    together, so that there are as many steps as the longest document has chunks."""
     spans = [(last - first + 1, first) for first, last in zip(layout.firsts, layout.lasts, strict=True) if first >= 0]
     spans.sort(reverse=True)
     steps = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]

@@ -44,9 +44,9 @@ class LionConfig:
     qkv_bias: bool = False
     """Biases in the projection to queries, keys and values."""
     form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
-    """How the result is computed; all three give the same: attention is quadratic in the length, chunked linear, and
-    recurrent goes token by token with states of constant size, for inference. auto: the fused kernel where it runs,
-    else attention for up to 64 tokens (the patches of small images) and chunked for more."""
+    """The way in which the result is computed; all three give the same: attention is quadratic in the length, chunked
+    linear, and recurrent goes token by token with states of constant size, for inference. auto: the fused kernel where
+    it runs, else attention for up to 64 tokens (the patches of small images) and chunked for more."""
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
     feature_map: Literal["elu", "silu", "silu_norm"] = "silu_norm"
@@ -81,10 +81,10 @@ class LionSConfig(GatedLionConfig):
     """Options of LION with selective gates."""
 
     gate_offset: Literal[0, 1] = 1
-    """From a later token j back to i < j decay the gates of i+1 .. j (1) or of i .. j-1 (0)."""
+    """The gates that act from a later token j back to i < j: those of i+1 .. j (1) or of i .. j-1 (0)."""
     forward_gate_offset: Literal[0, 1] = 0
-    """From an earlier token j on to i > j decay the gates of j+1 .. i (0) or, as in the authors' code, of j .. i-1
-    (1)."""
+    """The gates that act from an earlier token j on to i > j: those of j+1 .. i (0) or, as in the authors' code, of
+    j .. i-1 (1)."""
 
 
 def check_gate_sets(mixer: str, config: GatedLionConfig) -> None:
@@ -171,7 +171,7 @@ class LionLit(Mixer):
         return self.split(self.qkv(x))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `project`, from the output of the projection."""
+        """Returns the same as `project`, from the output of the projection."""
         q, k, v = qkv.unflatten(-1, (3, self.nheads, self.config.headdim)).unbind(-3)
         features = FEATURE_MAPS[self.config.feature_map]
         # The authors scale the scores before they add eps to the row sums, of which nothing else is left.

@@ -112,8 +112,8 @@ class RetNet(Mixer):
         return self.finish(y, x)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        """How many tokens each row has seen (batch_size,), none, and zeros (batch_size, H, headdim, value_headdim),
-        float32 at least."""
+        """Returns the number of tokens that each row has seen (batch_size,), none, and zeros (batch_size, H, headdim,
+        value_headdim), float32 at least."""
         like = state_like(self.k_proj, device)
         exact = torch.promote_types(like.dtype, torch.float32)
         return (

@@ -64,11 +64,11 @@ class ScanBlock(Mixer):
     directions: ClassVar[int]
     """1 or 2 scans."""
     diagonal: ClassVar[Literal["none", "constant", "projected"]]
-    """What M has on its diagonal beside the scans: D of each head, or D plus a projection of the token's values."""
+    """The diagonal of M beside the scans: D of each head, or D plus a projection of the token's values."""
     shift: ClassVar[bool] = False
     """Each of two directions' output moves one token on, so that no token meets itself in the scans."""
     step_shape: ClassVar[tuple[int, ...]] = ()
-    """What stands before the heads in the shape of dt_bias and A_log: (2,) where each direction has its own."""
+    """The dimensions before the heads of dt_bias and A_log: (2,) where each direction has its own."""
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
@@ -183,7 +183,7 @@ class ScanBlock(Mixer):
         return {}
 
     def diagonal_options(self) -> dict[str, Any]:
-        """What M has on its diagonal, by the names in `scan_layer`."""
+        """The parameters of M's diagonal, by their names in `scan_layer`."""
         if self.diagonal == "none":
             return {}
         if self.diagonal == "constant":

@@ -42,7 +42,7 @@ class Cauchy(QueryKeyMixer):
         return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)
 
     def scale(self) -> float:
-        """In front of every entry."""
+        """Returns the factor of all entries."""
         return (self.max_seqlen * self.config.qk_dim) ** -0.5
 
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
 
 
 def guarded_cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
-    """As `cauchy_rows`, guarded."""
+    """Returns `cauchy_rows` with guarded denominators."""
     return guarded_reciprocals(cauchy_denominators(q, k)).sum(2)
 
 

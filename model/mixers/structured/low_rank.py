@@ -37,7 +37,7 @@ class LowRank(QueryKeyMixer):
         return 4.0 * d_inner * config.qk_dim
 
     def scale(self) -> float:
-        """In front of every entry."""
+        """Returns the factor of all entries."""
         return (self.max_seqlen * self.config.qk_dim) ** -0.5
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -59,7 +59,7 @@ class Toeplitz(MatrixMixer):
         return m[:, : lower.shape[1]].flip(1), m[:, lower.shape[1] - 1 :]
 
     def scale(self) -> float:
-        """In front of every entry."""
+        """Returns the factor of all entries."""
         return 0.5 * self.max_seqlen**-0.5
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
