@@ -84,8 +84,8 @@ def register(
     overload = operation._opoverload
 
     def call(given: Any) -> Any:
-        found = overload(*given)
-        return returns(*(found if isinstance(found, tuple) else (found,)))
+        results = overload(*given)
+        return returns(*(results if isinstance(results, tuple) else (results,)))
 
     if flops is not None:
         register_flop_formula(overload._overloadpacket)(lambda *shapes, **_: flops(takes(*shapes), backward=False))
@@ -114,9 +114,9 @@ def _register_backward(
     def run(*arguments: Any) -> Any:
         cotangents = nothing._replace(**dict(zip(differentiable, arguments, strict=False)))
         outputs, given = returns(*arguments[len(differentiable) : first_input]), takes(*arguments[first_input:])
-        found = backward(given, outputs, cotangents)
-        assert found.keys() == set(wanted), f"{operation._qualname}: gradients of {', '.join(found)}"
-        return _flat(tuple(found[field] for field in wanted), given[0])
+        gradients = backward(given, outputs, cotangents)
+        assert gradients.keys() == set(wanted), f"{operation._qualname}: gradients of {', '.join(gradients)}"
+        return _flat(tuple(gradients[field] for field in wanted), given[0])
 
     def run_like(*arguments: Any) -> Any:
         given = takes(*arguments[first_input:])
@@ -150,20 +150,20 @@ def _register_backward(
         held, given = saved[: len(returns._fields)], saved[len(returns._fields) :]
         given = ctx.given._replace(**dict(zip(tensors, given, strict=True)))
         those = [x for field, x in zip(returns._fields, cotangents, strict=True) if field in differentiable]
-        found = dict(zip(wanted, overload(*those, *held, *given), strict=True))
-        return tuple(None if x is None else found.get(field) for field, x in given._asdict().items())
+        gradients = dict(zip(wanted, overload(*those, *held, *given), strict=True))
+        return tuple(None if x is None else gradients.get(field) for field, x in given._asdict().items())
 
     operation.register_autograd(gradient, setup_context=setup)
 
 
 def _schema(takes: type[NamedTuple]) -> dict[str, str]:
     """The arguments as torch.library writes them, by name."""
-    found = {}
+    arguments = {}
     for field, kind in get_type_hints(takes).items():
         plain = next((known for known in _SCHEMA_TYPES if kind in (known, known | None)), None)
         assert plain is not None, f"{takes.__name__}.{field} is a {kind}"
-        found[field] = f"{_SCHEMA_TYPES[plain]}{'' if kind is plain else '?'} {field}"
-    return found
+        arguments[field] = f"{_SCHEMA_TYPES[plain]}{'' if kind is plain else '?'} {field}"
+    return arguments
 
 
 def _written(argument: str, mutated: bool) -> str:
@@ -172,8 +172,8 @@ def _written(argument: str, mutated: bool) -> str:
 
 def _flat(results: tuple, first: Tensor) -> Any:
     """The results as torch.library takes them: an empty tensor in place of None, and a single tensor by itself."""
-    found = tuple(first.new_empty(0) if x is None else x for x in results)
-    return found if len(found) > 1 else found[0]
+    tensors = tuple(first.new_empty(0) if x is None else x for x in results)
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 def _empty_like(x: Tensor | None) -> Tensor | None:

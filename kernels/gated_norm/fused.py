@@ -171,15 +171,15 @@ def _gradients(
         gradient = _load(dy, row, column, dy_stride, mask)
         tile = _to_norm(given, g, NORM_FIRST)
         if CUT:
-            found = row.to(tl.int64) * groups + index
-            scale = tl.load(scales + found, row < rows, other=0.0)[:, None]
+            place = row.to(tl.int64) * groups + index
+            scale = tl.load(scales + place, row < rows, other=0.0)[:, None]
         else:
             scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)[:, None]
         normed = tile * scale
         dnormed, addend = _gated_gradients(gradient, normed, g, weights, NORM_FIRST)
         dweight += addend
         if CUT:
-            along = tl.load(alongs + found, row < rows, other=0.0)[:, None]
+            along = tl.load(alongs + place, row < rows, other=0.0)[:, None]
         else:
             along = tl.sum(dnormed * normed, 1)[:, None] / group
         sigmoid = tl.sigmoid(g)

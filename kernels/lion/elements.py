@@ -11,10 +11,10 @@ def _feature(x, mask, FEATURES: tl.constexpr):
     """Before any division by the length: the feature map of x."""
     if FEATURES == "elu":
         # Comparisons, not minimum and maximum: those would swallow a NaN.
-        found = tl.where(x > 0.0, x + 1.0, tl.exp(tl.where(x > 0.0, 0.0, x)))
+        mapped = tl.where(x > 0.0, x + 1.0, tl.exp(tl.where(x > 0.0, 0.0, x)))
     else:
-        found = x * tl.sigmoid(x) + 0.5
-    return tl.where(mask, found, 0.0)
+        mapped = x * tl.sigmoid(x) + 0.5
+    return tl.where(mask, mapped, 0.0)
 
 
 @triton.jit
@@ -34,11 +34,11 @@ def features(
     `scale`."""
     row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
     at = token * x_stride + vector * width
-    found = _feature(tl.load(x + at[:, None] + column[None, :], mask, other=0.0).to(tl.float32), mask, FEATURES)
+    mapped = _feature(tl.load(x + at[:, None] + column[None, :], mask, other=0.0).to(tl.float32), mask, FEATURES)
     factor = tl.where(vector < vectors // 2, scale, 1.0)
     if FEATURES == "silu_norm":
-        factor /= tl.sqrt(tl.where(row < rows, tl.sum(found * found, 1), 1.0))
-    tl.store(y + row[:, None] * width + column[None, :], (found * factor[:, None]).to(y.dtype.element_ty), mask)
+        factor /= tl.sqrt(tl.where(row < rows, tl.sum(mapped * mapped, 1), 1.0))
+    tl.store(y + row[:, None] * width + column[None, :], (mapped * factor[:, None]).to(y.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -54,9 +54,9 @@ def feature_gradients(
     gradient *= tl.where(vector < vectors // 2, scale, 1.0)[:, None]
     given = tl.load(x + (token * x_stride + vector * width)[:, None] + column[None, :], mask, other=0.0).to(tl.float32)
     if FEATURES == "silu_norm":
-        found = _feature(given, mask, FEATURES)
-        factor = 1.0 / tl.sqrt(tl.where(row < rows, tl.sum(found * found, 1), 1.0))
-        normed = found * factor[:, None]
+        mapped = _feature(given, mask, FEATURES)
+        factor = 1.0 / tl.sqrt(tl.where(row < rows, tl.sum(mapped * mapped, 1), 1.0))
+        normed = mapped * factor[:, None]
         gradient = (gradient - normed * tl.sum(gradient * normed, 1)[:, None]) * factor[:, None]
     if FEATURES == "elu":
         gradient *= tl.exp(tl.where(given > 0.0, 0.0, given))
@@ -78,12 +78,12 @@ def row_gradients(
     at = row[:, None] * width + column[None, :]
     divisor = tl.load(row_sum + row, row < rows, other=1.0) + tl.where(row < rows, eps, 0.0)
     given = tl.load(dy + (token * dy_stride + vector * width)[:, None] + column[None, :], mask, other=0.0)
-    found = (given.to(tl.float32) / divisor[:, None]).to(dn.dtype.element_ty)
-    tl.store(dn + at, found, mask)
+    divided = (given.to(tl.float32) / divisor[:, None]).to(dn.dtype.element_ty)
+    tl.store(dn + at, divided, mask)
     out = tl.load(y + at, mask, other=0.0).to(tl.float32)
     if REST:
         out += tl.load(rest + at, mask, other=0.0).to(tl.float32)
-    total = -tl.sum(found.to(tl.float32) * out, 1)
+    total = -tl.sum(divided.to(tl.float32) * out, 1)
     if SUMS:
         total += tl.load(dsums + row, row < rows, other=0.0).to(tl.float32)
     tl.store(drow_sum + row, total, row < rows)

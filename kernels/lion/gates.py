@@ -56,9 +56,9 @@ def gate_gradients(
     start, token, length, head = _places(table, seqlen, per_row, heads, PACKED, SPAN, BLOCK_H)
     mask = (token < length) & (head < heads)
     target = token + DELAY
-    found = tl.load(dforward + (start + target) * heads + head, mask & (target < length), other=0.0)
+    gradient = tl.load(dforward + (start + target) * heads + head, mask & (target < length), other=0.0)
     target = token - OFFSET
-    found += tl.load(dbackward + (start + target) * heads + head, mask & (target >= 0), other=0.0)
+    gradient += tl.load(dbackward + (start + target) * heads + head, mask & (target >= 0), other=0.0)
     x = tl.load(logits + (start + token) * stride + head, mask, other=0.0).to(tl.float32)
-    found *= tl.sigmoid(-x)
-    tl.store(dlogits + (start + token) * heads + head, found.to(dlogits.dtype.element_ty), mask)
+    gradient *= tl.sigmoid(-x)
+    tl.store(dlogits + (start + token) * heads + head, gradient.to(dlogits.dtype.element_ty), mask)

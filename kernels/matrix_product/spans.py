@@ -77,14 +77,16 @@ class ProductSpan:
         return x[:, self.tokens].unflatten(1, (self.count, self.chunk))
 
     def at_steps(self, tokens: list[tuple[int, int]]) -> dict[int, tuple[Tensor, Tensor]]:
-        found: dict[int, tuple[list[int], list[int]]] = {}
+        by_step: dict[int, tuple[list[int], list[int]]] = {}
         for token, document in tokens:
             if self.tokens.start <= token < self.tokens.stop:
                 row, step = divmod(token - self.tokens.start, self.chunk)
-                rows, documents = found.setdefault(step, ([], []))
+                rows, documents = by_step.setdefault(step, ([], []))
                 rows.append(row)
                 documents.append(document)
-        return {step: tuple(torch.tensor(index, device=self.device) for index in pair) for step, pair in found.items()}
+        return {
+            step: tuple(torch.tensor(index, device=self.device) for index in pair) for step, pair in by_step.items()
+        }
 
     def blocks(self) -> list[range]:
         """The steps, a few at a time."""
@@ -112,8 +114,8 @@ class ProductSpan:
         if not self.cut:
             return None
         firsts = torch.tensor([self.cut.get(row, self.chunk) for row in range(self.count)])
-        found = (firsts[:, None] <= torch.arange(block.start, block.stop)).nonzero()
-        return found[:, 0].to(self.device), found[:, 1].to(self.device)
+        places = (firsts[:, None] <= torch.arange(block.start, block.stop)).nonzero()
+        return places[:, 0].to(self.device), places[:, 1].to(self.device)
 
     def load(self, source: Tensor, first: int, last: int, out: Tensor) -> Tensor:
         """Copy steps first .. last - 1 of (batch, count, chunk, nheads, o, o) into `out`, steps leading."""

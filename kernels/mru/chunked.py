@@ -223,5 +223,5 @@ def mru_step_torch(
 
 def chosen(y: Tensor, final: Tensor, norms: Tensor, with_final: bool, with_norms: bool) -> Tensor | tuple[Tensor, ...]:
     """The requested results; a single one is returned without a tuple."""
-    found = (y, *([final] if with_final else []), *([norms] if with_norms else []))
-    return found if len(found) > 1 else y
+    results = (y, *([final] if with_final else []), *([norms] if with_norms else []))
+    return results if len(results) > 1 else y

@@ -108,13 +108,13 @@ def backward(
     dv, dq, dk = form.values_and_vectors(dmixed)
     if form.scan.shift:
         _clear_edges(dq, cu_seqlens)
-    _, found, ddiagonal = scan.backward(
+    _, side_gradients, ddiagonal = scan.backward(
         dy.view(y.shape), None, None, v, sides, diagonal, form.scan, cu_seqlens, chunk_size,
         Into(dv, tuple(dq), tuple(dk)),
     )  # fmt: skip
     projects = given.diagonal_weight is not None
     dproduct = torch.empty_like(product) if projects else None
-    step_sums = _step_gradients(found, ddiagonal if projects else None, raw, given, form, draw, dproduct)
+    step_sums = _step_gradients(side_gradients, ddiagonal if projects else None, raw, given, form, draw, dproduct)
     dweight = more = None
     if projects:
         # The scan no longer needs dy: its memory takes what the diagonal adds to the gradient of v.
@@ -127,7 +127,7 @@ def backward(
         norm_sums, conv_sums, step_sums, form.directions, norm_weight, weight, bias, given.dt_bias, given.A_log,
         given.D if projects else None,
     )  # fmt: skip
-    states = [side.initial_state for side in found]
+    states = [side.initial_state for side in side_gradients]
     dstates = None
     if given.initial_states is not None:
         dstates = sum(state.sum(0) for state in states).mT.to(given.initial_states.dtype).contiguous()
@@ -178,7 +178,7 @@ def _scan_arguments(
 
 
 def _step_gradients(
-    found: tuple,
+    side_gradients: tuple,
     ddiagonal: Tensor | None,
     raw: Tensor,
     given: Parameters,
@@ -194,7 +194,7 @@ def _step_gradients(
     walk = triton.cdiv(tiles, _PROGRAMS)
     programs = triton.cdiv(tiles, walk)
     sums = torch.empty(programs, 3, columns, dtype=torch.float32, device=raw.device)
-    first, second = found[0], found[-1]
+    first, second = side_gradients[0], side_gradients[-1]
     launch(
         step_gradients, (programs, triton.cdiv(columns, block)),
         first.input_scale, second.input_scale, first.log_decay, second.log_decay, ddiagonal,

@@ -295,12 +295,12 @@ def _like(given: Inputs) -> Output:
 
 
 def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor | None]:
-    found = FORMS.triton.backward(
+    gradients = FORMS.triton.backward(
         cotangents.y, given.projected, given.scanned, given.mixed, given.product, _parameters(given), given.norm_weight,
         _form(given, given.norm_weight.shape[0]), given.cu_seqlens, given.chunk_size, given.eps, given.group_size,
         given.norm_first,
     )  # fmt: skip
-    return found._asdict()
+    return gradients._asdict()
 
 
 def _scan_flops(given: ScanInputs | Inputs, inner: int, *, backward: bool, again: bool = False) -> int:

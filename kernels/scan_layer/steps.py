@@ -61,19 +61,19 @@ def step_sizes(
     if DIAGONAL:
         own = column < heads
         mask = (row < rows) & own[None, :]
-        found = tl.load(product + row * product_stride + column[None, :], mask, other=0.0).to(tl.float32)
-        found += tl.load(D + column, own, other=0.0).to(tl.float32)[None, :]
-        tl.store(diagonal + row * heads + column[None, :], found, mask)
+        total = tl.load(product + row * product_stride + column[None, :], mask, other=0.0).to(tl.float32)
+        total += tl.load(D + column, own, other=0.0).to(tl.float32)[None, :]
+        tl.store(diagonal + row * heads + column[None, :], total, mask)
 
 
 @triton.jit
 def _of_directions(first, second, row, column, heads, mask, TWO: tl.constexpr):
     """A tile of the numbers (rows, heads) of both directions side by side."""
     at = row * heads + column[None, :]
-    found = tl.load(first + at, mask & (column < heads)[None, :], other=0.0)
+    both = tl.load(first + at, mask & (column < heads)[None, :], other=0.0)
     if TWO:
-        found += tl.load(second + at - heads, mask & (column >= heads)[None, :], other=0.0)
-    return found
+        both += tl.load(second + at - heads, mask & (column >= heads)[None, :], other=0.0)
+    return both
 
 
 @triton.jit(do_not_specialize=["rows", "walk"])
@@ -108,9 +108,9 @@ def step_gradients(
         tl.store(draw + row * draw_stride + column[None, :], gradient.to(draw.dtype.element_ty), mask)
         if DIAGONAL:
             mask = (row < rows) & own[None, :]
-            found = tl.load(ddiagonal + row * heads + column[None, :], mask, other=0.0)
-            dD += found
-            tl.store(dproduct + row * heads + column[None, :], found.to(dproduct.dtype.element_ty), mask)
+            gradient_there = tl.load(ddiagonal + row * heads + column[None, :], mask, other=0.0)
+            dD += gradient_there
+            tl.store(dproduct + row * heads + column[None, :], gradient_there.to(dproduct.dtype.element_ty), mask)
     at = sums + tl.program_id(0).to(tl.int64) * (3 * columns) + column
     tl.store(at, tl.sum(dbias, 0), there)
     tl.store(at + columns, tl.sum(dA, 0), there)
@@ -142,12 +142,12 @@ def clear_edges(
 @triton.jit
 def _total(sums, programs, width, column, there, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum over programs of columns of sums (programs, width)."""
-    found = tl.zeros((PROGRAMS, COLUMNS), tl.float32)
+    partial = tl.zeros((PROGRAMS, COLUMNS), tl.float32)
     for first in range(0, programs, PROGRAMS):
         program = first + tl.arange(0, PROGRAMS)
         mask = (program < programs)[:, None] & there[None, :]
-        found += tl.load(sums + program.to(tl.int64)[:, None] * width + column[None, :], mask, other=0.0)
-    return tl.sum(found, 0)
+        partial += tl.load(sums + program.to(tl.int64)[:, None] * width + column[None, :], mask, other=0.0)
+    return tl.sum(partial, 0)
 
 
 @triton.jit(do_not_specialize=["norm_programs", "conv_programs", "step_programs"])
@@ -214,8 +214,8 @@ def parameter_gradients(
     """The gradients of the last six from sums over tokens (programs, inner), (programs, taps and bias, channels) and
     (programs, 3, directions nheads), each shaped and typed like its parameter and contiguous."""
     parameters = (norm_weight, conv_weight, conv_bias, dt_bias, A_log, D)
-    found = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters]
-    dnorm, dweight, dconv_bias, ddt_bias, dA_log, dD = found
+    gradients = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters]
+    dnorm, dweight, dconv_bias, ddt_bias, dA_log, dD = gradients
     inner, (channels, width) = norm_sums.shape[1], conv_weight.shape
     columns = step_sums.shape[2]
     blocks = [triton.cdiv(n, SUMMED_COLUMNS) for n in (inner, channels, columns)]
@@ -228,4 +228,4 @@ def parameter_gradients(
         DIRECTIONS=directions, SHARED=dt_bias.numel() < columns or directions == 1, DIAGONAL=diagonal, WIDTH=width,
         BIAS=bias, PROGRAMS=SUMMED_PROGRAMS, COLUMNS=SUMMED_COLUMNS, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return tuple(found)
+    return tuple(gradients)

@@ -119,8 +119,10 @@ CAUSAL_FORMS = Forms("semiseparable_scan", "semiseparable.fused.launch", scan_fo
 def _causal_forward(given: CausalInputs) -> CausalOutputs:
     why_not = no_kernel(given.v, given.q)
     run = CAUSAL_FORMS.choose("forward", given.backend, given.v, why_not)
-    found = run(given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size, given.final_state)
-    return CausalOutputs(found.y, found.final)
+    output = run(
+        given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size, given.final_state
+    )
+    return CausalOutputs(output.y, output.final)
 
 
 def _causal_like(given: CausalInputs) -> CausalOutputs:
@@ -285,8 +287,8 @@ TWO_SIDED_FORMS = Forms("quasiseparable_scan", "semiseparable.fused.launch", sca
 
 def _two_sided_forward(given: TwoSidedInputs) -> TwoSidedOutputs:
     run = TWO_SIDED_FORMS.choose("forward", given.backend, given.v, no_kernel(given.v, given.q_forward))
-    found = run(given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False)
-    return TwoSidedOutputs(found.y, found.row_sum, found.rest)
+    output = run(given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False)
+    return TwoSidedOutputs(output.y, output.row_sum, output.rest)
 
 
 def _two_sided_like(given: TwoSidedInputs) -> TwoSidedOutputs:

@@ -80,10 +80,10 @@ def _held(state, batch_row, at, channel, there, d, WIDTH: tl.constexpr):
 @triton.jit
 def _taps(weight, channel, there, WIDTH: tl.constexpr):
     """The weights of the channels, a vector for each tap."""
-    found = ()
+    taps = ()
     for tap in tl.static_range(WIDTH):
-        found += (tl.load(weight + channel * WIDTH + tap, there, other=0.0).to(tl.float32),)
-    return found
+        taps += (tl.load(weight + channel * WIDTH + tap, there, other=0.0).to(tl.float32),)
+    return taps
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
@@ -159,9 +159,9 @@ def _conv_gradients(
     offset = zero
     if BIAS:
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
-    found = ()
+    tap_sums = ()
     for _ in tl.static_range(WIDTH + BIAS):
-        found += (zero,)
+        tap_sums += (zero,)
     for slot in range(program * walk, tl.minimum(program * walk + walk, slots)):
         piece, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
         first = piece * SPAN
@@ -208,10 +208,10 @@ def _conv_gradients(
                 counted = tl.where((at >= first) & (at < end), g, 0.0)
                 more = ()
                 for tap in tl.static_range(WIDTH):
-                    more += (found[tap] + counted * rows[ahead + tap],)
+                    more += (tap_sums[tap] + counted * rows[ahead + tap],)
                 if BIAS:
-                    more += (found[WIDTH] + counted,)
-                found = more
+                    more += (tap_sums[WIDTH] + counted,)
+                tap_sums = more
                 total = zero
                 for tap in tl.static_range(WIDTH):
                     total += weights[tap] * grads[ahead + WIDTH - 1 - tap]
@@ -230,7 +230,7 @@ def _conv_gradients(
             gradients = grads[ROWS:]
     for index in tl.static_range(WIDTH + BIAS):
         at = sums + (program * (WIDTH + BIAS) + index).to(tl.int64) * d + channel
-        tl.store(at, found[index], there)
+        tl.store(at, tap_sums[index], there)
 
 
 def forward(

@@ -31,12 +31,12 @@ def read_all(operation: str, kind: type[Config], folder: Path = FOLDER) -> dict[
 def read(path: Path, operation: str, kind: type[Config]) -> dict[int, Config]:
     """The configurations of an operation in one file, by bytes per number. Raises ValueError as `read_all` does."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("architecture") != path.stem:
+    if not isinstance(content, dict) or content.get("architecture") != path.stem:
         raise ValueError(f'{path}: "architecture" has to be "{path.stem}", as the file is named')
-    rows = found.get(operation, [])
+    rows = content.get(operation, [])
     if not isinstance(rows, list):
         raise ValueError(f'{path}: "{operation}" has to be a list of configurations')
     configs: dict[int, Config] = {}
@@ -65,13 +65,13 @@ def _config(path: Path, operation: str, kind: type[Config], row: Any) -> Config:
 
 def text(architecture: str, measured: dict[str, Any], configs: dict[str, list[NamedTuple]]) -> str:
     """The content of a file: configurations by operation, and where and when they were measured."""
-    rows = {operation: [config._asdict() for config in found] for operation, found in configs.items()}
+    rows = {operation: [config._asdict() for config in of_operation] for operation, of_operation in configs.items()}
     return json.dumps({"architecture": architecture, "measured": measured, **rows}, indent=1) + "\n"
 
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Returns the architecture of a GPU, such as "sm_90" or "gfx942"; "" for another device, or where there is no GPU."""
+    """Returns the architecture of a GPU, such as "sm_90" or "gfx942"; "" for other devices and without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return ""
     if torch.version.hip:

@@ -84,7 +84,7 @@ class NearestOrthogonal(Function):
         """L and U, each with the number (..., 1, 1) that it was multiplied by, 1 unless it was large."""
         diagonal = matrices.diagonal(dim1=-2, dim2=-1)
         exponents = (diagonal - diagonal.mean(-1, keepdim=True)) / 2
-        found = []
+        factors = []
         for triangle in (matrices.tril(-1), matrices.triu(1)):
             with torch.no_grad():
                 log_size = torch.maximum(triangle.abs().amax((-2, -1)).log(), exponents.amax(-1))
@@ -92,8 +92,8 @@ class NearestOrthogonal(Function):
                 shrink = (-excess).exp()[..., None]
             factor = triangle * shrink
             factor.diagonal(dim1=-2, dim2=-1).copy_((exponents - excess).exp())
-            found.append((factor, shrink))
-        return found
+            factors.append((factor, shrink))
+        return factors
 
     @staticmethod
     def bound(y: torch.Tensor) -> torch.Tensor:

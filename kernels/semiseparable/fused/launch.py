@@ -41,7 +41,7 @@ class Into(NamedTuple):
     k: tuple[Tensor, ...]
 
 
-class Found(NamedTuple):
+class Gradients(NamedTuple):
     """The gradients of one pass."""
 
     v: Tensor
@@ -65,7 +65,7 @@ def gradients(
     entering: States | None,
     leaving: States | None,
     into: Into | None = None,
-) -> Found:
+) -> Gradients:
     """The backward pass of one scan, from the states at the edges of its chunks."""
     two, stored = len(sides) == 2, entering is not None
     cross = scan.chunk > scan.tile
@@ -159,11 +159,11 @@ def gradients(
             **common, STATES=stored, PARTS=n_blocks, BLOCK_H=block,
         )  # fmt: skip
     targets = zip(into.q, into.k, strict=True) if into is not None else [(None, None)] * len(sides)
-    found = [
+    side_gradients = [
         (summed(dq, v.dtype, to_q), summed(dk, v.dtype, to_k), da, dw)
         for dq, dk, da, dw, (to_q, to_k) in zip(dqs, dks, das[: len(sides)], dws[: len(sides)], targets, strict=True)
     ]
-    return Found(dv, found, along + along2 if halves and diagonal is not None else along)
+    return Gradients(dv, side_gradients, along + along2 if halves and diagonal is not None else along)
 
 
 def summed(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
@@ -267,9 +267,11 @@ def backward(
             scan, sides, [side.q for side in sides], parts, [dfinal, *[None] * (count - 1)], form, sums,
             cotangent=True, sum_factor=drow_sum, want_ends=starts,
         )  # fmt: skip
-    found = gradients(scan, v, parts, drow_sum, sides, diagonal, form, sums, triangle, entering, leaving, into)
+    gradients_of_all = gradients(
+        scan, v, parts, drow_sum, sides, diagonal, form, sums, triangle, entering, leaving, into
+    )
     finished = []
-    for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, found.sides, strict=True)):
+    for number, (side, (dq, dk, da, dw)) in enumerate(zip(given, gradients_of_all.sides, strict=True)):
         initial = None
         if side.initial_state is not None:
             # Copied: of one document and head the slice is contiguous as it is, and outputs of an op share no memory.
@@ -278,4 +280,8 @@ def backward(
         da = None if da is None else reduce_like(da, side.log_decay)
         dw = None if dw is None else dw.to(side.input_scale.dtype)
         finished.append(SideGradients(dq, dk, da, dw, initial))
-    return found.v, tuple(finished), None if diagonal is None else reduce_like(found.along, diagonal)
+    return (
+        gradients_of_all.v,
+        tuple(finished),
+        None if diagonal is None else reduce_like(gradients_of_all.along, diagonal),
+    )

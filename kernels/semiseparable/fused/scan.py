@@ -98,11 +98,11 @@ def checked(config: ScanConfig, where: str) -> ScanConfig:
 def measured(folder: Path = tiles.FOLDER) -> dict[str, dict[int, ScanConfig]]:
     """Returns the measured configurations, by architecture and bytes per number. Raises ValueError for a file that
     cannot be used."""
-    found = tiles.read_all(OPERATION, ScanConfig, folder)
-    for architecture, configs in found.items():
+    by_architecture = tiles.read_all(OPERATION, ScanConfig, folder)
+    for architecture, configs in by_architecture.items():
         for config in configs.values():
             checked(config, f"{folder / architecture}.json: {OPERATION}")
-    return found
+    return by_architecture
 
 
 MEASURED = measured()
@@ -113,7 +113,7 @@ force_configuration = ForcedConfiguration()
 
 def configurations() -> tuple[ScanConfig, ...]:
     """All configurations that `choose` can return."""
-    return tuple(dict.fromkeys((_HALF, _SINGLE, *(x for found in MEASURED.values() for x in found.values()))))
+    return tuple(dict.fromkeys((_HALF, _SINGLE, *(x for by_size in MEASURED.values() for x in by_size.values()))))
 
 
 def usual(itemsize: int, architecture: str = "") -> ScanConfig:

@@ -82,10 +82,10 @@ def decay_sums(
 @triton.jit
 def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
     """The sum of what several programs found for the same tokens and heads, in a fixed order."""
-    found = tl.load(x + at, mask=mask, other=0.0)
+    total = tl.load(x + at, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
-        found += tl.load(x + part * part_stride + at, mask=mask, other=0.0)
-    return found
+        total += tl.load(x + part * part_stride + at, mask=mask, other=0.0)
+    return total
 
 
 @triton.jit
@@ -105,8 +105,8 @@ def side_decay_gradients(
     """
     there = (head < heads)[:, None]
     mask = (i < left)[None, :] & there
-    found = head.to(tl.int64)[:, None] * tokens + t
-    at = found + i[None, :]
+    head_place = head.to(tl.int64)[:, None] * tokens + t
+    at = head_place + i[None, :]
     to = (t + i)[None, :] * heads + head[:, None]
     if SCALED:
         dscale = tl.load(scales + at, mask=mask, other=0.0)
@@ -121,8 +121,8 @@ def side_decay_gradients(
         before = i + (1 if REVERSE else -1)
         is_after = ((after >= 0) & (after < left))[None, :] & there
         is_before = ((before >= 0) & (before < left))[None, :] & there
-        at_after = found + after[None, :]
-        at_before = found + before[None, :]
+        at_after = head_place + after[None, :]
+        at_before = head_place + before[None, :]
         if CHUNK > TILE:
             # The tile that the direction comes from writes, and the other one, where there is one, reads.
             ahead, behind = (i >= TILE)[None, :], (i < TILE)[None, :]

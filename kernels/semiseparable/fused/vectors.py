@@ -36,12 +36,12 @@ def passed_through(
 ):  # fmt: skip
     """Returns what passes through a whole chunk, before its decay: the product of the state that enters and the
     cotangent of the one that leaves; of ROWS of their rows."""
-    found = 0.0
+    total = 0.0
     for p0 in tl.static_range(0, HEADDIM, BLOCK_P):
         at, inside = state_places(first, p0, D_STATE, HEADDIM, ROWS, BLOCK_P)
         h = tl.load(entering + at, mask=inside & there, other=0.0).to(tl.float32)
-        found += tl.sum(h * tl.load(leaving + at, mask=inside & there, other=0.0).to(tl.float32))
-    return found
+        total += tl.sum(h * tl.load(leaving + at, mask=inside & there, other=0.0).to(tl.float32))
+    return total
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def add_product(acc, matrix, x, PRECISION: tl.constexpr):
 
 @triton.jit
 def side_gradients(
-    vector, found, through, rows, rows_l, rows_h, u, u_l, u_h, w, w_l, w_h, sums, states, vectors, others,
+    vector, decay_parts, through, rows, rows_l, rows_h, u, u_l, u_h, w, w_l, w_h, sums, states, vectors, others,
     other_vectors, h0, r0, left, tokens, step, reverse, gated, scaled, there, meets, n0,
     directions: tl.constexpr, WRITES: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     NORMALIZE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, HEADS: tl.constexpr,
@@ -71,7 +71,7 @@ def side_gradients(
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient (TILE, BLOCK_N) of q of the readers (or with WRITES of k of the writers) of one direction, from the
-    `rows` dy (v), and `states` that are `there`. `found` gets the sum of what decays get, for which q (k) are in
+    `rows` dy (v), and `states` that are `there`. `decay_parts` gets the sum of what decays get, for which q (k) are in
     `vector`; a reader's is `step` tokens ahead. The readers find out what passes `through` to the `others` too, where
     both are there (`meets`). GATED, SCALED: any direction is, which this one need not be (`gated`, `scaled`).
 
@@ -109,7 +109,7 @@ def side_gradients(
                 exponent = high + low if EXACT else high
             factor = tl.exp2(exponent) if GATED == 2 else tl.where(gated, tl.exp2(exponent), factor)
         if GATED or (WRITES and SCALED):
-            tl.store(found + head * tokens + i, tl.sum(part * vector, 1) * factor, mask=valid)
+            tl.store(decay_parts + head * tokens + i, tl.sum(part * vector, 1) * factor, mask=valid)
         if GATED and not WRITES:
             passed = 0.0
             # The chunk's last tile with tokens takes the shares of those behind it.

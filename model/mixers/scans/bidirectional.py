@@ -88,7 +88,7 @@ class BidirectionalConcat(SeparateDirections):
         return 2 * d_inner
 
     def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
-        """Returns M f(x) as the scan gives it, (B, L, H, 2 P): in each head the forward half, then the backward half."""
+        """Returns M f(x) as the scan does, (B, L, H, 2 P): in each head the forward half, then the backward half."""
         return torch.cat(super().mix(matrix, values).chunk(2, dim=2), dim=-1)
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:

@@ -244,8 +244,8 @@ class LionLit(Mixer):
         if sets[0] is None or (sets[0].dim() == 1 and len(sets) == 1):
             return sets[0]
         shape = (x.shape[0], x.shape[1], self.nheads)
-        found = [sets[min(index, len(sets) - 1)].expand(shape)[:, order] for index, order in enumerate(places)]
-        return torch.stack(found, 1).flatten(0, 1)
+        logits = [sets[min(index, len(sets) - 1)].expand(shape)[:, order] for index, order in enumerate(places)]
+        return torch.stack(logits, 1).flatten(0, 1)
 
     def with_outside(self, qkv: Tensor, y: Tensor, sums: Tensor, place: int) -> tuple[Tensor, Tensor]:
         """y (B, L - 1, H, headdim) and sums (B, L - 1, H), before rows are divided, with the position `place` that is

@@ -296,7 +296,7 @@ def centred_conv(
 
 @outside_autocast
 def plain_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """Computes `short_conv` of a whole row with any odd number of taps, by PyTorch's convolution, in float32 at least."""
+    """Does what `short_conv` does, on a whole row and with any odd number of taps, in float32 at least."""
     exact = torch.promote_types(x.dtype, torch.float32)
     bias = None if bias is None else bias.to(exact)
     channels, width = weight.shape
