@@ -13,8 +13,7 @@ import triton
 from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
-from matmix.kernels.lion.elements import feature_gradients, features, row_gradients
-from matmix.kernels.lion.gates import gate_gradients, log_gates
+from matmix.kernels.lion.elements import feature_gradients, features, gate_gradients, log_gates, row_gradients
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into

@@ -18,7 +18,7 @@ from matmix.kernels.checks import (
 )
 from matmix.kernels.lion.chunked import FEATURE_MAPS, lion_mixer_torch
 from matmix.kernels.registration import register
-from matmix.kernels.semiseparable.flops import scan_flops
+from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import ScanForm, no_kernel_for
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from matmix.kernels.backend import Forms, check_backend, takes_triton
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
-from matmix.kernels.matrix_product.chunked import product_backward, reverse_products
-from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.matrix_product.chunked import product_backward, product_forward, reverse_products
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
 from matmix.kernels.registration import register
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.functions import outside_autocast, working
-from matmix.kernels.matrix_product.chunked import matrix_product_chunked, product_backward
-from matmix.kernels.matrix_product.forward import product_forward
+from matmix.kernels.matrix_product.chunked import matrix_product_chunked, product_backward, product_forward
 from matmix.kernels.mru.constructions import (
     TRIANGLES,
     AffineMap,

@@ -28,7 +28,7 @@ from matmix.kernels.checks import (
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
 from matmix.kernels.registration import Output, register
 from matmix.kernels.scan_layer.chunked import LayerForm, LayerParts, compose_layer
-from matmix.kernels.semiseparable.flops import scan_flops
+from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import no_kernel_for
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.short_conv.op import short_conv

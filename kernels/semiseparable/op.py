@@ -14,8 +14,7 @@ from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
-from matmix.kernels.semiseparable.chunked.setup import scan_dtype
-from matmix.kernels.semiseparable.flops import scan_flops
+from matmix.kernels.semiseparable.chunked.setup import scan_dtype, scan_flops
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide, check_form, check_scan, no_kernel
 
 

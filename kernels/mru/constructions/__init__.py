@@ -11,8 +11,13 @@ from __future__ import annotations
 import torch
 
 from matmix.kernels.functions import Function
-from matmix.kernels.mru.constructions.cayley import CayleyTransform, OrthogonalTimesUpper
-from matmix.kernels.mru.constructions.ldu import NEWTON_SCHULZ_STEPS, NearestOrthogonal, UnitDeterminantProduct
+from matmix.kernels.mru.constructions.orthogonal import (
+    NEWTON_SCHULZ_STEPS,
+    CayleyTransform,
+    NearestOrthogonal,
+    OrthogonalTimesUpper,
+    UnitDeterminantProduct,
+)
 
 
 class AffineMap(Function):

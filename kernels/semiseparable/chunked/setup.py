@@ -1,9 +1,10 @@
-"""Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes, and carries
-states between chunks.
+"""Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes, carries
+states between chunks, and counts the FLOPs of both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -202,3 +203,37 @@ def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | No
         torch.matmul(scan.k[at].to(setup.dtype).permute(0, 2, 3, 1), written, out=local[at])
     final = pass_states(local, decay.total, scan.initial_state, setup.layout, not scan.reverse)
     return local, final
+
+
+def scan_flops(
+    v_shape: Sequence[int],
+    q_shape: Sequence[int],
+    directions: int,
+    form: ScanForm,
+    chunk_size: int | None,
+    *,
+    backward: bool,
+) -> int:
+    """Returns the FLOPs of one pass over v (batch, seqlen, nheads, headdim) with q (batch, seqlen, ngroups, d_state):
+    two for each multiply-add of a matrix product, as FlopCounterMode counts.
+
+    Counted are the products of the chunked form (the scores q k^T of each direction and group, chunk matrices times
+    values, states written and read), but not what is done once per element (exponentials, masks, scales, the diagonal).
+    A normaliser counts as one more column of values. "mult" and "concat" have a chunk matrix in each direction where
+    "add" has one in all. The backward pass is counted with all that it computes again; masks save nothing.
+    """
+    batch, seqlen, heads, headdim = v_shape
+    groups, d_state = q_shape[2:]
+    chunk = chunk_size or default_scan_chunk(seqlen, d_state, headdim)
+    width = headdim + form.normalize
+    scores = directions * groups * chunk * d_state
+    matrices = (1 if form.combine == "add" else directions) * heads * chunk * width
+    # Written by each chunk and read by each token.
+    states = directions * 2 * heads * d_state * width
+    per_token = scores + matrices + states
+    if backward:
+        # Scores again, then dq and dk from them; dM and dv; states again and their cotangents, each read for
+        # gradients of q or k, of v and of decays.
+        again = per_token if form.combine == "mult" else 0
+        per_token = 3 * scores + 2 * matrices + 3 * states + again
+    return 2 * batch * seqlen * per_token

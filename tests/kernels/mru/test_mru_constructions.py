@@ -11,7 +11,7 @@ from matmix.kernels.mru.constructions import (
     build_state_matrices,
     state_elements,
 )
-from matmix.kernels.mru.constructions.ldu import NEWTON_SCHULZ_STEPS
+from matmix.kernels.mru.constructions.orthogonal import NEWTON_SCHULZ_STEPS
 from matmix.model.mixers.mru import MRU, MRUConfig
 
 

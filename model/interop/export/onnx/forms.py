@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels.mru.constructions import NEWTON_SCHULZ_STEPS, AffineMap
-from matmix.kernels.mru.constructions.ldu import NearestOrthogonal
+from matmix.kernels.mru.constructions.orthogonal import NearestOrthogonal
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.mru import MRU
