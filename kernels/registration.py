@@ -140,8 +140,8 @@ def _register_backward(
             for field, x in outputs._asdict().items()
         ]
         ctx.mark_non_differentiable(*(x for field, x in outputs._asdict().items() if field not in differentiable))
-        # No zeros in place of the gradients that outputs have not.
-        ctx.set_materialize_grads(False)
+        # Of several outputs, those without a gradient get no zeros in its place.
+        ctx.set_materialize_grads(len(returns._fields) == 1)
         ctx.save_for_backward(*held, *(getattr(given, field) for field in tensors))
         ctx.given = given._replace(**dict.fromkeys(tensors))
 
