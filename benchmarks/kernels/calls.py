@@ -98,8 +98,8 @@ def _run_state_conv(
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
     state = _empty(BATCH, channels, width - 1, dtype=torch.float32 if exact else dtype)
     options = weight, offset, state, "silu" if silu else None
-    y, final = module.forward(x, *options)
-    module.backward(torch.empty_like(y), torch.empty_like(final), x, *options)
+    y, final = module.forward_from_state(x, *options)
+    module.backward_from_state(torch.empty_like(y), torch.empty_like(final), x, *options)
 
 
 def _run_conv(

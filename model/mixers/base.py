@@ -38,11 +38,25 @@ def head_count(d_model: int, config: Any) -> int:
     return config.nheads or d_model // config.headdim
 
 
+def check_least(mixer: str, config: Any, **least: int) -> None:
+    """Raise a one-line ValueError for an option, if the mixer has it, that is below its least value."""
+    for name, bound in least.items():
+        if getattr(config, name, bound) < bound:
+            raise ValueError(f"model.mixers.{mixer}.{name} = {getattr(config, name)}: must be at least {bound}")
+
+
+def check_inner_width(mixer: str, d_model: int, config: Any) -> None:
+    """Raise a one-line ValueError where heads of `headdim` channels do not fill the inner width."""
+    if config.expand * d_model % config.headdim:
+        raise ValueError(
+            f"model.mixers.{mixer}.headdim = {config.headdim} does not divide the inner width expand * d_model = "
+            f"{config.expand} * {d_model} = {config.expand * d_model}; change headdim, expand or d_model"
+        )
+
+
 def check_heads(mixer: str, d_model: int, config: Any) -> None:
     """Raise a one-line ValueError where heads do not fit the width. mixer: its name in a configuration."""
-    for name, least in (("headdim", 1), ("nheads", 0)):
-        if getattr(config, name) < least:
-            raise ValueError(f"model.mixers.{mixer}.{name} = {getattr(config, name)}: must be {least} or more")
+    check_least(mixer, config, headdim=1, nheads=0)
     if config.nheads == 0 and d_model % config.headdim:
         raise ValueError(
             f"model.mixers.{mixer}.headdim = {config.headdim} does not divide d_model = {d_model}; "
@@ -135,6 +149,8 @@ class Mixer(Called):
     static_step: ClassVar[bool] = False
     """The state has the same shapes after every token, and `step_in_place` reads nothing back from the device: a CUDA
     graph can replay it."""
+    takes_in_place: ClassVar[bool] = False
+    """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
     monitor_limits: ClassVar[dict[str, float]] = {}
     """The limits of values of `monitor` above which the layers after this mixer overflow, where it is known."""
 
@@ -308,6 +324,8 @@ class Mixer(Called):
 
         It refuses no state, as that would wait for the device; `refuse` does so afterwards.
         """
+        if self.takes_in_place:
+            return self.step(x, state, in_place=True)[0]
         y, new = self.step(x, state)
         overwrite(state, new)
         return y

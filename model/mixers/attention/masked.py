@@ -201,6 +201,7 @@ class SmaCausal(MaskedAttention):
     sequence_aligned = True
     complexity = "O(L)"
     static_step = True
+    takes_in_place = True
 
     @classmethod
     def block_rank(cls, config: MaskedAttentionConfig) -> int:
@@ -237,9 +238,6 @@ class SmaCausal(MaskedAttention):
         q, k, v = self.project(x)
         y, state = semiseparable_step(v, q, k, self.log_gates(x), state, in_place=in_place)
         return self.combine(y, x), state
-
-    def step_in_place(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.step(x, state, in_place=True)[0]
 
 
 class SmaDecay(SmaCausal):

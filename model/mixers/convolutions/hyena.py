@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from matmix.kernels import short_conv, short_conv_step
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, conv_weights, exact_linear, state_like
+from matmix.model.mixers.base import Mixer, check_least, conv_weights, exact_linear, state_like
 from matmix.model.mixers.convolutions.long import (
     convolution_matrix,
     long_convolution,
@@ -129,9 +129,7 @@ class Hyena(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:
-        for name in ("filter_width", "filter_layers"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
+        check_least(cls.name, config, filter_width=1, filter_layers=1)
         if config.filter_features < 1 or config.filter_features % 2 == 0:
             raise ValueError(f"model.mixers.{cls.name}.filter_features = {config.filter_features}: must be odd")
         if config.d_conv % 2 == 0 or not 3 <= config.d_conv <= 9:

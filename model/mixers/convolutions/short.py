@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, check_least, conv_weights, state_like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,7 @@ class Convolution(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: ConvolutionConfig) -> None:
-        if config.expand < 1:
-            raise ValueError(f"model.mixers.{cls.name}.expand = {config.expand}: must be at least 1")
+        check_least(cls.name, config, expand=1)
         if config.d_conv not in (0, *range(2, 10)):
             raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be 0 or from 2 to 9")
 

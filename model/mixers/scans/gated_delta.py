@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from matmix.kernels import gated_norm, short_conv, short_conv_step
 from matmix.model.calls import weight_of
 from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, check_inner_width, check_least, conv_weights, state_like
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
@@ -103,17 +103,11 @@ class GatedDelta(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: GatedDeltaConfig) -> None:
-        for name in ("headdim", "qk_dim", "expand", "chunk_size"):
-            if getattr(config, name) < 1:
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
+        check_least(cls.name, config, headdim=1, qk_dim=1, expand=1, chunk_size=1)
         if not 2 <= config.d_conv <= 9:
             raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be from 2 to 9")
         check_initial_steps(cls.name, config)
-        if config.expand * d_model % config.headdim:
-            raise ValueError(
-                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
-                f"expand * d_model = {config.expand} * {d_model}; change headdim, expand or d_model"
-            )
+        check_inner_width(cls.name, d_model, config)
 
     @classmethod
     def block_rank(cls, config: GatedDeltaConfig) -> int:

@@ -46,6 +46,7 @@ class LinearAttention(Mixer):
     sequence_aligned = True
     complexity = "O(L)"
     static_step = True
+    takes_in_place = True
     row_normalized = True
 
     def __init__(
@@ -137,9 +138,6 @@ class LinearAttention(Mixer):
         q, k, v = self.project(x)
         y, state = semiseparable_step(*self.widened(q, k, v), None, state, in_place=in_place)
         return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
-
-    def step_in_place(self, x: Tensor, state: Tensor) -> Tensor:
-        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)

@@ -85,20 +85,9 @@ def lion_chunked(
     """Attention inside chunks and states between them, O(L): the bidirectional scan."""
     forward = None if log_gate is None else delayed_gates(log_gate, forward_gate_offset, cu_seqlens)
     return quasiseparable_scan(
-        v,
-        q,
-        k,
-        q,
-        k,
-        forward,
-        log_gate,
-        shift=False,
-        self_term="mean",
-        normalize="row_sum",
-        eps=eps,
-        gate_offset=gate_offset,
-        cu_seqlens=cu_seqlens,
-    )
+        v, q, k, q, k, forward, log_gate, shift=False, self_term="mean", normalize="row_sum", eps=eps,
+        gate_offset=gate_offset, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
 
 
 class LionState(NamedTuple):

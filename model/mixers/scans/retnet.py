@@ -49,6 +49,7 @@ class RetNet(Mixer):
     sequence_aligned = True
     complexity = "O(L)"
     static_step = True
+    takes_in_place = True
 
     def __init__(self, d_model: int, config: RetNetConfig, *, causal: bool, max_seqlen: int, output_std: float):
         super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
@@ -138,9 +139,6 @@ class RetNet(Mixer):
         q, k, v = (part.squeeze(0) for part in self.project(x.unsqueeze(0), seen))
         y, last = semiseparable_step(v, q, k, self.log_decay(x), before, in_place=in_place)
         return self.finish(y, x), (seen.add_(1) if in_place else seen + 1, last)
-
-    def step_in_place(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)

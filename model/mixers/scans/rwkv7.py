@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from matmix.kernels.documents import shift_right
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init
-from matmix.model.mixers.base import Mixer, state_like
+from matmix.model.mixers.base import Mixer, check_least, state_like
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
 
 
@@ -109,9 +109,7 @@ class RWKV7(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: RWKV7Config) -> None:
-        for name, least in (("headdim", 2), ("decay_rank", 0), ("rate_rank", 0), ("gate_rank", 0)):
-            if getattr(config, name) < least:
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be {least} or more")
+        check_least(cls.name, config, headdim=2, decay_rank=0, rate_rank=0, gate_rank=0)
         if not 1 <= config.chunk_size <= 128:
             raise ValueError(f"model.mixers.{cls.name}.chunk_size = {config.chunk_size}: must be from 1 to 128")
         if d_model % config.headdim:

@@ -19,7 +19,7 @@ from matmix.kernels.checks import CHUNK_SIZES
 from matmix.kernels.scan_layer.chunked import LayerForm, ScanArguments, norm_and_gate, scan_arguments
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights
+from matmix.model.mixers.base import Mixer, RMSNormWeight, check_inner_width, check_least, conv_weights
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -121,15 +121,9 @@ class ScanBlock(Mixer):
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
         field = f"model.mixers.{cls.name}"
-        for option in ("d_state", "headdim", "expand", "ngroups"):
-            if getattr(config, option) < 1:
-                raise ValueError(f"{field}.{option} = {getattr(config, option)}: must be at least 1")
-        d_inner, nheads, _, _ = cls.widths(d_model, config)
-        if d_inner % config.headdim:
-            raise ValueError(
-                f"{field}.headdim = {config.headdim} does not divide the inner width "
-                f"expand * d_model = {config.expand} * {d_model} = {d_inner}; change headdim, expand or d_model"
-            )
+        check_least(cls.name, config, d_state=1, headdim=1, expand=1, ngroups=1)
+        check_inner_width(cls.name, d_model, config)
+        nheads = cls.widths(d_model, config)[1]
         if nheads % config.ngroups:
             raise ValueError(
                 f"{field}.ngroups = {config.ngroups} does not divide the {nheads} heads (expand * d_model / headdim); "

@@ -43,6 +43,7 @@ class Semiseparable(ScanBlock):
     causal_form = True
     bidirectional_form = False
     static_step = True
+    takes_in_place = True
     directions = 1
     diagonal = "constant"
 
@@ -89,9 +90,6 @@ class Semiseparable(ScanBlock):
             in_place=in_place,
         )  # fmt: skip
         return self.finish(y, z), (window, last)
-
-    def step_in_place(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        return self.step(x, state, in_place=True)[0]
 
     def matrix(self, x: Tensor) -> Tensor:
         (side,) = self.parts(x)[1].sides

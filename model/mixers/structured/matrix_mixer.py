@@ -21,7 +21,7 @@ from matmix.kernels.checks import transformed
 from matmix.kernels.functions import outside_autocast
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, conv_weights
+from matmix.model.mixers.base import Mixer, RMSNormWeight, check_inner_width, check_least, conv_weights
 
 Entries = Callable[[Tensor, Tensor, int], Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
@@ -180,14 +180,8 @@ class MatrixMixer(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
-        for name in ("headdim", "expand", "qk_dim", "d_state"):
-            if getattr(config, name, 1) < 1:
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be at least 1")
-        if config.expand * d_model % config.headdim:
-            raise ValueError(
-                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width "
-                f"expand * d_model = {config.expand} * {d_model}; change headdim, expand or d_model"
-            )
+        check_least(cls.name, config, headdim=1, expand=1, qk_dim=1, d_state=1)
+        check_inner_width(cls.name, d_model, config)
         if config.d_conv % 2 == 0 or config.d_conv < 1:
             raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and at least 1")
 
