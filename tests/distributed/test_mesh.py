@@ -64,3 +64,7 @@ def test_a_dimension_more_changes_no_number(toys, options, expected, tmp_path):
             assert tensor.flatten().tolist() == pytest.approx(final[key].flatten().tolist(), abs=1e-6), (name, key)
         one, two = (json.loads((run / "summary.json").read_text())["validation"] for run in (folder, tmp_path / name))
         assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name
+
+
+def test_checkpoints_may_be_cut_along_any_dimension(tmp_path):
+    assert run_distributed(mesh_scenario.saved_in_columns, 2, arguments=(str(tmp_path),)) == [[True] * 3] * 2

@@ -6,17 +6,22 @@ The dimension, and what an engine does along it, stand here; nothing else of the
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
 from matmix.train import loop
 from matmix.train.engine import mesh
 from matmix.train.engine.fsdp import FsdpEngine
+from matmix.train.engine.full_state import fill
 from matmix.train.engine.mesh import Dimension
+from matmix.train.engine.sharded_files import SUBDIRECTORY, ShardedFiles, write_sharded
 from matmix.train.optim.base import local_part
 from matmix.train.recipe import load_config
 
@@ -62,3 +67,18 @@ def train_all(runs: list[tuple[str, list[str]]], toy: str) -> None:
             patch.setattr(loop, "build_engine", kind)
         for recipe, overrides in runs:
             loop.train(load_config(recipe, overrides))
+
+
+def saved_in_columns(directory: str) -> list[bool]:
+    """Saves a matrix that is cut into columns, and fills one that is cut so, one in rows and one that is not cut from
+    it: whether each is what was saved."""
+    ranks = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(15.0).view(3, 5)
+    write_sharded({"model.weight": distribute_tensor(whole, ranks, [Shard(1)])}, Path(directory) / SUBDIRECTORY)
+    files = ShardedFiles(Path(directory), {"shapes": {"weight": [3, 5]}, "moments": {}})
+    same = []
+    for placement in (Shard(1), Shard(0), Replicate()):
+        tensor = distribute_tensor(torch.zeros(3, 5), ranks, [placement])
+        fill(tensor, files, "model.weight")
+        same.append(torch.equal(tensor.full_tensor(), whole))
+    return same
