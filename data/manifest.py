@@ -18,7 +18,7 @@ import numpy as np
 
 from matmix.data.artifacts import artifact_name, is_count, is_digest, one_line, parse_json, require
 from matmix.data.formats import FORMATS
-from matmix.data.formats.base import Shard, ShardInfo
+from matmix.data.formats.base import ShardInfo
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -51,11 +51,10 @@ class SplitInfo:
     shards: tuple[ShardInfo, ...]
 
     @classmethod
-    def of(cls, shards: Sequence[Shard], text_bytes: int) -> SplitInfo:
+    def of(cls, shards: Sequence[ShardInfo], text_bytes: int) -> SplitInfo:
         """Returns the sums over the shards that a preparation has written."""
         documents, tokens = (sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens"))
-        infos = tuple(shard.info for shard in shards)
-        return cls(documents=documents, tokens=tokens, bytes=text_bytes, shards=infos)
+        return cls(documents=documents, tokens=tokens, bytes=text_bytes, shards=tuple(shards))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ the columns `image` and `label` in the same way, so that a document is a view of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -91,7 +92,7 @@ class ShardInfo:
     """Hex digest of the shard without compression."""
 
     def check(self, where: str) -> None:
-        """Raises ValueError for a shard that no preparation writes. where: names it in the message."""
+        """Raises ValueError or TypeError for a shard that no preparation writes. where: names it in the message."""
         artifact_name(self.file, "it")
         for name in ("documents", "tokens", "bytes", "raw_bytes"):
             require(is_count(getattr(self, name)), f"{where}.{name}", getattr(self, name))
@@ -103,27 +104,6 @@ class ShardInfo:
         """Returns how many bytes its documents and tokens can take without compression."""
         size = self.tokens * np.dtype(dtype).itemsize + self.documents * _DOCUMENT_OVERHEAD + _SHARD_OVERHEAD
         return min(size, LARGEST_SHARD)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shard(ShardInfo):
-    """A shard file that a preparation has written."""
-
-    raw_file: str
-    """File name without the suffix of the compression."""
-
-    @classmethod
-    def checked(cls, raw: dict[str, Any]) -> Shard:
-        """Returns the shard that a file describes. Raises ValueError, TypeError or AttributeError if it is damaged."""
-        shard = cls(**raw)
-        shard.check("shard")
-        artifact_name(shard.raw_file, "it")
-        return shard
-
-    @property
-    def info(self) -> ShardInfo:
-        """The shard as the manifest has it."""
-        return ShardInfo(**{key: value for key, value in asdict(self).items() if key != "raw_file"})
 
 
 class OpenShard(ABC):
@@ -181,9 +161,13 @@ class ShardFormat(ABC):
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
         """Returns the bytes of a shard. documents: each (n,) of `self.dtype`; first: the first's number."""
 
-    def index(self, shards: list[Shard]) -> dict[str, Any]:
+    def raw_name(self, shard: ShardInfo) -> str:
+        """Returns the name of a shard before compression."""
+        return shard.file.removesuffix(self.compressed_suffix)
+
+    def index(self, shards: Sequence[ShardInfo]) -> dict[str, Any]:
         """Returns the contents of the split's index.json."""
-        return {"version": 1, "shards": [asdict(shard) for shard in shards]}
+        return {"version": 1, "shards": [{**asdict(shard), "raw_file": self.raw_name(shard)} for shard in shards]}
 
     @classmethod
     def read_index(cls, path: Path, where: str) -> Any:

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import mmap
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.artifacts import one_line, read_json
-from matmix.data.formats.base import LABEL_BYTES, PICTURES, OpenShard, Shard, ShardFormat, ShardInfo, damaged
+from matmix.data.formats.base import LABEL_BYTES, PICTURES, OpenShard, ShardFormat, ShardInfo, damaged
 
 COLUMN = "tokens"
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError)
@@ -100,8 +101,14 @@ class Mds(ShardFormat):
         head = np.uint32(len(samples)).tobytes() + offsets.astype("<u4").tobytes() + config
         return head + b"".join(samples)
 
-    def index(self, shards: list[Shard]) -> dict[str, Any]:
-        return {"version": 2, "shards": [{**self._config(), **_files(s)} for s in shards]}
+    def index(self, shards: Sequence[ShardInfo]) -> dict[str, Any]:
+        entries = []
+        for shard in shards:
+            raw = {"basename": self.raw_name(shard), "bytes": shard.raw_bytes, "hashes": {"sha256": shard.raw_sha256}}
+            packed = {"basename": shard.file, "bytes": shard.bytes, "hashes": {"sha256": shard.sha256}}
+            files = {"raw_data": raw, "zip_data": packed if self.compression else None}
+            entries.append({**self._config(), "samples": shard.documents, **files})
+        return {"version": 2, "shards": entries}
 
     @classmethod
     def read_index(cls, path: Path, where: str) -> dict[str, Any]:
@@ -141,13 +148,6 @@ class Mds(ShardFormat):
 def _not_described(where: str, error: Exception) -> ValueError:
     """Returns an error that is no `DamagedShard`: a damaged index must not make a shard be skipped."""
     return ValueError(str(damaged(where, f"index.json does not describe it ({one_line(repr(error))})")))
-
-
-def _files(shard: Shard) -> dict[str, Any]:
-    raw = {"basename": shard.raw_file, "bytes": shard.raw_bytes, "hashes": {"sha256": shard.raw_sha256}}
-    packed = {"basename": shard.file, "bytes": shard.bytes, "hashes": {"sha256": shard.sha256}}
-    is_packed = shard.file != shard.raw_file
-    return {"samples": shard.documents, "raw_data": raw, "zip_data": packed if is_packed else None}
 
 
 def _columns(dtype: np.dtype) -> dict[str, list[Any]]:

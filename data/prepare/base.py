@@ -14,18 +14,22 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from matmix.data.artifacts import shell_line
+from matmix.data.artifacts import one_line, shell_line
 from matmix.data.formats import FORMATS
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.rng import INPUT_ORDER, generator
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import refuse_secrets
+
+if TYPE_CHECKING:
+    from pyarrow import parquet
 
 SPLITS = ("train", "validation")
 HASHES = 2**64
@@ -73,6 +77,21 @@ class Source:
             file.seek(max(0, self.bytes - _DIGESTED))
             hashed.update(file.read(_DIGESTED))
         return hashed.hexdigest()
+
+
+@contextmanager
+def open_parquet(path: str | Path, name: str, **options: object) -> Iterator[parquet.ParquetFile]:
+    """Opens a .parquet file. name: names it in messages. Raises ValueError (one line) where reading it meets damage."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        with parquet.ParquetFile(path, **options) as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+        raise ValueError(f"{name} is damaged, or no .parquet file ({one_line(error)})") from error
 
 
 class ListedSource(Source, abc.ABC):

@@ -79,7 +79,7 @@ def prepare_shared(config: PrepareOptions) -> Path:
 def _make(preparation: Preparation, out: str) -> tuple[Manifest, Path, str]:
     """Returns the manifest of the dataset in the folder `out`, the folder, and when it was made."""
     workspace, when = Workspace(out, preparation.wanted), _NOTHING_TO_DO
-    share, shared = Share(0, Position(), Position(source=len(preparation.sources))), workspace.out
+    share, shared = Share(0, 1, Position(), Position(source=len(preparation.sources))), workspace.out
     if preparation.config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
         number, of = preparation.config.share
         parts = Parts(out, type(preparation))
@@ -115,8 +115,9 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
     if progress.records:
         logger.info(f"continuing after {sum(w.documents for w in writers.values()):,} {kind.unit}")
     before = list(itertools.accumulate((source.bytes for source in preparation.sources), initial=0))
-    begin, end = (_bytes_before(preparation, before, position) for position in (share.start, share.stop))
-    processes = config.processes or min(cores(), 1 + max(0, end - begin) // kind.bytes_a_process)
+    size = before[-1] // share.of  # about: parts hold whole records
+    begin = size * max(0, share.number - 1)
+    processes = config.processes or min(cores(), 1 + size // kind.bytes_a_process)
     chunks = preparation.chunks(progress.position, share.stop, share.start)
     saved, pause, hopeless = time.monotonic(), STATE_SECONDS, False
 
@@ -124,7 +125,7 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
         return sum(getattr(writer, kind.counted) for writer in writers.values())
 
     with (
-        ProgressReport(end - begin, tokens=count(), label=kind.doing, unit=kind.counted) as report,
+        ProgressReport(size, tokens=count(), label=kind.doing, unit=kind.counted) as report,
         closing(work_in_order(chunks, processes, preparation.worker(out), doing=kind.doing)) as results,
     ):
         for chunk, made in results:
@@ -154,18 +155,6 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
     splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
     files = [SUMS_NAME] if share.number else []
     write_manifest(kind, out, workspace.wanted, names, shard_format, splits, progress, sums, files)
-
-
-def _bytes_before(preparation: Preparation, before: list[int], position: Position) -> int:
-    """Returns the bytes on the disk before a position. before: those before each source.
-
-    In a compressed file an offset in the text stands for one on the disk, which nobody knows.
-    """
-    if position.source == len(preparation.sources):
-        return before[-1]
-    source = preparation.sources[position.source]
-    inside = source.bytes * position.offset // source.end if source.end else position.offset
-    return before[position.source] + inside
 
 
 def _make_at_url(preparation: Preparation, url: str) -> tuple[Manifest, str, str]:

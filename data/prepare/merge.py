@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.artifacts import errors_in_one_line, shell_line
 from matmix.data.formats import make_format
-from matmix.data.formats.base import Shard, ShardFormat
+from matmix.data.formats.base import ShardFormat, ShardInfo
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import KEPT_EXAMPLES, Preparation, Progress
 from matmix.data.prepare.parts import MERGING_NAME, Parts, Share, missing_parts, read_spans
@@ -149,7 +149,7 @@ def _read_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Par
     """Returns part `number`. Raises ValueError unless it is of this preparation, its small files are as they were
     written, and it says the same number of documents everywhere."""
     folder, cuts = parts.part(number, of), parts.cuts()
-    share = Share(number, cuts[number - 1], cuts[number])
+    share = Share(number, of, cuts[number - 1], cuts[number])
     part = Part(folder=folder, share=share, manifest=Manifest.load(folder), spans=read_spans(folder))
     manifest = part.manifest
     compare_preparations(folder, manifest.options, {**facts["options"], "part": f"{number}/{of}"})
@@ -194,18 +194,18 @@ def _check_tiling(part: Part, names: Sequence[str], ends: Sequence[int | None]) 
 
 def _plan_moves(
     parts: Parts, finished: Sequence[Part], shard_format: ShardFormat
-) -> tuple[dict[str, list[Shard]], list[tuple[Path, Path]]]:
+) -> tuple[dict[str, list[ShardInfo]], list[tuple[Path, Path]]]:
     """Returns the shards of the whole, by split, and where the file of each is and will be.
 
     Raises ValueError if one is missing.
     """
-    shards: dict[str, list[Shard]] = {name: [] for name in finished[0].manifest.splits}
+    shards: dict[str, list[ShardInfo]] = {name: [] for name in finished[0].manifest.splits}
     moves: list[tuple[Path, Path]] = []
     for name, numbered in shards.items():
         for part in finished:
             for shard in part.manifest.splits[name].shards:
-                file, raw_file = shard_format.packed_name(len(numbered)), shard_format.file_name(len(numbered))
-                numbered.append(Shard(**{**asdict(shard), "file": file, "raw_file": raw_file}))
+                file = shard_format.packed_name(len(numbered))
+                numbered.append(replace(shard, file=file))
                 source, target = part.folder / name / shard.file, parts.out / name / file
                 moves.append((source, target))
                 there = [path for path in (source, target) if path.is_file()]

@@ -29,9 +29,10 @@ MERGING_NAME = "merging"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Share:
-    """The records from `start` up to `stop`. number: of the part, from 1; 0 for the whole input."""
+    """The records from `start` up to `stop`: part `number` of `of`, counted from 1; number 0 is the whole input."""
 
     number: int
+    of: int
     start: Position
     stop: Position
 
@@ -123,7 +124,7 @@ class Parts:
             raise ValueError(
                 f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
             )
-        return Share(number, cuts[number - 1], cuts[number])
+        return Share(number, of, cuts[number - 1], cuts[number])
 
     def check_shared(self, folder: Path, advice: str) -> None:
         """Raises ValueError (one line) unless a folder has the shared files that the parts were begun with."""

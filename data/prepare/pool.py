@@ -41,7 +41,7 @@ def work_in_order(
     waiting: deque[tuple[_Chunk, Future[_Result]]] = deque()
     try:
         for chunk in chunks:
-            with _without_interrupts():  # the first one starts the processes
+            with without_interrupts():  # the first one starts the processes
                 future = pool.submit(_work_on, chunk)
             waiting.append((chunk, future))
             if len(waiting) > 2 * processes + 1:
@@ -59,7 +59,7 @@ def work_in_order(
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """Puts interrupts off: processes that start here get none before they have learned to ignore them."""
     noted: list[int] = []
     handles = threading.current_thread() is threading.main_thread()
@@ -78,12 +78,16 @@ def _without_interrupts() -> Iterator[None]:
 _work: Callable[[Any], Any] | None = None
 
 
-def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
-    global _work
-    # Ctrl-C goes to the whole process group; the parent decides.
+def start_process() -> None:
+    """Lets this process ignore Ctrl-C, which its whole group gets, and end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=follow_parent, daemon=True).start()
+
+
+def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
+    global _work
+    start_process()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with panics_as_errors():
         _work = begin()

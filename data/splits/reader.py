@@ -1,15 +1,13 @@
-"""Documents of a prepared split: token arrays, by shard and index, in any order.
+"""Reads the documents of a prepared split by shard and index, in any order.
 
 shards = open_dataset("prepared/shakespeare", "train")
 shards.lengths(0)   # tokens of each document of the first shard
 shards.read(0, 7)   # tokens of its eighth document
 
-`TokenShards` is all that the layers above know of the storage, local or remote, plain or zstd; the formats differ only
-in how a shard file is opened (`ShardFormat.open_shard`). Reading is random access into memory-mapped files: the pages
-are shared by all processes of a machine, and a document costs no more than a view.
-
-Documents are numbered inside their shard in the order in which they were written; `lengths.npy` holds their token
-counts in that order over all shards of the split, which makes every sequence addressable without reading a shard.
+`TokenShards` hides where and how shards are stored; formats differ only in `ShardFormat.open_shard`. Reading is random
+access into memory-mapped files, whose pages all processes of a machine share: a document costs no more than a view.
+Documents are numbered inside their shard in the order of writing; `lengths.npy` holds their lengths in that order over
+all shards of the split, which makes every sequence addressable without reading a shard.
 """
 
 from __future__ import annotations
@@ -32,22 +30,13 @@ from matmix.data.storage.storage import Storage
 
 
 def open_dataset(
-    path: str,
-    split: str = "train",
-    *,
-    cache_dir: str = "",
-    verify: bool = True,
-    keep_open: int = 64,
-    tokenizer_sha256: str | None = None,
-    skip_damaged: bool = False,
-    cache_bytes: int = 0,
+    path: str, split: str = "train", *, cache_dir: str = "", tokenizer_sha256: str | None = None, **options: Any
 ) -> TokenShards:
-    """Opens one split of a prepared dataset.
+    """Opens one split of a prepared dataset of text.
 
-    path: folder or URL. cache_dir: where downloaded and decompressed shards go. verify: check SHA-256 of
-    the shards. keep_open: shards held open at once. tokenizer_sha256: refuse shards made with another
-    tokenizer than this. skip_damaged, cache_bytes: see `TokenShards`. Raises FileNotFoundError if path,
-    split files or a shard are missing, ValueError if something is damaged or does not fit.
+    path: folder or URL. cache_dir: where downloaded and decompressed shards go. tokenizer_sha256: refuse shards made
+    with another tokenizer. options: those of `TokenShards`. Raises FileNotFoundError if path, split files or a shard
+    are missing, ValueError if something is damaged or does not fit.
     """
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
@@ -65,9 +54,7 @@ def open_dataset(
             f"this run uses ({tokenizer_sha256[:12]}); choose another --run-dir for a run on this data, or prepare the "
             "data with this run's tokenizer (--tokenizer RUN/tokenizer)"
         )
-    return TokenShards(
-        storage, split, verify=verify, keep_open=keep_open, skip_damaged=skip_damaged, cache_bytes=cache_bytes
-    )
+    return TokenShards(storage, split, **options)
 
 
 def open_pictures(path: str, split: str = "train", **options: Any) -> TokenShards:
@@ -86,9 +73,11 @@ def open_split(path: str, split: str = "train", *, cache_dir: str = "", **option
 class TokenShards:
     """The documents of one split of a prepared dataset: tokens, or pictures as bytes.
 
-    Can be pickled and forked; each process opens shards when it first needs them and keeps the last
-    `keep_open`. With `skip_damaged`, missing and damaged shards are no error until one is read.
-    cache_bytes: size that the folder of downloaded and decompressed shards is kept to, 0 = half of its disk, -1 = any.
+    It can be pickled and forked; each process opens shards when it first needs them.
+
+    verify: check SHA-256 of the shards. keep_open: number of shards held open at once. skip_damaged: missing and
+    damaged shards are no error until one is read. cache_bytes: size that the folder of downloaded and decompressed
+    shards is kept to, 0 = half of its disk, -1 = any.
     """
 
     def __init__(
@@ -137,7 +126,7 @@ class TokenShards:
         return len(self.info.shards)
 
     def lengths(self, shard: int) -> np.ndarray:
-        """uint32 (documents,): tokens of each document of a shard, without special tokens."""
+        """Returns uint32 (documents,): tokens of each document of a shard, without special tokens."""
         if self._lengths is None:
             assert self._lengths_path is not None
             where = f"{self.storage.path}: {self.split}/lengths.npy"
@@ -145,7 +134,7 @@ class TokenShards:
         return self._lengths[self._starts[shard] : self._starts[shard + 1]]
 
     def read(self, shard: int, index: int) -> np.ndarray:
-        """Tokens of one document, 1-D uint16 or uint32 (not to be written to).
+        """Returns one document (n,) of the dataset's dtype, not to be written to.
 
         Raises FileNotFoundError or DamagedShard if the shard is missing or damaged (with `skip_damaged` always the
         latter), other errors if it cannot be fetched.
@@ -154,7 +143,7 @@ class TokenShards:
         if shard in self._open:
             self._open.move_to_end(shard)
         else:
-            # Before the next is fetched: what is closed may make room for it in the cache.
+            # Before the next is fetched: a closed shard may make room for it in the cache.
             if len(self._open) >= self.keep_open:
                 self._open.popitem(last=False)
             with self._remembering_damage(shard):
@@ -185,7 +174,7 @@ class TokenShards:
 
     @contextmanager
     def _remembering_damage(self, number: int) -> Iterator[None]:
-        """With `skip_damaged`, a missing or damaged shard is written down and not an error yet."""
+        """Notes a missing or damaged shard, with `skip_damaged`, in place of raising its error now."""
         try:
             yield
         except (DamagedShard, FileNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""Documents of tokens into numbered shard files, such that writing can be stopped and taken up again."""
+"""Writes documents into numbered shard files, in a way that can be stopped and continued."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from matmix.data.arrays import write_vector
-from matmix.data.formats.base import LARGEST_SHARD, Shard, ShardFormat
+from matmix.data.formats.base import LARGEST_SHARD, ShardFormat, ShardInfo
 from matmix.data.storage.files import write_atomic
 
 ZSTD_LEVEL = 3
 
 
 class DamagedPreparationError(ValueError):
-    """A file that a preparation counts on is not as it was left."""
+    """A file that a preparation has written was removed or changed."""
 
 
 def write_indices(
-    directory: Path, shard_format: ShardFormat, shards: Sequence[Shard], lengths: Iterable[bytes]
+    directory: Path, shard_format: ShardFormat, shards: Sequence[ShardInfo], lengths: Iterable[bytes]
 ) -> None:
-    """Write lengths.npy and index.json of a split. lengths: tokens of its documents as uint32, in pieces."""
+    """Writes lengths.npy and index.json of a split. lengths: tokens of its documents as uint32, in pieces."""
     write_vector(directory / "lengths.npy", "<u4", sum(shard.documents for shard in shards), lengths)
     index = json.dumps(shard_format.index(list(shards)), sort_keys=True)
     write_atomic(directory / "index.json", index.encode())
@@ -33,17 +33,16 @@ def write_indices(
 
 @dataclass
 class SplitWriter:
-    """Shards of one split.
+    """Writes the shards of one split.
 
-    A shard is closed when the next document would make it larger than the format's limit, so the files depend
-    on the sequence of documents only. For each shard the lengths of its documents are kept in `scratch` until
-    `finish`.
+    A shard is closed when the next document would make it larger than the format's limit, so the files depend on the
+    sequence of documents only. `scratch` keeps the lengths of the documents of each shard until `finish`.
     """
 
     format: ShardFormat
     directory: Path
     scratch: Path
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[ShardInfo] = field(default_factory=list)
     pending: list[np.ndarray] = field(default_factory=list)
     pending_bytes: int = 0
     documents: int = 0
@@ -56,7 +55,7 @@ class SplitWriter:
         self.scratch.mkdir(parents=True, exist_ok=True)
 
     def write(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Add a document: its tokens (n,), n >= 1, and how many UTF-8 bytes they stand for."""
+        """Adds a document (n,), n >= 1, and counts the bytes of the text or file that it was made of."""
         size = self.format.document_bytes(len(tokens))
         if self.format.shard_overhead + size > LARGEST_SHARD:
             raise ValueError(f"a document of {len(tokens):,} tokens fits into no shard; cut long documents")
@@ -69,7 +68,7 @@ class SplitWriter:
         self.text_bytes += text_bytes
 
     def flush(self) -> None:
-        """Write the pending documents as a shard."""
+        """Writes the pending documents as a shard."""
         if not self.pending:
             return
         number = len(self.shards)
@@ -83,13 +82,12 @@ class SplitWriter:
         write_atomic(self.scratch / f"{number:08}.lengths", lengths.tobytes())
         write_atomic(self.directory / name, data)
         self.shards.append(
-            Shard(
+            ShardInfo(
                 file=name,
                 documents=len(lengths),
                 tokens=int(lengths.sum(dtype=np.int64)),
                 bytes=len(data),
                 sha256=hashlib.sha256(data).hexdigest(),
-                raw_file=self.format.file_name(number),
                 raw_bytes=len(raw),
                 raw_sha256=hashlib.sha256(raw).hexdigest(),
             )
@@ -97,13 +95,13 @@ class SplitWriter:
         self.pending, self.pending_bytes = [], 0
 
     def finish(self) -> None:
-        """Write the last shard, lengths.npy and index.json."""
+        """Writes the last shard, lengths.npy and index.json."""
         self.flush()
         lengths = ((self.scratch / f"{number:08}.lengths").read_bytes() for number in range(len(self.shards)))
         write_indices(self.directory, self.format, self.shards, lengths)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """What `restore` needs: a JSON object and arrays."""
+        """Returns what `restore` needs: a JSON object and arrays."""
         tokens = np.concatenate(self.pending) if self.pending else np.zeros(0, self.format.dtype)
         lengths = np.array([len(d) for d in self.pending], dtype=np.int64)
         facts = {
@@ -115,8 +113,10 @@ class SplitWriter:
         return facts, {"tokens": tokens, "lengths": lengths}
 
     def restore(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Take up a state. Raises DamagedPreparationError if a shard it counts on is missing or has another size."""
-        self.shards = [Shard.checked(s) for s in facts["shards"]]
+        """Takes up a state. Raises DamagedPreparationError if a shard in it is missing or has another size."""
+        self.shards = [ShardInfo(**shard) for shard in facts["shards"]]
+        for shard in self.shards:
+            shard.check("shard")
         self.documents, self.tokens = facts["documents"], facts["tokens"]
         self.text_bytes = facts["text_bytes"]
         ends = np.cumsum(arrays["lengths"])

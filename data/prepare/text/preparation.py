@@ -1,25 +1,13 @@
-"""Prepares text: from files to documents of tokens, with a tokenizer that is given or trained on the text.
-
-A tokenizer is trained in a process of its own, so that whoever waits for it sees that it works, and can end it:
-
-    python -m matmix.data.prepare.text.preparation FOLDER PARENT
-
-sentencepiece trains in C++, which does not look for signals: in the process itself Ctrl-C would wait until it is done.
-FOLDER holds texts.jsonl (a string on each line) and options.json; the model is written into it, or error.txt. PARENT is
-the number of the process that waits.
-"""
+"""Prepares text: from files to documents of tokens, with a tokenizer that is given or trained on the text."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import logging
 import math
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,19 +30,19 @@ from matmix.data.prepare.base import (
     hash_of,
     in_validation,
 )
+from matmix.data.prepare.pool import start_process, without_interrupts
 from matmix.data.prepare.report import check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_cuts, read_chunks
 from matmix.data.prepare.text.sources import TextFile, find_sources
-from matmix.data.processes import end_with
 from matmix.data.progress import WaitingReport
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 logger = logging.getLogger(__name__)
 
 HISTOGRAM_NAME = "token_histogram.npy"
-_MODEL, _TEXTS, _OPTIONS, _ERROR = "tokenizer.model", "texts.jsonl", "options.json", "error.txt"
+_ERROR = "error.txt"
 # Bytes of text on which a tokenizer is trained within a second or two: starting a process would take as long.
 _FEW = 4_000_000
 _SECONDS_BETWEEN_LOOKS = 0.2
@@ -272,51 +260,40 @@ def _sample(config: PrepareConfig, sources: Sequence[TextFile], met: Progress) -
 def train_in(folder: Path, texts: Sequence[str], options: dict[str, Any]) -> Tokenizer:
     """Returns the tokenizer that `train_sentencepiece` makes of texts with these options. folder: for scratch files.
 
-    Raises ValueError as it does, RuntimeError if the training was killed.
+    A long training has a process of its own, so that whoever waits for it sees that it works, and can end it:
+    sentencepiece trains in C++, which does not look for signals.
+    Raises ValueError as `train_sentencepiece` does, RuntimeError if the training was killed.
     """
+    model = folder / "tokenizer.model"
     if sum(len(text) for text in texts) <= _FEW:
-        return train_sentencepiece(texts, folder / _MODEL, **options)
-    with open(folder / _TEXTS, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(text) + "\n" for text in texts)
-    (folder / _OPTIONS).write_text(json.dumps(options))
-    command = [sys.executable, "-P", "-m", __name__, str(folder), str(os.getpid())]
-    # Ctrl-C goes to the group of this process, which ends the other one.
-    with WaitingReport("training the tokenizer") as report, subprocess.Popen(command, process_group=0) as process:
+        return train_sentencepiece(texts, model, **options)
+    process = multiprocessing.get_context("spawn").Process(target=_train, args=(folder, list(texts), options))
+    with WaitingReport("training the tokenizer") as report:
         try:
-            while (code := _code(process)) is None:
+            with without_interrupts():
+                process.start()
+            while process.is_alive():
                 report.update()
+                process.join(_SECONDS_BETWEEN_LOOKS)
         except BaseException:
             process.kill()
+            process.join()
             raise
     if (folder / _ERROR).is_file():
         raise ValueError((folder / _ERROR).read_text())
-    if code < 0:
+    if process.exitcode < 0:
         raise RuntimeError(
-            f"the training of the tokenizer was killed by {signal.Signals(-code).name} (out of memory?); a smaller "
-            "--sample-megabytes needs less"
+            f"the training of the tokenizer was killed by {signal.Signals(-process.exitcode).name} (out of memory?); a "
+            "smaller --sample-megabytes needs less"
         )
-    if code:
-        raise RuntimeError(f"the training of the tokenizer ended with code {code} (see above)")
-    return Tokenizer.load(folder / _MODEL)
+    if process.exitcode:
+        raise RuntimeError(f"the training of the tokenizer ended with code {process.exitcode} (see above)")
+    return Tokenizer.load(model)
 
 
-def _code(process: subprocess.Popen) -> int | None:
+def _train(folder: Path, texts: list[str], options: dict[str, Any]) -> None:
+    start_process()
     try:
-        return process.wait(_SECONDS_BETWEEN_LOOKS)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _main(folder: Path, parent: int) -> None:
-    if not end_with(parent, signal.SIGKILL):
-        return
-    with open(folder / _TEXTS, encoding="utf-8") as file:
-        (folder / _TEXTS).unlink()  # however the two processes end, the text does not stay on the disk
-        try:
-            train_sentencepiece(map(json.loads, file), folder / _MODEL, **json.loads((folder / _OPTIONS).read_text()))
-        except ValueError as error:
-            (folder / _ERROR).write_text(str(error))
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))
+        train_sentencepiece(texts, folder / "tokenizer.model", **options)
+    except ValueError as error:
+        (folder / _ERROR).write_text(str(error))

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from matmix.data.artifacts import one_line
-from matmix.data.prepare.base import Chunk, Position
+from matmix.data.prepare.base import Chunk, Position, open_parquet
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import decode, split_text
 from matmix.data.prepare.text.sources import BOM, TextFile
@@ -61,7 +61,7 @@ def _read_parquet(source: TextFile, options: ReadOptions, start: Position, limit
     name = options.text_field
     _check_column(source, name)
     # As a dictionary, so that a long value that stands in many rows is in memory once until it is cut to size.
-    with source.parquet(read_dictionary=[name]) as file:
+    with open_parquet(source.path, source.name, read_dictionary=[name]) as file:
         row = 0
         for group in range(file.num_row_groups):
             rows = file.metadata.row_group(group).num_rows
@@ -84,7 +84,7 @@ def _check_column(source: TextFile, name: str) -> None:
     """Raises ValueError unless a .parquet file has a column of text under this name."""
     import pyarrow
 
-    with source.parquet() as file:
+    with open_parquet(source.path, source.name) as file:
         schema = file.schema_arrow
     if name not in schema.names:
         raise ValueError(

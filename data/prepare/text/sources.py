@@ -10,16 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import zstandard
 
-from matmix.data.artifacts import check_utf8, one_line
+from matmix.data.artifacts import check_utf8
 from matmix.data.corpora import bundled_path
-from matmix.data.prepare.base import Source
-
-if TYPE_CHECKING:
-    from pyarrow import parquet
+from matmix.data.prepare.base import Source, open_parquet
 
 BOM = b"\xef\xbb\xbf"
 
@@ -52,7 +49,7 @@ class TextFile(Source):
     @property
     def end(self) -> int | None:
         if self.kind == "parquet":
-            with self.parquet() as file:
+            with open_parquet(self.path, self.name) as file:
                 return file.metadata.num_rows
         # A file of a byte order mark alone has no records.
         return None if self.compression or self.bytes <= len(BOM) else self.bytes
@@ -69,20 +66,6 @@ class TextFile(Source):
         except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
             kind = self.compression.removeprefix(".")
             raise ValueError(f"{self.name} is damaged, or no {kind} file: {error}") from error
-
-    @contextmanager
-    def parquet(self, **options: object) -> Iterator[parquet.ParquetFile]:
-        """Opens a .parquet file. Raises ValueError (one line) where reading it meets damage."""
-        import pyarrow
-        import pyarrow.parquet as parquet
-
-        try:
-            with parquet.ParquetFile(self.path, **options) as file:
-                yield file
-        except FileNotFoundError:
-            raise
-        except (pyarrow.ArrowException, OSError, MemoryError) as error:
-            raise ValueError(f"{self.name} is no .parquet file, or it is damaged: {one_line(error)}") from error
 
 
 def find_sources(inputs: Sequence[str]) -> tuple[list[TextFile], list[str]]:

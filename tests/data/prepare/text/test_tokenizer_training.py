@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
+from multiprocessing.context import SpawnProcess
 
 import pytest
 
@@ -23,14 +23,15 @@ def apart(monkeypatch):
     """However little text it is; gives the processes that are started."""
     started = []
 
-    class Started(subprocess.Popen):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            started.append(self)
+    start = SpawnProcess.start
+
+    def noted(process):
+        started.append(process)
+        start(process)
 
     monkeypatch.setattr(module, "_FEW", 0)
     monkeypatch.setattr(module, "_SECONDS_BETWEEN_LOOKS", 0.001)  # a fast machine needs less than 0.2
-    monkeypatch.setattr(module.subprocess, "Popen", Started)
+    monkeypatch.setattr(SpawnProcess, "start", noted)
     return started
 
 
@@ -61,7 +62,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(apart, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         prepare(PrepareConfig(inputs=(str(tmp_path / "text.txt"),), out=out, vocab_size=295, text_documents="line"))
     assert time.monotonic() - started < 5
-    assert [process.returncode for process in apart] == [-signal.SIGKILL]
+    assert [process.exitcode for process in apart] == [-signal.SIGKILL]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 
