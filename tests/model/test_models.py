@@ -151,6 +151,13 @@ def test_embeddings_are_tied_unless_asked(small_model, kind):
     assert untied(torch.zeros(1, 2, dtype=torch.int64)).shape == (1, 2, 61)
 
 
+def test_positions_begin_again_in_each_document(small_model):
+    model = small_model("encoder", ("hydra",), position_embeddings=True, max_seqlen=16)
+    ids = torch.randint(61, (1, 16))
+    packed = model(ids, cu_seqlens=torch.tensor([0, 7, 16], dtype=torch.int32), max_seqlen=9)
+    torch.testing.assert_close(packed[:, 7:], model(ids[:, 7:]), **CLOSE)
+
+
 def test_token_types_and_positions_count(small_model):
     model = small_model("encoder", ("hydra",), position_embeddings=True, max_seqlen=16)
     ids = torch.randint(61, (2, 10))
