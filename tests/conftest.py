@@ -51,13 +51,13 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
 
 
-_ON_ONE_WORKER = ("distributed/checkpoints/test_convert.py", "security/test_bombs.py", "faults/test_storage.py")
+_ON_ONE_WORKER = ("/slurm/", "/distributed/", "/docs/", "/export/", "/faults/", "security/test_bombs.py")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With -n: the tests on a Slurm cluster go to one worker, which starts with them; so do those of a file whose
-    fixtures take longer than its tests; all others one by one."""
+    """With -n: the tests of some folders go to one worker each, so that what they share is made once: the cluster, the
+    groups of ranks, exported models, runs that nothing happened to. All others go one by one to whoever is free."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -65,7 +65,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "slurm" if "/slurm/" in file else file if file.endswith(_ON_ONE_WORKER) else nodeid
+            return next((part for part in _ON_ONE_WORKER if part in file), nodeid)
 
     return Scheduling(config, log)
 

@@ -384,7 +384,12 @@ FAULTS = [*KERNELS, *MODELS, *DATA, *TRAINING, *AROUND]
 
 def copy_of_the_tree(folder: Path) -> Path:
     """Copies the package and its tests to `folder`/matmix."""
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "runs", "exports", "datasets", "*.egg-info")
+    written = ("build", "runs", "exports", "datasets", "trackers")
+
+    def left_out(of: str, names: list[str]) -> list[str]:
+        here = written if Path(of) == ROOT else ()
+        return [name for name in names if name.startswith(".") or name == "__pycache__" or name in here]
+
     return shutil.copytree(ROOT, folder / "matmix", ignore=left_out)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from failures import each
+from nightly import nightly
 from runs import records, run_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -39,7 +40,7 @@ def note_what_the_model_says(monkeypatch):
     return said
 
 
-@pytest.mark.parametrize(("recompute", "compiled"), [("none", False), ("full", False), ("full", True)])
+@pytest.mark.parametrize(("recompute", "compiled"), [("none", False), ("full", False), nightly("full", True)])
 def test_records_hold_what_the_model_says(recompute, compiled, monkeypatch, dataset, tmp_path):
     """Over the four micro-batches of each of the three steps between two records, and without the evaluations."""
     said = note_what_the_model_says(monkeypatch)

@@ -352,6 +352,7 @@ def contents(folder) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dataset, tmp_path):
     """Listings, other checkpoints and other processes leave a copy alone for as long as its reader runs."""
     run_recipe("debug_mru", dataset, url, *STEPS)
