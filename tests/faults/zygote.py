@@ -7,6 +7,7 @@ A request is {"arguments": [...], "environment": {...}, "output": path}; the ans
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -85,6 +86,7 @@ def serve() -> dict[str, Any] | None:
 if __name__ == "__main__":
     for module in PRELOADED:
         __import__(module)
+    gc.freeze()  # what was imported stays; looking through it in a forked process would also copy its memory
     mine = serve()
     if mine is not None:
         sys.exit(worker.main(mine["arguments"]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import multiprocessing
 import os
 import random
@@ -139,6 +140,7 @@ def _end_all() -> None:
 
 def _serve(calls: Connection, rank: int, world_size: int, port: int) -> None:
     """One rank: runs a function after the other, until one fails or the tests ask for no more."""
+    gc.freeze()  # what was imported before the fork stays; looking through it would also copy its memory
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
     os.environ.update({name: str(place) for name, place in places.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
