@@ -31,15 +31,14 @@ from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
 from matmix.train.meters.collectives import Stragglers
 from matmix.train.meters.speed import Goodput, Monitor, Speedometer, first_start
+from matmix.train.optim.config import rate_share
 from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_groups, rule_record
-from matmix.train.optim.schedule import rate_share
 from matmix.train.process import logs, stop
 from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
-from matmix.train.run.directory import LOG, Change, RunDirectory, check_tokenizer
+from matmix.train.run.directory import LOG, Change, Moved, MovedError, RunDirectory, check_tokenizer
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id, git_revision
-from matmix.train.run.place import Moved, MovedError
 from matmix.train.run.remote import opened
 from matmix.train.state import Result, TrainState, check_extra
 from matmix.train.words import short_number

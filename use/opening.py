@@ -25,7 +25,7 @@ from matmix.model.interop.importing.exported import (
 )
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.config import InitConfig, RunConfig
-from matmix.train.init.sources import InitSource, source_of
+from matmix.train.init import InitSource, source_of
 from matmix.train.run.trained import Trained
 from matmix.train.state import Weights
 

@@ -24,7 +24,7 @@ import torch
 from matmix.launch.lab.measuring import prepare, process_bytes, random_batch
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine
-from matmix.train.estimate.memory import FLOAT
+from matmix.train.estimate import FLOAT
 from matmix.train.estimate.plan import make_plan
 from matmix.train.process.console import begin_process
 from matmix.train.process.distributed import Distributed

@@ -22,7 +22,7 @@ from matmix.launch.many.task import Task
 from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_STOPPED
 from matmix.train.recipe import write_config
-from matmix.train.run.place import MovedError, Place
+from matmix.train.run.directory import MovedError, Place
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
 

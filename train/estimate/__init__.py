@@ -1,1 +1,169 @@
-"""Estimates of a run's size, memory and cost, made without data and without allocating the model."""
+"""How much memory a training step takes at its peak, found by running one step on fake tensors: no data, no memory.
+
+The step is the real one: forward with the checkpointing mode that is asked for, the chunked cross-entropy, backward.
+After every op the bytes that live are split into gradients and the rest (activations and temporaries). Weights and
+moments are constant and counted by `states`; how engines shard all of it is decided there, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from matmix.data.config import DataConfig
+from matmix.data.loading.batch import Batch
+from matmix.model import build_model
+from matmix.train.activation import checkpoint_activations
+from matmix.train.config import RunConfig
+from matmix.train.engine.config import EngineConfig
+
+SIMULATED = 4  # most sequences that are run; other numbers follow from these and half of them
+FLOAT = 4  # bytes of an element of weights, gradients and moments
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active: bytes of the storages that ops have made and that are still alive, a record after every op, and the
+    number of those that compute, which views do not.
+
+    Freed storages report themselves through weak references, so that a step of thousands of ops costs no search.
+    """
+
+    def __init__(self, module: nn.Module, batch: Batch) -> None:
+        super().__init__()
+        self.live = 0
+        self.gradients = 0
+        self.computed = 0
+        self.timeline: list[tuple[int, int]] = []  # (live without gradients, gradients), bytes
+        self._known: dict[int, Any] = {}
+        inputs = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+        for tensor in (*module.parameters(), *module.buffers(), *inputs):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor.untyped_storage(), counts=False)
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _watch(self, storage: torch.UntypedStorage, *, counts: bool) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        size = storage.nbytes() if counts else 0
+
+        def forget(_reference: Any) -> None:
+            self._known.pop(key, None)
+            self.live -= size
+
+        self._known[key] = weakref.ref(storage, forget)
+        self.live += size
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self.gradients += parameter.grad.untyped_storage().nbytes()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor.untyped_storage(), counts=True)
+        self.computed += _computes(function, result)
+        self.timeline.append((self.live - self.gradients, self.gradients))
+        return result
+
+
+def _computes(function: Any, result: Any) -> bool:
+    """Whether an op has to run something on the device: no views, and no questions about tensors."""
+    is_view = getattr(function, "is_view", False) or function is torch.ops.aten._unsafe_view.default
+    return not is_view and any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes of one micro-batch's forward and backward pass on one device, weights and moments left out."""
+
+    kept: int  # activations that the forward pass leaves for the backward pass
+    timeline: tuple[tuple[int, int], ...]  # (activations and temporaries, gradients) after each op
+    computed: int  # ops that compute; a fused op counts as one
+
+    def peak(self, *, standing: float = 0.0, share: float = 1.0) -> tuple[float, float]:
+        """(gradients, activations and temporaries) in bytes at the moment when their sum is greatest.
+
+        standing: bytes of gradients that are there before this micro-batch and stay. share: how much of a gradient that
+        this micro-batch completes stays on this rank.
+        """
+        return max(((standing + grown * share, rest) for rest, grown in self.timeline), key=sum)
+
+
+Mode = Literal["none", "selective", "selective by op", "full"]
+
+
+def checkpointing_mode(config: RunConfig) -> Mode:
+    """How a config's blocks recompute activations."""
+    mode = config.engine.activation_checkpointing
+    return "selective by op" if mode == "selective" and config.engine.selective_by == "op" else mode
+
+
+def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
+    """Runs a forward and a backward pass over (batch, data.seqlen) tokens on fake tensors.
+
+    config: with model.vocab_size set. mode: checkpointing, None = as the config says. What fused ops allocate and free
+    inside themselves is not seen. The ops are those of a CPU: on a GPU fused kernels keep less.
+    """
+    engine = config.engine
+    mode = mode or checkpointing_mode(config)
+    with FakeTensorMode():
+        model = build_model(config.model, device="cpu")
+        checkpoint_activations(
+            model,
+            "selective" if mode == "selective by op" else mode,
+            selective_by="op" if mode == "selective by op" else "block",
+            every=engine.selective_every,
+        )
+        task = config.task()
+        inputs = config.model.model_class.example_inputs(config.model, batch, config.data.seqlen)
+        example = task.example_batch(inputs)
+        with LiveBytes(model, example) as meter:
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=engine.precision == "bf16"):
+                loss = task.loss(model, example).total
+            kept = meter.live
+            loss.backward()
+    return StepMemory(kept=kept, timeline=tuple(meter.timeline), computed=meter.computed)
+
+
+_simulated: dict[str, StepMemory] = {}
+
+
+def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
+    """As `simulate_step`, from two small batches: memory is linear in the number of sequences. Cached."""
+    # What does not change memory must not make another entry in the cache.
+    same = RunConfig(
+        model=config.model,
+        objective=config.objective,
+        data=DataConfig(seqlen=config.data.seqlen, packing=config.data.packing),
+        engine=EngineConfig(precision=config.engine.precision, selective_every=config.engine.selective_every),
+    )
+    mode = mode or checkpointing_mode(config)
+    both = []
+    for size in (SIMULATED // 2, SIMULATED):
+        key = f"{size} {mode} {same}"
+        if key not in _simulated:
+            _simulated[key] = simulate_step(same, size, mode=mode)
+        both.append(_simulated[key])
+    half, whole = both
+    factor = (batch - SIMULATED) / (SIMULATED // 2)
+
+    def extended(first: int, second: int) -> int:
+        return int(second + (second - first) * factor)
+
+    if len(half.timeline) == len(whole.timeline):
+        pairs = zip(half.timeline, whole.timeline, strict=True)
+        timeline = tuple((extended(a[0], b[0]), b[1]) for a, b in pairs)
+    else:
+        # Ops that loop over sequences make a longer record for more of them: only the greatest values can be compared.
+        rest = extended(max(r for r, _ in half.timeline), max(r for r, _ in whole.timeline))
+        timeline = ((rest, half.peak()[0]),)
+    return StepMemory(kept=extended(half.kept, whole.kept), timeline=timeline, computed=whole.computed)

@@ -13,7 +13,7 @@ from matmix.model.backbone import Backbone
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import Sizes
 from matmix.train.engine.kinds import held as held_on_rank
-from matmix.train.estimate.memory import FLOAT, Mode, step_memory
+from matmix.train.estimate import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for

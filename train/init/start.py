@@ -19,7 +19,7 @@ from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine import Engine
 from matmix.train.engine.base import persistent_tensors
 from matmix.train.engine.full_state import MODEL, FullState
-from matmix.train.init.sources import InitSource, source_of
+from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Any, Literal
 
@@ -121,6 +122,28 @@ class ScheduleConfig:
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
         require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
+
+
+def _length(value: float, steps: int) -> float:
+    return value * steps if value < 1 else value
+
+
+def rate_share(step: int, steps: int, config: ScheduleConfig) -> float:
+    """Share of the peak learning rate used by optimizer step `step` (1-based) of `steps`."""
+    warmup = min(_length(config.warmup, steps), steps)
+    if step < warmup:
+        return config.start + (1 - config.start) * (step / warmup)
+    if config.name == "constant" or steps <= warmup:
+        return 1.0
+    if config.name == "wsd":
+        start = max(steps - _length(config.decay, steps), warmup)
+        progress = max(0.0, (step - start) / max(steps - start, 1e-9))
+    else:
+        progress = (step - warmup) / (steps - warmup)
+    progress = min(progress, 1.0)
+    if config.name == "cosine":
+        return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * progress))
+    return 1 - (1 - config.final) * progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

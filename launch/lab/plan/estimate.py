@@ -12,7 +12,7 @@ from matmix.data.artifacts import read_json_lines
 from matmix.launch.lab.plan.hardware import GB, Cluster
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import parts_to_save, sent
-from matmix.train.estimate.memory import FLOAT, Mode, checkpointing_mode
+from matmix.train.estimate import FLOAT, Mode, checkpointing_mode
 from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import Arithmetic, arithmetic
 

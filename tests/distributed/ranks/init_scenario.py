@@ -17,8 +17,7 @@ from matmix.train.engine import sharded_files
 from matmix.train.engine.full_state import MODEL, FullState
 from matmix.train.engine.kinds import open_full
 from matmix.train.entry import main
-from matmix.train.init import start
-from matmix.train.init.sources import InitSource, source_of
+from matmix.train.init import InitSource, source_of, start
 
 
 class _Counting(FullState):

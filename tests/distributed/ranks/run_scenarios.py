@@ -14,7 +14,7 @@ from matmix.data.loading.batch import Batch
 from matmix.train import loop
 from matmix.train.process.distributed import gather_objects
 from matmix.train.recipe import load_config
-from matmix.train.run.place import MovedError
+from matmix.train.run.directory import MovedError
 
 GlobalBatches = dict[int, list[int]]
 """Step -> a checksum of each sequence that the step read, over all ranks, in the order of the global batch."""

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from matmix.train.config import InitConfig
-from matmix.train.init.sources import source_of
+from matmix.train.init import source_of
 from matmix.use.exporting import export_run
 
 ENGINES = {

@@ -9,7 +9,7 @@ import pytest
 from matmix.launch.many import runs
 from matmix.launch.many.task import Task
 from matmix.train.recipe import load_config
-from matmix.train.run.place import MovedError
+from matmix.train.run.directory import MovedError
 
 PROCESS = "import time; print('begun', flush=True); time.sleep(60)"
 

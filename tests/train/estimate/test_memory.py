@@ -16,7 +16,7 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.train.activation import checkpoint_activations
 from matmix.train.config import RunConfig
-from matmix.train.estimate.memory import simulate_step, step_memory
+from matmix.train.estimate import simulate_step, step_memory
 from matmix.train.estimate.plan import make_plan, print_plan
 from matmix.train.recipe import load_config
 

@@ -15,7 +15,7 @@ from matmix.model.config import ModelConfig
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import export_model
 from matmix.train.config import InitConfig
-from matmix.train.init.sources import source_of
+from matmix.train.init import source_of
 
 ROWS, WIDTH = 1 << 18, 64
 WORD = "bert.embeddings.word_embeddings.weight"

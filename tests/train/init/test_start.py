@@ -18,7 +18,7 @@ from matmix.model.config import HeadConfig
 from matmix.train.config import InitConfig
 from matmix.train.engine.full_state import Entry, FullState
 from matmix.train.entry import main
-from matmix.train.init.sources import source_of
+from matmix.train.init import source_of
 from matmix.train.init.start import check_tokenizers, plan_start
 from matmix.use.exporting import export_run
 

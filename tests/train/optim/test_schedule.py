@@ -1,7 +1,6 @@
 import pytest
 
-from matmix.train.optim.config import ScheduleConfig
-from matmix.train.optim.schedule import rate_share
+from matmix.train.optim.config import ScheduleConfig, rate_share
 
 
 def test_warmup_rises_linearly_and_the_peak_is_reached():

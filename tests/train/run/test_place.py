@@ -10,8 +10,8 @@ from runs import records
 
 from matmix.train import entry, loop
 from matmix.train.process.exits import EXIT_OK, EXIT_USER
+from matmix.train.run.directory import Place
 from matmix.train.run.outcome import read_outcomes
-from matmix.train.run.place import Place
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from matmix.train import loop
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.run import lock as lease
 from matmix.train.run import remote, trained
+from matmix.train.run.directory import MovedError
 from matmix.train.run.outcome import local_folder
-from matmix.train.run.place import MovedError
 from matmix.train.run.sync import RunSync
 from matmix.train.run.trained import fetch_run, local_outline
 

@@ -155,7 +155,7 @@ def test_other_classes_and_another_size_begin_with_its_weights(recipe, run, tmp_
 
     from matmix.model import build_model
     from matmix.train.config import InitConfig
-    from matmix.train.init.sources import source_of
+    from matmix.train.init import source_of
     from matmix.train.init.start import plan_start
 
     four = load_config(str(recipe), ["--model.head.outputs", "4"]).model
