@@ -41,7 +41,7 @@ def list_files(directory: Path) -> list[str]:
 
 
 def describe_files(directory: Path, names: list[str]) -> dict[str, list[int | str]]:
-    """Size and SHA-256 of files below `directory`."""
+    """Returns size and SHA-256 of files below `directory`."""
     return {name: [(directory / name).stat().st_size, sha256(directory / name)] for name in names}
 
 
@@ -70,7 +70,8 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises FileNotFoundError where there is no such folder, or as `parse_manifest`."""
+    """Returns the manifest of a checkpoint. Raises FileNotFoundError where there is no such folder, or as
+    `parse_manifest`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"checkpoint not found: {directory}")
     try:
@@ -80,7 +81,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
-    """The manifest that `raw` holds, compared with its root, its form, and the name of its checkpoint's directory.
+    """Returns the manifest that `raw` holds, compared with its root, its form, and the name of its directory.
 
     Raises ValueError (one line).
     """
@@ -107,7 +108,7 @@ def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
 
 
 def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
-    """What no checkpoint says of itself. Raises ValueError for names of files that lead elsewhere."""
+    """Says what is wrong with the form of a manifest. Raises ValueError for names of files that lead elsewhere."""
     files, step = manifest.get("files"), manifest.get("step")
     if type(step) is not int or step < 0 or not isinstance(manifest.get("extra"), dict):
         return "lacks its step, or what the training loop saved"
@@ -126,7 +127,7 @@ def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
 
 
 def _is_layout(layout: Any) -> bool:
-    """Whether this is what engines say of the tensors that they write."""
+    """Returns whether this is what engines say of the tensors that they write."""
     if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
         return False
     try:
@@ -144,7 +145,7 @@ def _is_layout(layout: Any) -> bool:
 
 
 def find_wrong_size(files: Mapping[str, list], sizes: Mapping[str, int]) -> str | None:
-    """Which of the `files` of a manifest is missing or not as long as it was; sizes: of the files that are there."""
+    """Says which of a manifest's `files` is missing or not as long as it was; sizes: of the files that are there."""
     for name, (size, _) in files.items():
         if name not in sizes:
             return f"{name} is missing"
@@ -165,8 +166,8 @@ def check_sizes(directory: Path, names: Collection[str] | None = None) -> None:
 
 
 def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
-    """What is wrong with a checkpoint, on every rank: sizes, checksums, and whether its files hold the tensors that its
-    layout names. The ranks share the reading.
+    """Says on every rank what is wrong with a checkpoint: sizes, checksums, or tensors other than its layout names. The
+    ranks share the reading.
 
     weights_only: looks at no files but those that must be read for the weights. Raises OSError on every rank where one
     could not look (a file system that is away, too many open files): who took such a checkpoint for damaged would go
@@ -245,19 +246,19 @@ class Listing:
 
 
 def list_checkpoints(directory: str | Path, *, verify: bool = False) -> Listing:
-    """Everything in a run's folder `checkpoints`; a run may be writing to it meanwhile.
+    """Lists what is in a run's folder `checkpoints`; a run may be writing to it meanwhile.
 
     verify: read every file and compare its checksum; without it only presence and sizes are looked at.
     """
     directory = Path(directory)
-    found = []
+    checkpoints = []
     for step in list_steps(directory):
         facts = _describe(directory / step_name(step), step, verify)
         # Else the run has removed it while we were reading.
         if facts.path.is_dir():
-            found.append(facts)
+            checkpoints.append(facts)
     names = sorted(os.listdir(directory)) if directory.is_dir() else []
-    return Listing(checkpoints=found, leftovers=[name for name in names if name.startswith(LEFTOVERS)])
+    return Listing(checkpoints=checkpoints, leftovers=[name for name in names if name.startswith(LEFTOVERS)])
 
 
 def _describe(path: Path, step: int, verify: bool) -> CheckpointFacts:

@@ -87,15 +87,15 @@ class LocalCopies:
     # -- after a start -----------------------------------------------------------------------------------
 
     def newest(self, after: int, engine: Engine) -> Path | None:
-        """The newest copy of a step after `after` that the nodes hold whole between them; each node now has what its
-        ranks need to load it. None if there is none; a line of warning names one that is not whole."""
+        """Returns the newest copy of a step after `after` that the nodes hold whole between them; each node now has
+        what its ranks need to load it. None if there is none; a line of warning names one that is not whole."""
         if self.off or not self._open():
             return None
         kept = from_rank_zero(self._read_record() if self._is_first else [])
-        found = self._find(kept, after) if self._node.leads else {}
-        everywhere = gather_objects({step: said for step, (said, _) in found.items()})
+        here = self._find(kept, after) if self._node.leads else {}
+        everywhere = gather_objects({step: said for step, (said, _) in here.items()})
         for step in sorted({step for part in everywhere for step in part}, reverse=True):
-            _, raw = found.get(step, ("", b""))
+            _, raw = here.get(step, ("", b""))
             try:
                 self._bring(step, [part.get(step) for part in everywhere], raw, engine)
             except OSError as error:
@@ -105,7 +105,7 @@ class LocalCopies:
         return None
 
     def _read_record(self) -> list[_Kept]:
-        """Which copies count: those of the last start, and the one that it began from."""
+        """Returns which copies count: those of the last start, and the one that it began from."""
         try:
             record = read_json(self.record)
             kept = [(record["name"], None), *([tuple(record["origin"])] if record["origin"] else [])]
@@ -114,9 +114,9 @@ class LocalCopies:
         return kept if self.up_to_date and all(isinstance(name, str) for name, *_ in kept) else []
 
     def _find(self, kept: list[_Kept], after: int) -> dict[int, tuple[str, bytes]]:
-        """What this node has that counts: step -> hash of what the copy says of itself, the same on all nodes, and its
-        manifest, which also says when a node wrote it."""
-        found = {}
+        """Returns what this node has that counts: step -> hash of what the copy says of itself, the same on all nodes,
+        and its manifest, which also says when a node wrote it."""
+        copies = {}
         for step in list_steps(self.folder):
             path = self.path(step)
             try:
@@ -127,8 +127,8 @@ class LocalCopies:
             if step > after and ((start, None) in kept or (start, step) in kept):
                 manifest["extra"].pop("goodput", None)  # each rank's own clock
                 said = json.dumps([manifest[name] for name in ("layout", "extra", "files")], sort_keys=True)
-                found[step] = hashlib.sha256(said.encode()).hexdigest(), raw
-        return found
+                copies[step] = hashlib.sha256(said.encode()).hexdigest(), raw
+        return copies
 
     def _bring(self, step: int, said: list[str | None], raw: bytes, engine: Engine) -> None:
         """Gives every node all that it needs of the copy of a step. said: the hash that each rank found; raw: the
@@ -185,8 +185,8 @@ class LocalCopies:
         agree(compare)
 
     def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
-        """By node, in the order of `_leaders`: which of these files it holds with the right checksum. Its ranks share
-        the reading."""
+        """Returns for each node, in the order of `_leaders`, which of these files it holds with the right checksum. Its
+        ranks share the reading."""
         good = []
         for name in names[self._node.index :: self._node.count]:
             with contextlib.suppress(OSError, ValueError):  # cannot be read, or is a link: not held
@@ -195,8 +195,8 @@ class LocalCopies:
         return [set().union(*parts) for parts in self._by_node(good)]
 
     def follow(self, origin: Path | None) -> None:
-        """The run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if it is one,
-        counts from now on, and those on this node are removed."""
+        """Begins anew, as the run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if
+        it is one, counts from now on, and those on this node are removed."""
         kept = origin if origin is not None and origin.parent == self.folder else None
         if self.off or not self._open():
             if self._is_first:
@@ -229,13 +229,13 @@ class LocalCopies:
     # -- while training ----------------------------------------------------------------------------------
 
     def labelled(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """What a copy holds besides the state: `extra`, and which start it is of."""
+        """Returns what a copy holds besides the state: `extra`, and which start it is of."""
         assert self._start, "`follow` comes first"
         return {**extra, START: self._start}
 
     def has_room(self, size: int) -> bool:
-        """Whether every node has room for two copies, the one that is there and the next; else there are none from now
-        on, and a line says so. size: bytes that this rank writes."""
+        """Returns whether every node has room for two copies, the one that is there and the next; else no more are
+        made, and a line says so. size: bytes that this rank writes."""
         sizes = [sum(parts) for parts in self._by_node(size)]
         if self._shares:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]
@@ -255,7 +255,7 @@ class LocalCopies:
         return True
 
     def complete(self, state: RankState, group: dist.ProcessGroup | None) -> bool:
-        """Writes a copy, shares it and removes the one before; in the background. Whether it is complete now."""
+        """Writes a copy, shares it and removes the one before; in the background. Returns whether it is complete."""
         target = self.path(state.step)
         temporary = self.folder / f".tmp-{target.name}"
         try:
@@ -287,7 +287,7 @@ class LocalCopies:
     # -- nodes -------------------------------------------------------------------------------------------
 
     def _by_node(self, value: Any) -> list[list[Any]]:
-        """What the ranks of each node say, in the order of `_leaders`."""
+        """Returns what the ranks of each node say, in the order of `_leaders`."""
         everywhere = gather_objects((self._number, value))
         return [[said for of, said in everywhere if of == number] for number in range(len(self._leaders))]
 
@@ -296,7 +296,7 @@ class LocalCopies:
         return self.peers and len(self._leaders) > 1
 
     def _open(self) -> bool:
-        """Finds the nodes, and makes this one's folder; whether all could."""
+        """Finds the nodes, and makes this one's folder; returns whether all could."""
         if self._leaders:
             return True
         node, host = self._node, socket.gethostname()
@@ -324,7 +324,7 @@ class LocalCopies:
         return True
 
     def give_up(self, problem: str) -> None:
-        """No copies are made from now on. Called on all ranks."""
+        """Makes no more copies, and says why. Called on all ranks."""
         self.off = True
         logger.warning(f"no node-local copies: {problem}; training goes on without them")
 
@@ -344,7 +344,7 @@ def _remove(folder: Path, names: Collection[str]) -> None:
 
 
 def _memory_folder() -> Path:
-    """A folder in this node's memory, where there is such a place."""
+    """Returns a folder in this node's memory, where there is such a place, else one for temporary files."""
     return _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -41,14 +41,14 @@ Keep = Callable[[Iterable[int]], set[int]]
 
 
 class Store(Protocol):
-    """Where the checkpoints of a run are written, and where they count."""
+    """The place where the checkpoints of a run are written, and where they count."""
 
     directory: Path
     """The folder that they are written to."""
     where: str
-    """What the user calls the place where they count."""
+    """The name that the user knows the place by."""
     folder: FolderGroup
-    """Which ranks share `directory`."""
+    """The ranks that share `directory`."""
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, valid or not, in order."""
@@ -200,7 +200,7 @@ class CheckpointManager:
         self._running = BackgroundSave(step, functools.partial(self._complete, state, self._side()), engine.device)
 
     def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
-        """As `begin_save`, for a copy that lies with the nodes and is no checkpoint; none is made where a save is still
+        """Begins a copy that lies with the nodes and is no checkpoint, as `begin_save` does; none where a save is still
         running on any rank. A line of warning says what keeps copies from being made."""
         copies = self.copies
         if copies is None or copies.off:

@@ -95,7 +95,7 @@ _GIVEN_BACK = ("inactive_file", "active_file")  # copies of files: the kernel dr
 
 
 def free_bytes(folder: Path) -> int:
-    """What `folder`, which exists, has room for, in bytes. Raises OSError."""
+    """Returns how many bytes `folder`, which exists, has room for. Raises OSError."""
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     if is_in_memory(folder):
@@ -104,7 +104,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether what is written to `folder` takes memory."""
+    """Returns whether what is written to `folder` takes memory."""
     folder, kind, longest = folder.resolve(), "", -1
     for partition in psutil.disk_partitions(all=True):
         mount = Path(partition.mountpoint)
@@ -133,7 +133,7 @@ def _left_of_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path(
 
 
 def _left(group: Path, limit: str, use: str, statistics: str) -> int | None:
-    """What a group may still take, None where it has no limit, or none that can be read."""
+    """Returns what a group may still take, None where it has no limit, or none that can be read."""
     try:
         most, used = (group / limit).read_text().strip(), int((group / use).read_text())
         if not most.isdigit():

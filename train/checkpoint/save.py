@@ -37,7 +37,7 @@ class RankState:
 
     @classmethod
     def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> RankState:
-        """What there is now. copy: such that training may go on while it is written."""
+        """Collects what there is now. copy: such that training may go on while it is written."""
         return cls(step, engine.snapshot(copy=copy), generator_states(), engine.layout(), deepcopy(extra))
 
 
@@ -182,7 +182,7 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
+    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
     rank, _ = rank_and_world_size()
     own = directory / f"rank-{rank:05d}.json"
     path = own if own.is_file() else directory / "rank-00000.json"

@@ -1,4 +1,4 @@
-"""How much memory a training step takes at its peak, found by running one step on fake tensors: no data, no memory.
+"""Estimates the memory that a training step takes at its peak by running one step on fake tensors: no data, no memory.
 
 The step is the real one: forward with the checkpointing mode that is asked for, the chunked cross-entropy, backward.
 After every op the bytes that live are split into gradients and the rest (activations and temporaries). Weights and
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _computes(function: Any, result: Any) -> bool:
-    """Whether an op has to run something on the device: no views, and no questions about tensors."""
+    """Returns whether an op has to run something on the device: no views, and no questions about tensors."""
     is_view = getattr(function, "is_view", False) or function is torch.ops.aten._unsafe_view.default
     return not is_view and any(isinstance(one, torch.Tensor) for one in tree_leaves(result))
 
@@ -102,7 +102,7 @@ Mode = Literal["none", "selective", "selective by op", "full"]
 
 
 def checkpointing_mode(config: RunConfig) -> Mode:
-    """How a config's blocks recompute activations."""
+    """Returns how a config's blocks recompute activations."""
     mode = config.engine.activation_checkpointing
     return "selective by op" if mode == "selective" and config.engine.selective_by == "op" else mode
 
@@ -138,7 +138,8 @@ _simulated: dict[str, StepMemory] = {}
 
 
 def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
-    """As `simulate_step`, from two small batches: memory is linear in the number of sequences. Cached."""
+    """Returns what `simulate_step` would, from two small batches: memory is linear in the number of sequences.
+    Cached."""
     # What does not change memory must not make another entry in the cache.
     same = RunConfig(
         model=config.model,

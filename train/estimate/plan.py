@@ -1,4 +1,4 @@
-"""What a run would be, found without data and without memory: `matmix train RECIPE --dry-run`, and `matmix plan`."""
+"""Plans a run without data and without memory: `matmix train RECIPE --dry-run`, and `matmix plan`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Plan:
         }
 
     def batch_words(self, config: RunConfig) -> str:
-        """What a step reads, in words."""
+        """Says in words what a step reads."""
         if self.units_per_step == config.global_batch_size:
             return f"{config.global_batch_size} {self.unit}"
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from matmix.model.config import ModelConfig
 from matmix.model.interop.importing.checkpoints import SOURCES, open_checkpoint
 from matmix.model.interop.importing.exported import read_export_config, weight_files
 from matmix.model.interop.importing.foreign import read_object
-from matmix.train.checkpoint.files import read_manifest
 from matmix.train.config import InitConfig
 from matmix.train.engine.full_state import MODEL, Entry, FullState
 from matmix.train.engine.full_tensors import TensorFiles
@@ -30,7 +30,7 @@ class InitSource:
     """Weights to start from, read where they are asked for, and what they were trained on."""
 
     words: str
-    """What messages call it, as in "step-00000300 of runs/a"."""
+    """Its name in messages, such as "step-00000300 of runs/a"."""
     model: ModelConfig
     state: FullState
     """Weights and persistent buffers."""
@@ -41,21 +41,11 @@ class InitSource:
     suffix: str
     """Special token after every document, as in data.suffix."""
     path: Path
-    """Where it lies on this machine."""
+    """Its place on this machine."""
     images: ImagesConfig | None = None
-    """Of a run on pictures: how it reads them, with their mean and spread."""
+    """For a run on pictures: how it reads them, with their mean and spread."""
     run: Trained | None = None
     """The checkpoint of a run; None for an export or a checkpoint of the papers' code."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """Where a source lies on this node."""
-
-    kind: str  # of _KINDS
-    path: Path
-    words: str
-    checkpoint: Path | None = None  # of a run
 
 
 class _Mapped(FullState):
@@ -77,7 +67,7 @@ class _Mapped(FullState):
 
 
 def source_of(init: InitConfig) -> InitSource:
-    """What `init.from` names. Called on all ranks; of what lies at a URL, one rank of each node fetches a copy.
+    """Opens what `init.from` names. Called on all ranks; of what lies at a URL, one rank of each node fetches a copy.
 
     Raises FileNotFoundError or ValueError (one line).
     """
@@ -87,20 +77,21 @@ def source_of(init: InitConfig) -> InitSource:
         options = {"step": init.step or None, "weights_only": init.weights == "raw"}
         copies = agree(lambda: (node.number, fetch_run(init.from_, **options)), here=node.leads)
         path, fetched = dict(filter(None, copies))[node.number]
-    found = _find(path, fetched, init)
+    open_source = _find(path, fetched, init)
     opened: list[InitSource] = []
-    agree(lambda: opened.append(_KINDS[found.kind](found, init)))
+    agree(lambda: opened.append(open_source()))
     return opened[0]
 
 
-def _find(path: Path, fetched: Path | None, init: InitConfig) -> _Found:
-    """fetched: the checkpoint of a run, where it is known to be whole. The ranks share the check of others."""
+def _find(path: Path, fetched: Path | None, init: InitConfig) -> Callable[[], InitSource]:
+    """Returns what opens a source. fetched: the checkpoint of a run, where it is known to be whole. The ranks share the
+    check of others."""
     if not path.exists():
         raise FileNotFoundError(f"init.from: there is no {init.from_}")
     if (path / "config.toml").is_file():
         trained = find_trained(RunDirectory(path), init.step or None, whole=fetched, weights=init.weights)
         averaged = ", averaged" if init.weights == "ema" else ""
-        return _Found("run", path, f"{trained.checkpoint.name} of {init.from_}{averaged}", trained.checkpoint)
+        return functools.partial(_open_run, trained, f"{trained.checkpoint.name} of {init.from_}{averaged}")
     config = path / "config.json"
     exported = config.is_file() and "matmix" in read_object(config)
     kind = "an export" if exported else "no run"
@@ -109,50 +100,39 @@ def _find(path: Path, fetched: Path | None, init: InitConfig) -> _Found:
     if init.weights != "raw":
         raise ValueError(f"{init.from_} is {kind}, and only runs have averaged weights: leave weights out")
     if exported:
-        return _Found("export", path, f"the export {init.from_}")
-    return _Found("checkpoint", path, init.from_)
+        return functools.partial(_open_export, path, f"the export {init.from_}")
+    return functools.partial(_open_checkpoint, path, init)
 
 
-def _open_run(found: _Found, init: InitConfig) -> InitSource:
-    assert found.checkpoint is not None
-    run, manifest = RunDirectory(found.path), read_manifest(found.checkpoint)
-    config = run.read_config()
-    state = open_weights(found.checkpoint, manifest["layout"], init.weights)
+def _open_run(trained: Trained, words: str) -> InitSource:
+    config = trained.config
+    state = open_weights(trained.checkpoint, trained.manifest["layout"], trained.which)
     reads_text = config.model.model_class.inputs == "tokens" and not config.data.synthetic.task
-    trained = Trained(run, found.checkpoint, config, manifest, init.weights)
     tokenizer = trained.tokenizer if reads_text else None
-    around = (config.data.prefix, config.data.suffix)
-    return InitSource(found.words, config.model, state, tokenizer, *around, found.path, config.data.images, trained)
+    around, images = (config.data.prefix, config.data.suffix), config.data.images
+    return InitSource(words, config.model, state, tokenizer, *around, trained.run.path, images, trained)
 
 
-def _open_export(found: _Found, init: InitConfig) -> InitSource:
-    model = read_export_config(found.path)
-    state = TensorFiles(weight_files(found.path), f"the export {found.path} is damaged")
-    tokenizer = _tokenizer_in(found.path)
-    return InitSource(found.words, model, state, tokenizer, *_put_around(tokenizer), found.path)
+def _open_export(path: Path, words: str) -> InitSource:
+    model, tokenizer = read_export_config(path), _tokenizer_in(path)
+    state = TensorFiles(weight_files(path), f"the export {path} is damaged")
+    return InitSource(words, model, state, tokenizer, *_put_around(tokenizer), path)
 
 
-def _open_checkpoint(found: _Found, init: InitConfig) -> InitSource:
-    folder, problems = found.path if found.path.is_dir() else found.path.parent, {}
+def _open_checkpoint(path: Path, init: InitConfig) -> InitSource:
+    folder, problems = path if path.is_dir() else path.parent, {}
     for project in [init.project] if init.project else SOURCES:
         try:
-            model, tensors = open_checkpoint(project, found.path)
+            model, tensors = open_checkpoint(project, path)
         except ValueError as error:
             problems[project] = error
             continue
         # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
         around = ("none", "none") if model.causal else ("cls", "sep")
-        words = f"the {project} checkpoint {found.words}"
-        return InitSource(words, model, _Mapped(tensors), _tokenizer_in(folder), *around, found.path)
+        words = f"the {project} checkpoint {init.from_}"
+        return InitSource(words, model, _Mapped(tensors), _tokenizer_in(folder), *around, path)
     reasons = "; ".join(f"{project}: {error}" for project, error in problems.items())
-    raise ValueError(f"{found.path} is no run, no export, and no known checkpoint ({reasons})")
-
-
-_KINDS: dict[str, Callable[[_Found, InitConfig], InitSource]] = {
-    "run": _open_run,
-    "export": _open_export,
-    "checkpoint": _open_checkpoint,
-}
+    raise ValueError(f"{path} is no run, no export, and no known checkpoint ({reasons})")
 
 
 def _tokenizer_in(folder: Path) -> Tokenizer | None:
@@ -162,8 +142,8 @@ def _tokenizer_in(folder: Path) -> Tokenizer | None:
 
 
 def _put_around(tokenizer: Tokenizer | None) -> tuple[str, str]:
-    """Names of the special tokens that an export's tokenizer puts before and after a text. That of a language model
-    puts none after it, as prompts go on: its documents end with eos where there is such a token."""
+    """Returns the names of the special tokens that an export's tokenizer puts before and after a text. That of a
+    language model puts none after it, as prompts go on: its documents end with eos where there is such a token."""
     if not isinstance(tokenizer, FastTokenizer):
         return "none", "none"
     special, text = tokenizer.special, tokenizer.backend.encode("a", add_special_tokens=True).ids

@@ -30,20 +30,20 @@ _SIZES = frozenset({"architecture", "options", "vocab_size", "max_seqlen", "type
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Start:
-    """Which weights of a source a model takes."""
+    """The weights of a source that a model takes."""
 
     source: InitSource
     taken: dict[str, str]
-    """Name in the model -> name in the source."""
+    """Names in the model -> names in the source."""
     grown: dict[str, tuple[int, int]]
-    """Of the taken ones with more rows in the model: rows there, rows here."""
+    """Names of those with more rows in the model -> rows there, rows here."""
     resized: dict[str, tuple[int, ...]]
-    """Of the taken ones that belong to images of another size: the shape here."""
+    """Names of those that belong to images of another size -> the shape here."""
     new: list[str]
     left: list[str]
 
     def words(self) -> str:
-        """One line."""
+        """Says in one line what is taken."""
         grown = [f"{name} {old} -> {new} rows" for name, (old, new) in self.grown.items()]
         parts = [
             f"weights from {self.source.words}: {len(self.taken)} tensors taken",
@@ -101,8 +101,8 @@ def load_start(model: Backbone, source: InitSource) -> None:
 
 
 def planned_start(config: RunConfig) -> tuple[RunConfig, str]:
-    """What a run of `config` would begin with, in one line; and `config` with the source's vocabulary, where it leaves
-    that to the data. Raises as `start_weights`."""
+    """Says in one line what a run of `config` would begin with; returns before that `config` with the source's
+    vocabulary, where it leaves that to the data. Raises as `start_weights`."""
     source = source_of(config.init)
     if not config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=source.model.vocab_size)
@@ -134,11 +134,11 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
         if _is_ignored(name, init) or name in renewed or (name not in renamed and name.startswith(ours_new)):
             start.new.append(name)
         elif name in renamed:
-            if shape != (found := theirs[renamed[name]]):
-                if _resized_shape(name, found, model) == shape:
+            if shape != (there := theirs[renamed[name]]):
+                if _resized_shape(name, there, model) == shape:
                     start.resized[name] = shape
                 else:
-                    start.grown[name] = _grown(name, found, shape, model, source.words)
+                    start.grown[name] = _grown(name, there, shape, model, source.words)
             start.taken[name] = renamed[name]
         else:
             raise ValueError(
@@ -166,24 +166,24 @@ def _is_ignored(name: str, init: InitConfig) -> bool:
 
 
 def _renamed(names: Iterable[str], init: InitConfig, words: str) -> dict[str, str]:
-    """The name here -> the name in the source."""
+    """Returns the name here -> the name in the source."""
     pairs = [pair.split("=") for pair in init.rename]
-    found: dict[str, str] = {}
+    renamed: dict[str, str] = {}
     used: set[str] = set()
     for name in names:
         old, new = next(((old, new) for old, new in pairs if name.startswith(old)), ("", ""))
         used.add(old)
         ours = new + name.removeprefix(old)
-        if ours in found:
-            raise ValueError(f"init.rename: {found[ours]} and {name} of {words} would both be {ours}")
-        found[ours] = name
+        if ours in renamed:
+            raise ValueError(f"init.rename: {renamed[ours]} and {name} of {words} would both be {ours}")
+        renamed[ours] = name
     if idle := [old for old, _ in pairs if old not in used]:
         raise ValueError(f'init.rename: no weight of {words} begins with "{idle[0]}"')
-    return found
+    return renamed
 
 
 def _resized_shape(name: str, theirs: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:
-    """The shape of a weight of a model that was trained on images of another size, as `model` can take it."""
+    """Returns the shape that `model` gives a weight of a model that was trained on images of another size."""
     try:
         return tuple(model.model_class.resized_parameter(name, torch.empty(theirs, device="meta"), model).shape)
     except (RuntimeError, ValueError):  # it is no grid of positions
@@ -193,7 +193,7 @@ def _resized_shape(name: str, theirs: tuple[int, ...], model: ModelConfig) -> tu
 def _grown(
     name: str, theirs: tuple[int, ...], ours: tuple[int, ...], model: ModelConfig, words: str
 ) -> tuple[int, int]:
-    """Rows there and here of a weight that may have more here. Raises ValueError for other shapes."""
+    """Returns the rows there and here of a weight that may have more here. Raises ValueError for other shapes."""
     field = model.model_class.growing_parameters.get(name)
     if field is not None and theirs[1:] == ours[1:]:
         if theirs[0] < ours[0]:
@@ -225,16 +225,16 @@ def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: Init
 
 
 def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:
-    """Options of the model that are other than the source's, but for its sizes, its output, and dropout."""
+    """Lists the options of the model that are other than the source's, but for sizes, output and dropout."""
     there, here = (_flat(model_config_to_dict(model)) for model in (theirs, ours))
     keys = [key for key in here if key in there and there[key] != here[key] and "dropout" not in key]
     return ", ".join(f"model.{key} {there[key]!r} -> {here[key]!r}" for key in keys)
 
 
 def _flat(values: Mapping[str, object], skip: Collection[str] = _SIZES, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in values.items():
         if prefix + key in skip:
             continue
-        found |= _flat(value, skip, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= _flat(value, skip, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -57,7 +57,7 @@ def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
-    """What share of the average an update after `step` steps leaves, `config.every` steps after the last one."""
+    """Returns the share of the average that an update after `step` steps leaves, `config.every` after the last one."""
     decay = min(config.decay, (1 + step) / (10 + step)) if config.warmup else config.decay
     return decay**config.every
 
@@ -74,6 +74,6 @@ def swap_average(weight: torch.Tensor, state: Mapping[str, Any] | None) -> None:
 
 
 def _updated(optimizer: Optimizer) -> list[torch.Tensor]:
-    """What a step of `optimizer` updates, or has updated before. (DeepSpeed shows it one group at a time.)"""
+    """Returns what a step of `optimizer` updates, or has updated before. (DeepSpeed shows it one group at a time.)"""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [parameter for parameter in parameters if parameter.grad is not None or optimizer.state.get(parameter)]

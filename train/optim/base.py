@@ -15,7 +15,7 @@ from matmix.train.plugins import NoOptions
 OTHERS = "others"
 """The clipping group of the parameters that no rule clips apart."""
 State = dict[str, torch.Tensor]
-"""What an optimizer keeps of one parameter, by the names of the entries."""
+"""The entries that an optimizer keeps of one parameter, by name."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -28,8 +28,8 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     elementwise: bool = True
-    """Whether the update of an element depends on no other element. DeepSpeed from ZeRO stage 1 on hands an optimizer
-    flat pieces of several parameters, and takes none whose updates are not elementwise."""
+    """True where the update of an element depends on no other element. DeepSpeed from ZeRO stage 1 on hands an
+    optimizer flat pieces of several parameters, and takes none whose updates are not elementwise."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [optimizer.options]; every field has a default."""
     also_kept: Callable[[torch.Tensor], State] = staticmethod(lambda parameter: {})

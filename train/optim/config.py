@@ -48,12 +48,12 @@ class RuleConfig:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """The name of the rule in messages."""
         return f'{RULE} "{", ".join(self.patterns)}"'
 
     @property
     def label(self) -> str:
-        """What records call the parameters that it clips."""
+        """The name in records of the parameters that it clips."""
         return re.sub(r"[^\w.-]+", "_", " ".join(self.patterns)).strip("._") or "rule"
 
 

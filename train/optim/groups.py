@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from matmix.model.parameter_rules import stated_rules
 from matmix.train.optim import FALLBACK, Optimizer, optimizer_class
 from matmix.train.optim.averaging import keep_average
 from matmix.train.optim.base import OTHERS, SeveralOptimizers, full_shape
-from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig, RuleConfig
+from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig
 from matmix.train.plugins import read_options
 
 
@@ -35,137 +35,108 @@ class ParameterGroup:
     clip_group: str
     """Groups with one name here are clipped together."""
     clip: float
-    """To which norm; 0 = not at all."""
+    """The norm that they are clipped to; 0 = not at all."""
     optimizer: str
-    """Name of the optimizer that updates them."""
+    """The name of the optimizer that updates them."""
     sources: tuple[str, ...]
-    """Who states something of one of them: mixers by name, rules of the recipe by their patterns."""
+    """The mixers, by name, and the rules of the recipe, by patterns, that say something of one of them."""
 
     @property
     def has_rule(self) -> bool:
-        """Whether rate or clipping are other than the run's."""
+        """True where rate or clipping are other than the run's."""
         return self.lr != 1 or self.clip_group != OTHERS
 
 
 @dataclasses.dataclass(slots=True)
 class _Treatment:
-    """Of one parameter."""
+    """How one parameter is updated, as its sources say in turn."""
 
     weight_decay: float | None  # None = the run's
     lr: float = 1.0
     clip: float | None = None  # None = with the others
-    clipped_with: tuple[str, Any] = (OTHERS, None)  # what to call those it is clipped with, and what they share
-    sources: tuple[str, ...] = ()
-    decayed_by: str = ""  # the one of the sources that the weight decay is from
     optimizer: str | None = None  # None = the run's
-    optimizer_by: str = ""  # the one of the sources that the optimizer is from
+    clipped_with: tuple[str, Any] = (OTHERS, None)  # what to call those it is clipped with, and what they share
+    said_by: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> the source that it is from
+    sources: tuple[str, ...] = ()
 
-    def scale(self, source: str, factor: float) -> None:
-        """Multiplies the factor on the learning rate."""
-        if factor != 1:
-            self.lr *= factor
-            self.sources += (source,)
-
-    def take(
-        self,
-        source: str,
-        shared: tuple[str, Any],
-        *,
-        lr: float | None,
-        clip: float | None,
-        weight_decay: float | None,
-        optimizer: str | None = None,
-    ) -> None:
-        """Takes over what is given. shared: as `clipped_with`, if there is a `clip`."""
-        if lr is not None:
-            self.lr = lr
-        if clip is not None:
-            self.clip, self.clipped_with = clip, shared
-        if weight_decay is not None:
-            self.weight_decay, self.decayed_by = weight_decay, source
-        if optimizer is not None:
-            self.optimizer, self.optimizer_by = optimizer, source
-        if (lr, clip, weight_decay, optimizer) != (None, None, None, None):
-            self.sources += (source,)
+    def take(self, source: str, shared: tuple[str, Any], fields: Mapping[str, Any]) -> None:
+        """Takes over the fields that are not None. shared: as `clipped_with`, where they say "clip"."""
+        given = {field: value for field, value in fields.items() if value is not None}
+        for field, value in given.items():
+            setattr(self, field, value)
+            self.said_by[field] = source
+        self.clipped_with = shared if "clip" in given else self.clipped_with
+        self.sources += (source,) * bool(given)
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> list[ParameterGroup]:
-    """The groups of the trainable parameters of `model`, on the meta device, sharded or not.
+    """Returns the groups of the trainable parameters of `model`, on the meta device, sharded or not.
 
     seqlen: length of the training sequences. Raises ValueError (one line) for a rule that matches nothing or cannot
     apply to what it matches.
     """
     shapes = {name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad}
-    found = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
+    treatments = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
     for name, (owner, rule) in stated_rules(model, seqlen).items():
-        if name in found:
-            own = (rule.lr, rule.clip, rule.optimizer) if config.mixer_rules else (None, None, None)
-            lr, clip, optimizer = own
-            found[name].take(
-                owner, (owner, rule), lr=lr, clip=clip, weight_decay=rule.weight_decay, optimizer=optimizer
-            )
+        if name in treatments:
+            said = dataclasses.asdict(rule) if config.mixer_rules else {"weight_decay": rule.weight_decay}
+            treatments[name].take(owner, (owner, rule), said)
     if config.layer_decay != 1:
         for name, height in _heights(shapes).items():
-            found[name].scale("optimizer.layer_decay", config.layer_decay**height)
-    for number, own in enumerate(config.rule):
-        for name in _matched(own, shapes):
-            shared = (own.label, number)
-            found[name].take(
-                own.title, shared, lr=own.lr, clip=own.clip, weight_decay=own.weight_decay, optimizer=own.optimizer
-            )
-    for name in _frozen(config.freeze, shapes):
+            if height:
+                lr = treatments[name].lr * config.layer_decay**height
+                treatments[name].take("optimizer.layer_decay", ("", None), {"lr": lr})
+    for number, rule in enumerate(config.rule):
+        said = {field: getattr(rule, field) for field in ("lr", "clip", "weight_decay", "optimizer")}
+        for name in _matched(rule.patterns, shapes, RULE):
+            treatments[name].take(rule.title, (rule.label, number), said)
+    for name in _matched(config.freeze, shapes, "optimizer.freeze:"):
         # Without a rate nothing moves; clipped apart, their gradients do not scale those of the others.
-        found[name].take("optimizer.freeze", ("frozen", None), lr=0.0, clip=math.inf, weight_decay=0.0)
-    for name, treatment in found.items():
-        if treatment.weight_decay and len(shapes[name]) < 2:
+        said = {"lr": 0.0, "clip": math.inf, "weight_decay": 0.0}
+        treatments[name].take("optimizer.freeze", ("frozen", None), said)
+    for name, own in treatments.items():
+        if own.weight_decay and len(shapes[name]) < 2:
             raise ValueError(
-                f"{treatment.decayed_by}: weight_decay = {treatment.weight_decay:g} cannot apply to {name}, a vector "
+                f"{own.said_by['weight_decay']}: weight_decay = {own.weight_decay:g} cannot apply to {name}, a vector "
                 f"of shape {tuple(shapes[name])}: only matrices are decayed; let its pattern match those alone"
             )
-        if not optimizer_class(treatment.optimizer or config.name).takes(name, shapes[name]):
-            if treatment.optimizer is not None:
+        if not optimizer_class(own.optimizer or config.name).takes(name, shapes[name]):
+            if own.optimizer is not None:
                 raise ValueError(
-                    f"{treatment.optimizer_by}: the optimizer {treatment.optimizer} cannot update {name}, of shape "
+                    f"{own.said_by['optimizer']}: the optimizer {own.optimizer} cannot update {name}, of shape "
                     f"{tuple(shapes[name])}; let its pattern match others"
                 )
-            treatment.optimizer = FALLBACK
-    return _grouped(found, config)
+            own.optimizer = FALLBACK
+    return _grouped(treatments, config)
 
 
 def _heights(names: Iterable[str]) -> dict[str, int]:
-    """How far below the output each parameter lies: those of the last layer 1, embeddings one more than the first."""
-    layers = {name: int(found[1]) for name in names if (found := re.match(r"blocks\.(\d+)\.", name))}
+    """Returns how far below the output each parameter lies: those of the last layer 1, embeddings one more than the
+    first."""
+    layers = {name: int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))}
     depth = 1 + max(layers.values(), default=-1)
     return {
         name: depth - layers[name] if name in layers else (depth + 1) * name.startswith("embedding") for name in names
     }
 
 
-def _frozen(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that are not trained. Raises ValueError (one line) for a pattern that matches nothing."""
+def _matched(patterns: Iterable[str], names: Collection[str], where: str) -> list[str]:
+    """Returns the names that any of the patterns is for, in their order. Raises ValueError (one line) for a pattern
+    that is for none; where: the patterns, for the message."""
     for pattern in patterns:
         if not matches_any(pattern, names):
             near = ", ".join(_nearest(pattern, names))
-            raise ValueError(f'optimizer.freeze: "{pattern}" matches no parameter of this model; the nearest: {near}')
+            raise ValueError(f'{where} "{pattern}" matches no parameter of this model; the nearest: {near}')
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _matched(rule: RuleConfig, names: Iterable[str]) -> list[str]:
-    """The names that a rule of the recipe is for, in their order."""
-    for pattern in rule.patterns:
-        if not matches_any(pattern, names):
-            near = ", ".join(_nearest(pattern, names))
-            raise ValueError(f'{RULE} "{pattern}" matches no parameter of this model; the nearest: {near}')
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule.patterns)]
-
-
 def matches_any(pattern: str, names: Iterable[str]) -> bool:
-    """Whether a pattern of a rule is for any of these parameters."""
+    """Returns whether a pattern of a rule is for any of these parameters."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Up to three names of which a part looks like the pattern, the first one for each such part."""
+    """Returns up to three names of which a part looks like the pattern, the first one for each such part."""
     literal = pattern.strip("*.")
     width = literal.count(".") + 1
     parts: dict[str, str] = {}
@@ -176,12 +147,12 @@ def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(parts[part] for part in difflib.get_close_matches(literal, parts, n=3, cutoff=0.0)))
 
 
-def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
-    """Groups in order: what is treated by default, decayed and not, then the others as their parameters come."""
-    labels = _labels(treatment.clipped_with for treatment in found.values())
+def _grouped(treatments: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
+    """Returns the groups: what is treated by default, decayed and not, then the others as their parameters come."""
+    labels = _labels(own.clipped_with for own in treatments.values())
     usual = (1.0, None, OTHERS, None, config.name), (1.0, 0.0, OTHERS, None, config.name)
     members: dict[tuple[float, float | None, str, float | None, str], list[str]] = {key: [] for key in usual}
-    for name, own in found.items():
+    for name, own in treatments.items():
         key = (own.lr, own.weight_decay, labels[own.clipped_with], own.clip, own.optimizer or config.name)
         members.setdefault(key, []).append(name)
     return [
@@ -192,7 +163,7 @@ def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[P
             clip_group=label,
             clip=config.max_grad_norm if clip is None else clip,
             optimizer=optimizer,
-            sources=tuple(dict.fromkeys(source for name in names for source in found[name].sources)),
+            sources=tuple(dict.fromkeys(source for name in names for source in treatments[name].sources)),
         )
         for (lr, weight_decay, label, clip, optimizer), names in members.items()
         if names
@@ -200,7 +171,7 @@ def _grouped(found: Mapping[str, _Treatment], config: OptimizerConfig) -> list[P
 
 
 def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
-    """A name of its own for each set of parameters that are clipped together."""
+    """Returns a name of its own for each set of parameters that are clipped together."""
     labels = {(OTHERS, None): OTHERS}
     for key in shared:
         if key not in labels:
@@ -244,7 +215,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: 
 
 
 def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:
-    """What a checkpoint keeps of rules: name -> [factor on the rate, own clipping norm or 0] where one has either."""
+    """Returns what a checkpoint keeps of rules: name -> [factor on the rate, own clipping norm or 0], where one has
+    either."""
     return {
         name: [group.lr, 0.0 if group.clip_group == OTHERS else group.clip]
         for group in groups
@@ -269,7 +241,7 @@ def changed_rules(before: Mapping[str, list[float]], groups: Iterable[ParameterG
 
 
 def rule_words(group: ParameterGroup) -> str:
-    """Rate and clipping of a group."""
+    """Says in words what rate and clipping a group has."""
     if group.clip_group == OTHERS:
         clip = f"clipped at {group.clip:g} with the others" if group.clip else "not clipped"
     else:
@@ -278,7 +250,7 @@ def rule_words(group: ParameterGroup) -> str:
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Names with * for the number of a layer, and how many there are of each."""
+    """Returns names with * for the number of a layer, and how many there are of each."""
     counts: dict[str, int] = {}
     for name in names:
         short = re.sub(r"\.\d+(?=\.)", ".*", name)

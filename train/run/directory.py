@@ -65,13 +65,13 @@ def _is_free(key: str) -> bool:
 
 
 class RunDirectory:
-    """One run on disk."""
+    """A run on disk."""
 
     up_to_date = True
-    """Whether the records are here as the last start left them."""
+    """True where the records are here as the last start left them."""
 
     def __init__(self, path: str | Path) -> None:
-        """path: a folder, or a URL, for which this node's folder stands (`matmix.train.run.remote` fills it)."""
+        """path: a folder, or a URL, for which this node's folder stands (`run.remote` fills it)."""
         self.url = str(path) if is_url(path) else None
         self.place = Place(local_folder(path))
 
@@ -82,7 +82,7 @@ class RunDirectory:
 
     @property
     def where(self) -> str:
-        """What the user calls it."""
+        """The name that the user knows it by."""
         return self.url or str(self.path)
 
     @property
@@ -130,17 +130,17 @@ class RunDirectory:
             )
 
     def changes_since(self, saved: dict[str, Any], config: RunConfig) -> list[Change]:
-        """What `config` changes of that in a checkpoint of this run; saved: the checkpoint's `extra`.
+        """Returns what `config` changes of that in a checkpoint of this run; saved: the checkpoint's `extra`.
 
         Raises ValueError (one line) for what may not change: then config.toml was edited by hand.
         """
-        found = differences(with_defaults(saved["config"]), _of_the_run(config))
-        if text := refused_changes(found):
+        changes = differences(with_defaults(saved["config"]), _of_the_run(config))
+        if text := refused_changes(changes):
             raise ValueError(
                 f"{self.config_path} is not the config that the run's checkpoint was made with ({text}): "
                 f"put the old values back, or choose another --run-dir"
             )
-        return [change for change in found if change[0] not in _OF_ONE_START]
+        return [change for change in changes if change[0] not in _OF_ONE_START]
 
     def begin(
         self,
@@ -184,8 +184,7 @@ class RunDirectory:
         return FolderStore(self.checkpoints)
 
     def lead(self, checkpoints: CheckpointManager) -> None:
-        """From now on checkpoints are written to and removed from the folder that is held, and no other one, whatever
-        lies at its path."""
+        """Makes `checkpoints` write to and remove from the folder that is held, whatever lies at its path."""
         steady = self.place.steady
         checkpoints.store.directory, checkpoints.record = steady / self.checkpoints.name, steady / SAVED
         if checkpoints.copies is not None:
@@ -210,7 +209,7 @@ class RunDirectory:
                 logger.info(f"moved {name} to {set_aside(path).name}: the run begins again at step 0")
 
     def read_summary(self) -> dict[str, Any] | None:
-        """What `write_summary` wrote; None where it did not, or where that is damaged: then the run ends once more."""
+        """Returns what `write_summary` wrote; None where that is missing or damaged: then the run ends once more."""
         try:
             summary = read_json(self.path / "summary.json")
         except (FileNotFoundError, ValueError):
@@ -226,9 +225,9 @@ class RunDirectory:
             logger.warning(f"no summary written ({error}); the same command tries again")
 
 
-def refused_changes(found: Iterable[Change]) -> str:
-    """Those changes of a run's config that are none of the same run's, for a message; "" where there are none."""
-    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in found if not _is_free(key)]
+def refused_changes(changes: Iterable[Change]) -> str:
+    """Returns the changes of a config that make it another run's, for a message; "" where there are none."""
+    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in changes if not _is_free(key)]
     more = [f"and {len(texts) - _MOST_CHANGES} more"] if len(texts) > _MOST_CHANGES else []
     return "; ".join(texts[:_MOST_CHANGES] + more)
 
@@ -242,7 +241,7 @@ def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoi
     None = the data holds no tokens."""
     if tokenizer is None:
         return
-    wanted = saved.get("tokenizer_sha256", tokenizer.sha256)  # checkpoints of earlier versions do not say
+    wanted = str(saved.get("tokenizer_sha256"))
     if wanted != tokenizer.sha256:
         raise ValueError(
             f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:12]}) is not the tokenizer that {checkpoint} was trained "
@@ -251,7 +250,7 @@ def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoi
 
 
 def _of_the_run(config: RunConfig) -> RunConfig:
-    """Without what belongs to one start of a run, not to it."""
+    """Returns `config` without what belongs to one start of a run."""
     return dataclasses.replace(config, stop_step=0, checkpoint=dataclasses.replace(config.checkpoint, start_over=False))
 
 

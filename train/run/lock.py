@@ -93,7 +93,7 @@ class RunLock:
         self._sign()
 
     def owner(self) -> dict[str, Any]:
-        """What the last holder wrote about itself, {} where that cannot be read."""
+        """Returns what the last holder wrote about itself, {} where that cannot be read."""
         try:
             return dict(json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
@@ -106,7 +106,7 @@ class RunLock:
 
 
 def this_process() -> dict[str, Any]:
-    """What an owner says about itself to others."""
+    """Returns what an owner says about itself to others."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -123,7 +123,7 @@ def is_earlier_attempt(owner: dict[str, Any]) -> bool:
 
 
 def describe_owner(owner: dict[str, Any]) -> str:
-    """The owner in a few words, from what it wrote."""
+    """Describes the owner in a few words, from what it wrote."""
     if not owner:
         return "owner unknown"
     return (
@@ -133,7 +133,7 @@ def describe_owner(owner: dict[str, Any]) -> str:
 
 
 def in_use(run_dir: str | Path, owner: dict[str, Any]) -> ValueError:
-    """What those are told who want a run that another job has."""
+    """Returns the error for those who want a run that another job has."""
     what = f"run_dir {run_dir} is in use by another job ({describe_owner(owner)})"
     return ValueError(f"{what}; wait for it to end or cancel it, or choose another --run-dir")
 
@@ -158,7 +158,7 @@ class Lease:
     def __init__(self, remote: RemoteFolder) -> None:
         self.remote = remote
         self.starts = 0
-        """How often the run was started, this time included; 0 before `acquire`."""
+        """Number of starts of the run, this one included; 0 before `acquire`."""
         self._content: dict[str, Any] = {}
         self._ended = threading.Event()
         self._renewing: threading.Thread | None = None
@@ -170,18 +170,18 @@ class Lease:
         Raises ValueError that names the owner in one line, and RemoteError or PermissionError where the store cannot
         be read and written.
         """
-        starts, found = self._newest()
-        if found.get("held") and not _is_gone(found["owner"]):
-            self._watch(found)
+        starts, last = self._newest()
+        if last.get("held") and not _is_gone(last["owner"]):
+            self._watch(last)
         self.starts = starts + 1
         owner = {**this_process(), "space": _process_space()}
         self._content = {"held": True, "owner": owner, "token": uuid.uuid4().hex, "renewals": 0, "starts": self.starts}
         with contextlib.suppress(FileExistsError):  # of another job, or ours: the answer to the first try may be lost
             self._send(self.remote.create)
         time.sleep(SETTLE_SECONDS)
-        _, found = self._newest()
-        if found.get("token") != self._content["token"]:
-            raise in_use(self.remote.url, found.get("owner", {}))
+        _, newest = self._newest()
+        if newest.get("token") != self._content["token"]:
+            raise in_use(self.remote.url, newest.get("owner", {}))
         with contextlib.suppress(OSError):  # only the newest counts
             self.remote.remove(sorted({*self._names()} - {_name(self.starts)}))
         self._ended.clear()
@@ -209,9 +209,9 @@ class Lease:
                 self._send(self.remote.write)
         self._content = {}
 
-    def _watch(self, found: dict[str, Any]) -> None:
+    def _watch(self, lease: dict[str, Any]) -> None:
         """Returns once nothing was renewed for long enough; raises ValueError as soon as something is."""
-        owner = describe_owner(found["owner"])
+        owner = describe_owner(lease["owner"])
         looking = f"looking for {LAPSE_SECONDS:.0f} s if it is gone"
         logger.info(f"{self.remote.url} was held by another job ({owner}): {looking}")
         end = time.monotonic() + LAPSE_SECONDS
@@ -220,7 +220,7 @@ class Lease:
             _, now = self._newest()
             if not now.get("held"):
                 return
-            if (now["token"], now["renewals"]) != (found["token"], found["renewals"]):
+            if (now["token"], now["renewals"]) != (lease["token"], lease["renewals"]):
                 raise in_use(self.remote.url, now.get("owner", {}))
 
     def _renew(self) -> None:
@@ -232,17 +232,17 @@ class Lease:
                     self._send(self.remote.write)
 
     def _find_other(self) -> dict[str, Any] | None:
-        """The lease of another job that has taken the run, if there is one.
+        """Returns the lease of another job that has taken the run, if there is one.
 
         A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
         yet, and it is written again.
         """
-        starts, found = self._newest()
-        is_ours = starts < self.starts or found.get("token", self._content["token"]) == self._content["token"]
-        return None if is_ours else found
+        starts, newest = self._newest()
+        is_ours = starts < self.starts or newest.get("token", self._content["token"]) == self._content["token"]
+        return None if is_ours else newest
 
     def _newest(self) -> tuple[int, dict[str, Any]]:
-        """How often the run was started, and what the last start's lease says, {} where that cannot be read."""
+        """Returns how often the run was started, and the last start's lease, {} where that cannot be read."""
         name = max(self._names(), default=_name(0))
         content: dict[str, Any] = {}
         with contextlib.suppress(ValueError, TypeError):
@@ -261,7 +261,7 @@ def _name(starts: int) -> str:
 
 
 def _process_space() -> str:
-    """Where numbers of processes mean the same: one boot of one host, and one container on it."""
+    """Names the place where numbers of processes mean the same: one boot of one host, and one container on it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -50,8 +50,8 @@ _made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def attempt_id() -> str:
-    """Name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number. Once the ranks
-    have met it is rank 0's.
+    """Returns the name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number. Once
+    the ranks have met it is rank 0's.
 
     Raises ValueError for a name that is no plain file name.
     """
@@ -76,8 +76,8 @@ def adopt_attempt(name: str) -> None:
 
 
 def local_folder(run_dir: str | Path, node: int | str | None = None) -> Path:
-    """The folder that a run is written to on this node: `run_dir` itself or, for a URL, one below MATMIX_SCRATCH. The
-    node's number keeps apart nodes that see the same one.
+    """Returns this node's folder of a run: `run_dir` itself or, for a URL, one below MATMIX_SCRATCH. The node's number
+    keeps apart nodes that see the same one.
 
     node: None = as GROUP_RANK says. Raises as `scratch_folder`.
     """
@@ -136,7 +136,7 @@ def write_outcome(
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """An outcome file's content, None where there is no readable one."""
+    """Returns an outcome file's content, None where there is no readable one."""
     try:
         return Outcome(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -144,16 +144,16 @@ def read_outcome(path: Path) -> Outcome | None:
 
 
 def read_outcomes(run_dir: str | Path, attempt: str) -> dict[int, Outcome]:
-    """Rank -> outcome of an attempt, for the ranks that wrote one, in order of rank."""
-    found = {0: read_outcome(outcome_path(run_dir, attempt))}
+    """Returns rank -> outcome of an attempt, for the ranks that wrote one, in order of rank."""
+    outcomes = {0: read_outcome(outcome_path(run_dir, attempt))}
     for path in sorted(outcomes_folder(run_dir).glob(f"{attempt}.rank-*.json")):
         if (number := path.name[len(attempt) + len(".rank-") : -len(".json")]).isdigit():
-            found[int(number)] = read_outcome(path)
-    return {rank: outcome for rank, outcome in found.items() if outcome is not None}
+            outcomes[int(number)] = read_outcome(path)
+    return {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
 
 
 def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
-    """The last step that rank 0 began in an attempt; None if it began none."""
+    """Returns the last step that rank 0 began in an attempt; None if it began none."""
     try:
         return int(step_path(run_dir, attempt).read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -161,12 +161,12 @@ def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
 
 
 def newest_saved(run_dir: str | Path) -> int | None:
-    """Step of the newest checkpoint that was written whole (whether it still is, its checksums tell), or None."""
+    """Returns the step of the newest checkpoint that was written whole (its checksums tell if it still is), or None."""
     return max(list_steps(Path(run_dir) / "checkpoints", written=True), default=None)
 
 
 class Attempt:
-    """What this process leaves behind of the start of a run that it takes part in: how far it came, how it ended."""
+    """Writes down how far this process came in a start of a run, and how it ended."""
 
     def __init__(self, run_dir: str | Path, rank: int = 0) -> None:
         self.run_dir, self.rank = Path(run_dir), rank
@@ -206,8 +206,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(*words: str) -> bytes | None:
-    """Output of a git command where this package lies; None where git is absent or fails, and where the package belongs
-    to no working copy: it is installed, or was copied into somebody else's repository."""
+    """Returns the output of a git command where this package lies; None where git is absent or fails, and where the
+    package belongs to no working copy: it is installed, or was copied into somebody else's repository."""
     if not _run("ls-files", "train"):
         return None
     return _run(*words)
@@ -215,7 +215,8 @@ def git(*words: str) -> bytes | None:
 
 @functools.cache
 def git_revision() -> str:
-    """Revision of the working copy that this package belongs to, "-dirty" added where it has changes; "" outside git.
+    """Returns the revision of the working copy that this package belongs to, with "-dirty" where it has changes; ""
+    outside git.
 
     Found once: a process runs the code it began with, and git commands are much for every checkpoint.
     """

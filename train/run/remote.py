@@ -127,11 +127,11 @@ class RemoteRun(RunDirectory):
 
 @contextlib.contextmanager
 def opened(run_dir: str) -> Iterator[RunDirectory]:
-    """A run to train in, on all ranks together: for a URL, holds its lease, and brings this node's folder up to date
-    before and the URL afterwards.
+    """Gives a run to train in, on all ranks together: for a URL, holds its lease, and brings this node's folder up to
+    date before and the URL afterwards.
 
-    Raises ValueError if another job is at the URL, or something that is no run, and
-    OSError where the store fails; where the last upload of records fails, a warning says so.
+    Raises ValueError if another job is at the URL, or something that is no run, and OSError where the store fails;
+    where the last upload of records fails, a warning says so.
     """
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
@@ -164,7 +164,7 @@ def _push_records(sync: RunSync) -> None:
 
 
 def has_begun(config: RunConfig) -> bool:
-    """Whether a run has a checkpoint, whole or not."""
+    """Returns whether a run has a checkpoint, whole or not."""
     if not is_url(config.run_dir):
         return bool(list_steps(RunDirectory(config.run_dir).checkpoints))
     return any(name.endswith(f"/{MANIFEST}") for name in RemoteFolder(config.run_dir).sizes(CHECKPOINTS))

@@ -96,8 +96,8 @@ class RunSync:
         files = [path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file()]
         records = [name for name in files if not name.startswith(f"{CHECKPOINTS}/") and not _OWN.fullmatch(name)]
         states = {n: (self.folder / n).stat() for n in records if self.first or _OF_RANKS.fullmatch(n)}
-        found = {name: (state.st_size, state.st_mtime_ns) for name, state in states.items()}
-        changed = dict(found.items() - self._sent.items())
+        stamps = {name: (state.st_size, state.st_mtime_ns) for name, state in states.items()}
+        changed = dict(stamps.items() - self._sent.items())
         self.remote.upload_all(self.folder, changed)
         self._sent.update(changed)
 
@@ -107,15 +107,15 @@ class RunSync:
         return self.folder / CHECKPOINTS / step_name(step)
 
     def at(self, step: int) -> RemoteFolder:
-        """The folder of a checkpoint at the URL."""
+        """Returns the folder of a checkpoint at the URL."""
         return RemoteFolder(f"{self.url}/{CHECKPOINTS}/{step_name(step)}")
 
     def remote_steps(self) -> list[int]:
-        """Steps whose checkpoint was uploaded whole, in order."""
+        """Returns the steps whose checkpoint was uploaded whole, in order."""
         return sorted(step for name, step in self._by_step() if name.endswith(f"/{MANIFEST}"))
 
     def _by_step(self) -> list[tuple[str, int]]:
-        """Name and step of every file of the checkpoints at the URL."""
+        """Returns name and step of every file of the checkpoints at the URL."""
         steps = [(name, step_of(name.split("/")[1])) for name in self.remote.sizes(CHECKPOINTS) if name.count("/") > 1]
         return [(name, step) for name, step in steps if step is not None]
 

@@ -68,8 +68,8 @@ _reader = functools.cache(_Reader)  # one for each run and use in a process
 
 
 def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
-    """A run directory to read from, which is `run` itself or for a URL a copy, and in a copy its checkpoint, if there
-    is one: it is whole.
+    """Returns a run directory to read from, `run` itself or for a URL a copy, and in a copy its checkpoint, if there is
+    one: it is whole.
 
     step: which checkpoint; None = the newest valid one, if there is one. weights_only: without the files that need not
     be read for the weights. The copy stays as it is for as long as this process runs. Raises FileNotFoundError if there
@@ -97,10 +97,8 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
-    """As `fetch_run`, but with all checkpoints: their manifests, and files without content that have the right sizes.
-
-    whole: with their content, damaged as it may be.
-    """
+    """Returns a run directory as `fetch_run` does, but with all checkpoints: their manifests, and files without content
+    that have the right sizes. whole: with their content, damaged as it may be."""
     if not is_url(run):
         return Path(run)
     reader = _reader(str(run), "outline")
@@ -118,12 +116,12 @@ class Trained:
     checkpoint: Path
     config: RunConfig
     manifest: dict[str, Any]
-    """What the checkpoint says of itself. Its files were compared with that."""
+    """The checkpoint's `checkpoint.json`. Its files were compared with that."""
     which: Weights = "raw"
-    """Of the checkpoint's weights."""
+    """The weights of the checkpoint that are taken."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and full CPU tensor of the weights and persistent buffers, one at a time."""
+        """Yields name and full CPU tensor of the weights and persistent buffers, one at a time."""
         return open_weights(self.checkpoint, self.manifest["layout"], self.which).weights()
 
     @functools.cached_property
@@ -142,7 +140,7 @@ class Trained:
 def open_trained(
     run: str | Path, step: int | None = None, *, weights_only: bool = True, weights: Weights = "raw"
 ) -> Trained:
-    """`find_trained` in a run directory or at a run's URL, from which the files that are needed are fetched."""
+    """Returns what `find_trained` finds in a run directory or at a URL, from which it fetches the files it needs."""
     folder, fetched = fetch_run(run, step=step, weights_only=weights_only and weights == "raw")
     return find_trained(RunDirectory(folder), step, weights_only=weights_only, whole=fetched, weights=weights)
 
@@ -155,7 +153,7 @@ def find_trained(
     whole: Path | None = None,
     weights: Weights = "raw",
 ) -> Trained:
-    """The checkpoint of `step`, or the newest valid one, with what it was trained with.
+    """Returns the checkpoint of `step`, or the newest valid one, with what it was trained with.
 
     A message says where config.toml was edited in ways that a run may change. weights_only: reads and compares no
     files but those that must be read for the weights. whole: the checkpoint, where that was found whole already.
@@ -176,7 +174,8 @@ def find_trained(
 
 
 def _find_whole(run: RunDirectory, step: int | None, weights_only: bool) -> Path:
-    """The checkpoint of `step`, or the newest valid one. Raises ValueError if there is none, or it is damaged."""
+    """Returns the checkpoint of `step`, or the newest valid one. Raises ValueError if there is none, or it is
+    damaged."""
     manager = CheckpointManager(run.checkpoints)
     if step is None:
         checkpoint = manager.latest_valid(weights_only=weights_only)
