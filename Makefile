@@ -33,7 +33,7 @@ pretrain: .venv/installed
 	  else $(BIN)/matmix export $(RUN) --out exports/mru_shakespeare; fi
 	@echo
 	@echo "All done. On held-out text, in nats per character:"
-	@$(BIN)/python -P -m matmix.train.evaluators.context $(RUN)
+	@$(BIN)/python -P -m matmix.train.evaluators $(RUN)
 	@echo "What you can do next:"
 	@echo "  more text:               $(BIN)/matmix generate $(RUN) --prompt 'To be'"
 	@echo "  the curves:              $(BIN)/tensorboard --logdir runs"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from matmix.data.artifacts import read_json
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
 from matmix.model.positions import document_positions
@@ -132,7 +129,3 @@ def context_words(metrics: Mapping[str, float]) -> list[str]:
 
 def _difference(value: float, less: str, more: str) -> str:
     return f"{abs(value):.2f} nats {less if value < 0 else more}"
-
-
-if __name__ == "__main__":  # `python -P -m matmix.train.evaluators.context RUN`: a finished run's words about context
-    print(*context_words(read_json(Path(sys.argv[1]) / "summary.json")["validation"]), sep="\n")

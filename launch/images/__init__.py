@@ -1,1 +1,0 @@
-"""Verbs on pictures: the classes that a model gives them."""
