@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from matmix.data.loading.batch import Batch
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
+from matmix.train.engine.clipping import clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import FullState, load_weights
+from matmix.train.engine.full_state import FullState, load_moments, load_weights
 from matmix.train.engine.mesh import Mesh
+from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer, full_shape, is_sharded, local_part
 from matmix.train.process.distributed import Distributed, is_distributed
 
@@ -165,9 +167,20 @@ class Engine(abc.ABC):
         stay as they are on every rank, and the gradients are dropped.
         """
 
-    @abc.abstractmethod
+    def clip(self, max_norm: float, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, bool]:
+        """Clips the gradients that the parameters hold, sharded or not. Returns the norm of all before, 0-dim, and
+        whether it is finite; over_ranks: makes norms over all ranks from those of this rank's parts."""
+        groups = self.optimizer.param_groups
+        whole = gradients_by_clip_group(groups, self.module.parameters())
+        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in whole.items()}
+        norms = over_ranks(norms_of(gradients, self.device))
+        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
+        return norm, is_finite
+
     def swap_averages(self) -> None:
         """Lets the weights and the averages of them that the optimizer keeps change places."""
+        for _, tensor in self.named_tensors():
+            swap_average(tensor, self.optimizer.state.get(tensor))
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -197,10 +210,11 @@ class Engine(abc.ABC):
         this model, and all its other files are in `directory`."""
         return set()
 
-    @abc.abstractmethod
     def load_full(self, state: FullState) -> None:
         """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine. Options of
         the optimizer stay as they are. Raises ValueError, before anything changes, if the engine has no room for it."""
+        self.load_weights(state)
+        load_moments(self.optimizer, dict(self.module.named_parameters()), state)
 
     def load_weights(self, state: FullState) -> None:
         """Takes over the weights and buffers that `state` has, before the first step; the others stay as they are, and

@@ -3,11 +3,10 @@
 The optimizer's groups say in "clip_group" which parameters are clipped together, and in "clip" to which norm; where
 they do not, all are clipped to the norm of the run.
 
-What clips a step, or drops it, is the same number on every rank that holds a copy of the model. Gradients that an
-all-reduce has summed are the same bits on every copy, and so are norms of them that one program computes. Where a
-device or a memory changes bits afterwards they are not: a copy that saw a NaN alone would drop its step alone.
-`agree_on_norms` costs a few bytes and gives every copy the same norms, not finite if any copy's is not, and says
-whether they differed.
+The norm that clips a step, or drops it, must be the same on every copy of the model. Gradients that an all-reduce has
+summed are the same bits on every copy, and so are their norms, unless a device or a memory changes bits afterwards: a
+copy that saw a NaN alone would drop its step alone. `agree_on_norms` costs a few bytes and gives every copy the same
+norms, not finite if any copy's is not, and says whether they differed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ Gradients = Mapping[str, Sequence[torch.Tensor]]
 
 
 def clip_limits(param_groups: Iterable[Mapping[str, Any]], max_norm: float) -> dict[str, float]:
-    """Name of each clipping group -> the norm that it is clipped to (0 = not), in the order of the optimizer's groups,
-    which is the same on all ranks. max_norm: of those that no rule clips apart."""
+    """Returns the norm that each clipping group is clipped to (0 = not), in the order of the optimizer's groups, which
+    is the same on all ranks. max_norm: of those that no rule clips apart."""
     limits = {}
     for group in param_groups:
         name = group.get("clip_group", OTHERS)
@@ -38,35 +37,28 @@ def clip_limits(param_groups: Iterable[Mapping[str, Any]], max_norm: float) -> d
 def gradients_by_clip_group(
     param_groups: Iterable[Mapping[str, Any]], parameters: Iterable[torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
-    """The gradients that there are, in the order of `parameters`; a group may have none."""
+    """Returns the gradients of each clipping group, maybe none, in the order of `parameters`."""
     groups = {p: group.get("clip_group", OTHERS) for group in param_groups for p in group["params"]}
-    found: dict[str, list[torch.Tensor]] = {name: [] for name in groups.values()}
+    gradients: dict[str, list[torch.Tensor]] = {name: [] for name in groups.values()}
     for parameter in parameters:
         if parameter.grad is not None:
-            found[groups[parameter]].append(parameter.grad)
-    return found
+            gradients[groups[parameter]].append(parameter.grad)
+    return gradients
 
 
 def norms_of(gradients: Gradients, device: torch.device) -> torch.Tensor:
-    """The norm of each group, (groups,)."""
-    return torch.stack([_norm(tensors, device) for tensors in gradients.values()])
-
-
-def _norm(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    """Returns the norm of each group, (groups,)."""
+    none = torch.zeros((), device=device)
+    norms = [torch._foreach_norm(tensors) if tensors else [none] for tensors in gradients.values()]
+    return torch.stack([torch.linalg.vector_norm(torch.stack(of_group)) for of_group in norms])
 
 
 def clip_groups(
     gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float]
 ) -> tuple[torch.Tensor, bool, dict[str, torch.Tensor]]:
     """Scales the gradients of each group, in place, so that its norm is within its limit; where one is not finite, all
-    are left alone.
-
-    Returns the norm of all gradients before, 0-dim, whether it is finite, and the norms for a record, where there is
-    more than one.
-    """
+    are left alone. Returns the norm of all gradients before, 0-dim, whether it is finite, and the norms of the groups
+    for a record, where there are several."""
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms)
     is_finite = math.isfinite(whole.item())
     for (name, tensors), norm in zip(gradients.items(), norms, strict=True):
@@ -78,10 +70,11 @@ def clip_groups(
 def agree_on_norms(
     norms: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of the copies' `norms`, a NaN above all, and whether what they computed alone, `own`, differed.
+    """Returns the largest of the copies' `norms`, a NaN above all, and whether their `own` norms differed (0-dim,
+    bool).
 
-    norms and own: float32, (n,) and (m,), never negative; the second result: 0-dim, bool. group: the ranks with the
-    copies. Called on all of them; the host does not wait.
+    norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies, on all of which it is
+    called; the host does not wait.
     """
     # The bits of floats that are not negative are in the order of the floats, those of a NaN above infinity's. What a
     # maximum of floats makes of a NaN differs between communication libraries.

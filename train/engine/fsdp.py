@@ -17,13 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
-from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
+from matmix.train.engine.clipping import agree_on_norms
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, layout_of_moments, load_moments, state_to_fill
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, layout_of_moments, state_to_fill
 from matmix.train.engine.kinds import sharded_files
 from matmix.train.engine.mesh import Mesh
-from matmix.train.optim.averaging import swap_average
-from matmix.train.optim.base import is_sharded, local_part
+from matmix.train.optim.base import is_sharded
 from matmix.train.process.distributed import Distributed
 
 if TYPE_CHECKING:
@@ -81,11 +80,7 @@ class FsdpEngine(Engine):
 
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
-        groups = self.optimizer.param_groups
-        whole = gradients_by_clip_group(groups, self.module.parameters())
-        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in whole.items()}
-        norms = self._over_ranks(norms_of(gradients, self.device))
-        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
+        norm, is_finite = self.clip(max_norm, self._over_ranks)
         if is_finite:
             self.optimizer.step()
         for parameter in self.module.parameters():
@@ -103,10 +98,6 @@ class FsdpEngine(Engine):
         if self.spread["copies"].size() > 1:
             whole, self.gradients_differ = agree_on_norms(whole, norms, self.spread.get_group("copies"))
         return whole
-
-    def swap_averages(self) -> None:
-        for _, tensor in self.named_tensors():
-            swap_average(tensor, self.optimizer.state.get(tensor))
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -173,10 +164,6 @@ class FsdpEngine(Engine):
                 shape = source.entries[key].shape
                 state[key] = parameter.detach() if shape == tuple(parameter.shape) else torch.zeros(shape)
         return {f"{sharded_files().SUBDIRECTORY}/{name}" for name in source.files_of(state)}
-
-    def load_full(self, state: FullState) -> None:
-        self.load_weights(state)
-        load_moments(self.optimizer, dict(self.module.named_parameters()), state)
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:

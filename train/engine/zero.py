@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
-from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits, gradients_by_clip_group, norms_of
+from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries, load_moments
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
 from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.zero_files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
 from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
@@ -137,24 +137,20 @@ class ZeroEngine(Engine):
         return norm
 
     def _step_of_copies(self, max_norm: float) -> torch.Tensor:
-        groups = self.optimizer.param_groups
-        gradients = gradients_by_clip_group(groups, self.module.parameters())
-        norms = norms_of(gradients, self.device)
-        if is_distributed():
-            norms, self.gradients_differ = agree_on_norms(norms, norms, None)
-        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
-        if is_finite:
-            self.model.step()
-        else:
-            self.model.zero_grad()
+        def agreed(norms: torch.Tensor) -> torch.Tensor:
+            if is_distributed():
+                norms, self.gradients_differ = agree_on_norms(norms, norms, None)
+            return norms
+
+        norm, is_finite = self.clip(max_norm, agreed)
+        self.model.step() if is_finite else self.model.zero_grad()
         return norm
 
     def swap_averages(self) -> None:
         if self.config.zero_stage > 0:
             swap_partitioned_averages(self.optimizer)
-            return
-        for parameter in self.module.parameters():
-            swap_average(parameter, self.optimizer.state.get(parameter))
+        else:
+            super().swap_averages()
 
     # -- copies ------------------------------------------------------------------------------------------
 
@@ -200,9 +196,8 @@ class ZeroEngine(Engine):
     def load_full(self, state: FullState) -> None:
         if self.config.zero_stage > 0:
             load_partitioned(self.optimizer, self.module, state, self.rank)
-            return
-        self.load_weights(state)
-        load_moments(self.optimizer, dict(self.module.named_parameters()), state)
+        else:
+            super().load_full(state)
 
 
 # -- from full states into the partitions of ZeRO 1 to 3, at any number of ranks --------------------------------------
