@@ -15,7 +15,6 @@ On a GPU (or, to try them out, with --device cpu and small sizes), against the p
 
 Anywhere:
   cpu        all operations against their peers, with peak memory
-  cpu_memory peak bytes of one candidate of one case of `cpu`, in this process
   counts     warp-instructions and bytes per token of the main calls' kernels, in code compiled for sm_90
   resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
   costs      what the loop, evaluations, comparisons of replicas and data cost beside the training steps of a recipe
@@ -31,32 +30,42 @@ from __future__ import annotations
 import importlib
 import sys
 
+from matmix.train.arguments import read_verb
 from matmix.train.process.console import begin_process, guarded
 
 COMMANDS = {
-    **{name: f"kernels.{name}:main" for name in ("scan", "conv", "norm", "mru", "cpu", "resources", "counts")},
-    "gpu-session": "gpu_session.command:main",
-    "cpu_memory": "kernels.cpu:memory_main",
-    **{
-        name: f"training.{name}:main"
-        for name in ("layer", "encoder", "language_model", "costs", "memory", "saving", "reading", "images", "packing")
-    },
+    **{name: f"operations:{name.capitalize()}" for name in ("scan", "conv", "norm", "mru")},
+    "layer": "models:Layer",
+    "encoder": "models:Encoder",
+    "language_model": "models:LanguageModel",
+    "gpu-session": "gpu_session.command:GpuSession",
+    "cpu": "cpu:Cpu",
+    "counts": "counts:Counts",
+    "resources": "resources:ResourcesOfKernels",
+    "costs": "costs:Costs",
+    "memory": "memory:Memory",
+    "saving": "saving:Saving",
+    "packing": "reading:Packing",
+    "reading": "reading:Reading",
+    "images": "reading:Images",
 }
-"""Name -> module in this package and function, imported when asked for."""
+"""Name -> module in this package and class, imported when asked for; a class is like a verb of matmix."""
 
 
 def main(arguments: list[str]) -> int:
-    """Run a benchmark; returns the exit status, 2 with one line on stderr for what cannot be run."""
+    """Runs a benchmark; returns the exit status, 2 with one line on stderr for what cannot be run."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
 
     def run() -> int:
-        name, *rest = arguments
+        name, *words = arguments
         if name not in COMMANDS:
             raise ValueError(f'unknown benchmark "{name}"; one of {", ".join(COMMANDS)}')
-        module, _, function = COMMANDS[name].partition(":")
-        return getattr(importlib.import_module(f"matmix.benchmarks.{module}"), function)(rest) or 0
+        module, _, command = COMMANDS[name].partition(":")
+        benchmark = getattr(importlib.import_module(f"matmix.benchmarks.{module}"), command)
+        verb, rest = read_verb(benchmark, words, prog=f"python -P -m matmix.benchmarks {name}")
+        return verb.run(rest, words)
 
     return guarded(run)
 

@@ -1,8 +1,9 @@
-"""Compiles recorded kernel launches ahead of time, for GPUs that this machine need not have.
+"""Compiles recorded kernel launches ahead of time, for GPUs that this machine need not have, and counts their
+instructions.
 
-Triton itself binds and specialises the arguments (pointer types, multiples of 16, ones folded to constants, None),
-so that what is compiled here is what the launch would compile on that GPU; only the driver, which would ask the
-GPU what it is, is replaced. Processes that use this module must not have TRITON_INTERPRET set.
+Triton itself binds and specialises the arguments (pointer types, multiples of 16, ones folded to constants, None), so
+that what is compiled here is what the launch would compile on that GPU; only the driver, which would ask the GPU what
+it is, is replaced. Processes that use this module must not have TRITON_INTERPRET set.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import importlib
 import io
 import os
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
-from matmix.benchmarks.instructions import by_loop_depth, disassemble, in_float64, operations
 from matmix.kernels.launching import Launch, constants_on, safe_on, stages_on
 
 
@@ -104,7 +108,7 @@ class Compilation(NamedTuple):
 
 
 def compilation(launch: Launch, target: str) -> Compilation:
-    """What Triton would compile for this launch on `target`, a key of `HARDWARE`."""
+    """Returns the job that Triton would compile for this launch on `target`, a key of `HARDWARE`."""
     if not isinstance(launch.kernel, JITFunction):
         raise TypeError(f"{launch.kernel} cannot be compiled; import its module without TRITON_INTERPRET")
     constants = constants_on(launch.constants, hip=target.startswith("gfx"))
@@ -139,29 +143,20 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
 
 
 def compiled(job: Compilation) -> Resources:
-    """Compile, or find in Triton's cache on disk; a compiler's error is returned and not raised."""
-    kernel = getattr(importlib.import_module(job.module), job.kernel)
-    about = (kernel.__name__, job.target, job.constants, job.num_warps, job.num_stages)
-    with _pretend(job.target):
-        try:
-            found = kernel.run(
-                *job.arguments,
-                grid=None,
-                warmup=True,
-                num_warps=job.num_warps,
-                num_stages=job.num_stages,
-                **job.constants,
-            )
-        except Exception as error:  # whatever the compiler raises is a finding about this kernel
-            return Resources(*about, 0, 0, 0, 0, 0.0, error=f"{type(error).__name__}: {error}")
-    report = found.metadata.report
-    named = operations(disassemble(found.asm["cubin"])) if "cubin" in found.asm else []
+    """Compiles a job, or finds it in Triton's cache on disk; a compiler's error is returned and not raised."""
+    about = (job.kernel, job.target, job.constants, job.num_warps, job.num_stages)
+    try:
+        binary = _compile(job, noting=True)
+    except Exception as error:  # whatever the compiler raises is a finding about this kernel
+        return Resources(*about, 0, 0, 0, 0, 0.0, error=f"{type(error).__name__}: {error}")
+    report = binary.metadata.report
+    named = operations(disassemble(binary.asm["cubin"])) if "cubin" in binary.asm else []
     return Resources(
         *about,
         report["registers"],
         report["spill_bytes"],
-        found.metadata.shared,
-        getattr(found.metadata, "tmem_size", None) or 0,
+        binary.metadata.shared,
+        getattr(binary.metadata, "tmem_size", None) or 0,
         report["seconds"],
         by_loop_depth(named) if named else (),
         in_float64(named),
@@ -169,38 +164,42 @@ def compiled(job: Compilation) -> Resources:
 
 
 def warmed(job: Compilation) -> str:
-    """Compile into Triton's ordinary cache, where processes on a machine with this GPU find it; returns the compiler's
-    error, "" if there is none."""
-    kernel = getattr(importlib.import_module(job.module), job.kernel)
-    with _pretend(job.target, noting=False):
-        try:
-            options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
-            kernel.run(*job.arguments, grid=None, warmup=True, **options, **job.constants)
-        except Exception as error:  # the launch itself will meet it again
-            return f"{type(error).__name__}: {error}"
+    """Compiles into Triton's ordinary cache, where processes on a machine with this GPU look for it; returns the
+    compiler's error, "" if there is none."""
+    try:
+        _compile(job, noting=False)
+    except Exception as error:  # the launch itself will meet it again
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
-def resident_warps(found: Resources) -> int:
-    """Warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
+def _compile(job: Compilation, noting: bool) -> Any:
+    kernel = getattr(importlib.import_module(job.module), job.kernel)
+    options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    with _pretend(job.target, noting):
+        return kernel.run(*job.arguments, grid=None, warmup=True, **options, **job.constants)
+
+
+def resident_warps(kernel: Resources) -> int:
+    """Returns the warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
 
     CUDA C++ programming guide, compute capability 9.0: 65,536 registers, given out in eights per thread; 228 KB of
     shared memory, of which each block takes 1 KB more than it asks for; 64 warps in at most 32 blocks.
     """
-    registers = 65_536 // (-(-found.registers // 8) * 8 * 32 * found.num_warps)
-    shared = 228 * 1024 // (found.shared_bytes + 1024)
-    return min(registers, shared, 32, 64 // found.num_warps) * found.num_warps
+    registers = 65_536 // (-(-kernel.registers // 8) * 8 * 32 * kernel.num_warps)
+    shared = 228 * 1024 // (kernel.shared_bytes + 1024)
+    return min(registers, shared, 32, 64 // kernel.num_warps) * kernel.num_warps
 
 
-def problem(found: Resources) -> str:
-    """The reason why this kernel cannot be used; empty if there is none. Spills only cost time."""
-    hardware = HARDWARE[found.target]
-    if found.error:
-        return found.error
-    if found.shared_bytes > hardware.shared_memory:
-        return f"takes {found.shared_bytes:,} bytes of shared memory; {hardware.shared_memory:,} are there"
-    if found.tensor_memory > hardware.tensor_memory:
-        return f"takes {found.tensor_memory} columns of tensor memory; {hardware.tensor_memory} are there"
+def problem(kernel: Resources) -> str:
+    """Returns the reason why this kernel cannot be used; empty if there is none. Spills only cost time."""
+    hardware = HARDWARE[kernel.target]
+    if kernel.error:
+        return kernel.error
+    if kernel.shared_bytes > hardware.shared_memory:
+        return f"takes {kernel.shared_bytes:,} bytes of shared memory; {hardware.shared_memory:,} are there"
+    if kernel.tensor_memory > hardware.tensor_memory:
+        return f"takes {kernel.tensor_memory} columns of tensor memory; {hardware.tensor_memory} are there"
     return ""
 
 
@@ -222,7 +221,7 @@ class _AbsentGPU:
 
 @contextlib.contextmanager
 def _pretend(target: str, noting: bool = True) -> Iterator[None]:
-    """Triton compiles for `target` in this block and, if `noting`, notes what the assembler says in the kernel's
+    """Lets Triton compile for `target` in this block and, if `noting`, note what the assembler says in the kernel's
     metadata."""
     before = driver._active
     driver.set_active(_AbsentGPU(HARDWARE[target].target))
@@ -238,7 +237,7 @@ def _pretend(target: str, noting: bool = True) -> Iterator[None]:
 
 
 def _note_resources(backend, stages: dict, options, language, capability) -> None:
-    """Let the last stage of a compilation write registers, spills and time into the metadata."""
+    """Lets the last stage of a compilation write registers, spills and time into the metadata."""
     start = time.perf_counter()
     assemble = stages[backend.binary_ext]
 
@@ -258,7 +257,7 @@ def _note_resources(backend, stages: dict, options, language, capability) -> Non
 
 
 def ptxas_report(log: str) -> dict[str, int]:
-    """Registers and spills from what `ptxas -v` prints."""
+    """Reads registers and spills from what `ptxas -v` prints."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not spills:
@@ -267,10 +266,71 @@ def ptxas_report(log: str) -> dict[str, int]:
 
 
 def amdgcn_report(assembly: str) -> dict[str, int]:
-    """Registers and spills from the code object metadata at the end of AMD assembly.
+    """Reads registers and spills from the code object metadata at the end of AMD assembly.
 
     https://llvm.org/docs/AMDGPUUsage.html#code-object-v3-metadata: .vgpr_count includes the accumulation registers
     where, as on gfx942, both are one file; spill counts are stores of one 32-bit register each.
     """
     counts = {name: int(n) for name, n in re.findall(r"^\s*(?:- )?\.(\w+):\s+(\d+)$", assembly, re.MULTILINE)}
     return {"registers": counts["vgpr_count"], "spill_bytes": 4 * counts["vgpr_spill_count"]}
+
+
+# -- Instructions ------------------------------------------------------------------------------------------------------
+# A GPU issues at most four instructions per cycle and multiprocessor, each for the 32 threads of a warp; kernels that
+# are not bound by memory cannot be faster than that. What a launch issues is the sum over its instructions of how often
+# each runs, times warps, times programs. Loops are found in the machine code; how often one runs its caller knows.
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)\s*(.*?);")
+_LABEL = re.compile(r"^(\.L\S*):")
+_DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX|MMA)|MUFU\.\w+64|F2F\.\S*F64|I2F\.\S*F64|F2I\.\S*F64")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+
+
+def disassemble(cubin: bytes) -> str:
+    """Returns the SASS of a compiled kernel, by the disassembler that comes with Triton. Raises RuntimeError where that
+    fails."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(tool), "-c", file.name], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def operations(sass: str) -> list[tuple[str, int]]:
+    """Returns each instruction's name with its modifiers, as DFMA.RN, and the number of loops around it.
+
+    A loop is what lies between a backward branch and its target; padding after the last instruction does not count, nor
+    does the branch to itself behind it.
+    """
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    branches: list[tuple[int, str]] = []
+    for line in map(str.strip, sass.splitlines()):
+        if label := _LABEL.match(line):
+            labels[label.group(1)] = len(names)
+        elif instruction := _INSTRUCTION.search(line):
+            name, operands = instruction.groups()
+            if name == "NOP":
+                continue
+            if name.startswith("BRA") and (target := _TARGET.search(operands)):
+                branches.append((len(names), target.group(1)))
+            names.append(name)
+    depth = [0] * len(names)
+    for loop in {(labels[target], at) for at, target in branches if labels.get(target, at) < at}:
+        for place in range(loop[0], loop[1] + 1):
+            depth[place] += 1
+    return list(zip(names, depth, strict=True))
+
+
+def by_loop_depth(named: list[tuple[str, int]]) -> tuple[int, ...]:
+    """Counts those of `operations` outside of any loop, inside one loop, inside two, ..."""
+    depths = [depth for _, depth in named]
+    return tuple(depths.count(level) for level in range(max(depths, default=0) + 1))
+
+
+def in_float64(named: list[tuple[str, int]]) -> int:
+    """Counts those of `operations` that compute with doubles, of which most GPUs do few at a time."""
+    return sum(bool(_DOUBLE.match(name)) for name, _ in named)

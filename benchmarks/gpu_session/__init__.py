@@ -1,1 +1,1 @@
-"""`gpu-session`: what half an hour on a GPU is spent on, part by part, with records that can be gone on with."""
+"""What half an hour on a GPU is spent on: correctness, the fastest tiles, the time of each kernel, and the peers."""

@@ -1,85 +1,117 @@
-"""`gpu-session`: what half an hour on a GPU is spent on.
-
-Four parts, each below nine minutes: whether the kernels are right (correctness), which tiles are the fastest (sweep),
-what each kernel takes (kernels), and how ours compares with others (peers). Each writes what it finds into a file of
-its own as it goes, leaves out what that file holds already, and stops before its time is over: started again, it goes
-on. Without a GPU, --device cpu runs the same parts at toy sizes, the kernels in Triton's interpreter.
-"""
+"""`gpu-session`: runs its parts, each in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from matmix.benchmarks.measuring.settings import RESULTS, device_name, device_of, slug
+from matmix.benchmarks.calls import Call, calls, on_device
+from matmix.benchmarks.counts import COUNTED, moved_bytes
+from matmix.benchmarks.gpu_session import sweep
+from matmix.benchmarks.gpu_session.record import DeviceLost, Piece, Record, time_for
+from matmix.benchmarks.measure import RESULTS, Clock, copy_bandwidth, device_of, median_seconds
+from matmix.benchmarks.report import device_name, slug
 from matmix.data.processes import end_with
+from matmix.kernels.backend import triton_form
+from matmix.kernels.launching import record_launches
 
-PARTS = {"correctness": "correctness", "sweep": "sweep", "kernels": "times", "peers": "peers"}
-"""Name -> module of this package, in the order in which they run."""
-MINUTES = 8.5
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("correctness", "sweep", "kernels", "peers")
 GRACE = 15.0
 """Seconds beyond its time after which a part's process is ended."""
 DONE, WRONG, LEFT, LOST = 0, 1, 3, 4
 """Exit statuses: all done and right; something is wrong or failed; something is left; the device answers no more."""
 RESTARTS = 20
+TOKENS = (65_536, 524_288)
+TOY_TOKENS, TOY_PIECES = 64, 3
+TOY_TESTS = "test_bfloat16.py"
+LONGEST_TESTS, LONGEST_PEER = 400.0, 150.0
+"""Seconds that the tests of a file, and one command at one length, may take: peers that choose tiles by trying them
+take a minute at their first length."""
+PEERS = (
+    "scan --tokens 65536 --lengths 2048",
+    "layer --tokens 65536 --lengths 2048",
+    "encoder --lengths 512",
+    "encoder --lengths 2048",
+    "encoder --lengths 8192",
+    "mru --tokens 65536 --lengths 4096 --kind mixer",
+    "scan --tokens 524288 --lengths 2048",
+    "scan --tokens 65536 --lengths 65536",
+    "mru --tokens 65536 --lengths 4096 --kind scan --sizes 16x3",
+    "layer --tokens 65536 --lengths 512",
+    "layer --tokens 65536 --lengths 16384",
+    "scan --tokens 65536 --lengths 512",
+)
+"""What is measured, the most important first."""
+TOY_PEERS = (
+    "scan --tokens 96 --lengths 48 --d-model 64 --dtype float32",
+    "mru --tokens 96 --lengths 48 --sizes 4x2 --dtype float32",
+    "layer --tokens 96 --lengths 48 --d-model 64 --dtype float32",
+    "encoder --tokens 96 --lengths 48 --d-model 64 --layers 1 --dtype float32",
+)
 
 
-def main(arguments: list[str]) -> int:
-    """The command."""
-    options = parser().parse_args(arguments)
-    device = device_of(options.device)
-    if not 0 < options.minutes <= 600:
-        raise ValueError(f"--minutes {options.minutes}: must be more than 0, and at most 600")
-    out = options.out or RESULTS / f"gpu-session-{slug(device_name(device))}"
-    if options.here:
-        if not options.part:
-            raise ValueError("--here: say which --part")
-        return run_here(options.part, device, out, options.minutes * 60, options.only)
-    statuses = {}
-    for part in [options.part] if options.part else PARTS:
-        print(f"\n{part}\n", flush=True)
-        statuses[part] = run_part(part, device, out, options.minutes * 60, options.only)
-    words = {DONE: "done", WRONG: "done, with failures", LEFT: "not finished: start it again to go on"}
-    for part, status in statuses.items():
-        print(f"{part:<14}{words.get(status, f'ended with status {status}')}; record: {out / part}.json")
-    found = set(statuses.values())
-    return next((status for status in (WRONG, LOST, LEFT) if status in found), max(found))
+@dataclass(frozen=True, kw_only=True)
+class GpuSession:
+    """What half an hour on a GPU is spent on.
 
+    Four parts, each below nine minutes: whether the kernels are right (correctness: the project's own tests of them),
+    which tiles are the fastest (sweep), what each kernel takes (kernels), and how ours compares with others (peers).
+    Each writes its results into a file of its own as it goes, leaves out what that file holds already, and stops before
+    its time is over: started again, it goes on. Without a GPU, --device cpu runs the same parts at toy sizes, the
+    kernels in Triton's interpreter.
+    """
 
-def parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -P -m matmix.benchmarks gpu-session",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--part", choices=list(PARTS), help="only this part (default: all, one after the other)")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 ... or cpu (default: cuda)")
-    parser.add_argument(
-        "--out", type=Path, help="folder of the records (default: results/gpu-session-DEVICE of the benchmarks)"
-    )
-    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for each part (default: {MINUTES:g})")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only what has this text in its name")
-    parser.add_argument("--here", action="store_true", help="in this process, as the command itself starts each part")
-    return parser
+    part: Literal["", "correctness", "sweep", "kernels", "peers"] = ""
+    """Only this part; default: all, one after the other."""
+    device: str = "cuda"
+    """cuda, cuda:1 ... or cpu."""
+    out: Path | None = None
+    """Folder of the records; default: results/gpu-session-DEVICE of the benchmarks."""
+    minutes: float = 8.5
+    """For each part."""
+    only: str = ""
+    """Only what has this text in its name."""
+    here: bool = False
+    """Run the part in this process, as the command itself starts each."""
+
+    def run(self, rest: list[str], typed: list[str]) -> int:
+        """Runs the parts; returns the exit status."""
+        device = device_of(self.device)
+        if not 0 < self.minutes <= 600:
+            raise ValueError(f"--minutes {self.minutes}: must be more than 0, and at most 600")
+        out = self.out or RESULTS / f"gpu-session-{slug(device_name(device))}"
+        if self.here:
+            if not self.part:
+                raise ValueError("--here: say which --part")
+            return run_here(self.part, device, out, self.minutes * 60, self.only)
+        statuses = {}
+        for part in [self.part] if self.part else PARTS:
+            print(f"\n{part}\n", flush=True)
+            statuses[part] = run_part(part, device, out, self.minutes * 60, self.only)
+        words = {DONE: "done", WRONG: "done, with failures", LEFT: "not finished: start it again to go on"}
+        for part, status in statuses.items():
+            print(f"{part:<14}{words.get(status, f'ended with status {status}')}; record: {out / part}.json")
+        return next((status for status in (WRONG, LOST, LEFT) if status in statuses.values()), max(statuses.values()))
 
 
 def run_part(part: str, device: torch.device, out: Path, seconds: float, only: str) -> int:
-    """Run a part in a process of its own, and again where that was lost before its time was over; returns its exit
-    status."""
-    end = time.monotonic() + seconds
-    status = LEFT
+    """Runs a part in a process of its own, and again where that was lost before its time was over and had come further;
+    returns its exit status."""
+    end, status = time.monotonic() + seconds, LEFT
     for _ in range(RESTARTS):
         left = end - time.monotonic()
         if left <= 0:
@@ -87,74 +119,170 @@ def run_part(part: str, device: torch.device, out: Path, seconds: float, only: s
         before = _pieces(out, part)
         command = [sys.executable, "-P", "-m", "matmix.benchmarks", "gpu-session", "--here", "--part", part]
         command += ["--device", str(device), "--out", str(out), "--minutes", str(left / 60), "--only", only]
-        environment = dict(os.environ)
-        if device.type == "cpu":
-            environment["TRITON_INTERPRET"] = "1"  # before Triton is imported
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        with _terminated_as_an_exception():
-            try:
-                status = process.wait(left + GRACE)
-            except subprocess.TimeoutExpired:
-                print(f"{part}: ended, as it took longer than its time", flush=True)
-                return LEFT
-            finally:
-                _end(process)
+        # Triton decides where it is imported whether it interprets.
+        interpreted = {"TRITON_INTERPRET": "1"} if device.type == "cpu" else {}
+        process = subprocess.Popen(command, env=os.environ | interpreted, start_new_session=True)
+        try:
+            status = process.wait(left + GRACE)
+        except subprocess.TimeoutExpired:
+            print(f"{part}: ended, as it took longer than its time", flush=True)
+            return LEFT
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if status in (DONE, WRONG, 2, LEFT) or _pieces(out, part) == before:
             break
         print(f"{part}: its process ended with status {status}; going on in another one", flush=True)
     return status
 
 
-@contextlib.contextmanager
-def _terminated_as_an_exception() -> Iterator[None]:
-    """In this block SIGTERM leaves through `finally`, as Ctrl-C does."""
-
-    def leave(*_) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End what is left of a part, and what it started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
 def _pieces(out: Path, part: str) -> object:
-    """What a part's record holds, to see whether it has changed."""
+    """Returns what a part's record holds, to see whether it has changed."""
     try:
-        return json.loads((out / f"{part}.json").read_text(encoding="utf-8")).get("pieces")
-    except (OSError, ValueError):
+        return json.loads((out / f"{part}.json").read_text(encoding="utf-8"))["pieces"]
+    except (OSError, ValueError, KeyError):
         return None
 
 
 def run_here(part: str, device: torch.device, out: Path, seconds: float, only: str) -> int:
-    """Run a part in this process; returns the exit status."""
-    from matmix.benchmarks.gpu_session.record import DeviceLost, Limit, Session
-
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif os.environ.get("TRITON_INTERPRET") != "1":
+    """Runs a part in this process; returns the exit status."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("--here --device cpu: set TRITON_INTERPRET=1, so that kernels are interpreted")
     end_with(os.getppid(), signal.SIGKILL)  # nothing is to run on alone on the device
-    session = Session(device, out, toy=device.type == "cpu", limit=Limit(seconds), only=only)
-    run = importlib.import_module(f"matmix.benchmarks.gpu_session.{PARTS[part]}").run
+    record = Record(out, part, device, seconds, only)
+    run = {"correctness": correctness, "sweep": sweep.run, "kernels": kernels, "peers": peers}[part]
     try:
-        left = run(session)
+        left = run(record)
     except DeviceLost as lost:
         print(f"{part}: the device answers no more after: {lost}", flush=True)
         return LOST
     if left:
         print(f"{part}: {len(left)} left, from {left[0]} on; start it again to go on", flush=True)
-    wrong = session.record(part, tiles=part != "sweep").wrong()
-    for line in wrong:
+    for line in record.wrong():
         print(f"{part}: {line}", flush=True)
-    return LEFT if left else WRONG if wrong else DONE
+    return LEFT if left else WRONG if record.wrong() else DONE
+
+
+# -- Correctness -------------------------------------------------------------------------------------------------------
+
+
+def correctness(record: Record) -> list[str]:
+    """Runs the project's tests of the kernels, a piece for each file: on the GPU if there is one, else interpreted."""
+    folder = ROOT / "tests" / "kernels"
+    files = sorted(folder.rglob(TOY_TESTS if record.toy else "test_*.py"))
+    names = {str(path.relative_to(folder)): path for path in files}
+    return record.work([Piece(name, partial(run_tests, path, record)) for name, path in names.items()], summary)
+
+
+def run_tests(path: Path, record: Record) -> dict[str, Any]:
+    """Returns how many tests of a file passed; those marked slow are left out."""
+    for name in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(name) is None:
+            return {"status": "left out", "summary": f"{name} is not installed"}
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--tb=line"]
+    if importlib.util.find_spec("xdist") and not record.toy:
+        command += ["-n", str(min(8, len(os.sched_getaffinity(0))))]
+    # The tests set the interpreter's variable themselves.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_INTER", "PYTEST"))}
+    with time_for(record, LONGEST_TESTS) as limit:
+        done = subprocess.run(
+            [*command, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
+        )
+    lines = (done.stdout + done.stderr).strip().splitlines() or ["pytest says nothing"]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    status = "ok" if done.returncode in (0, 5) else f"failed: {(failed or lines[-1:])[0]}"  # 5: all are slow
+    return {"status": status, "summary": lines[-1], "failed": failed}
+
+
+def summary(result: dict[str, Any]) -> str:
+    return result["summary"]
+
+
+# -- Kernels -----------------------------------------------------------------------------------------------------------
+
+
+def kernels(record: Record) -> list[str]:
+    """Times every launch of the main calls alone."""
+    bandwidth = copy_bandwidth(Clock(record.device), 1 << 20 if record.toy else None)
+    print(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s, read + written", flush=True)
+    pieces = []
+    for tokens in (TOY_TOKENS,) if record.toy else TOKENS:
+        for call in main_calls(torch.float32 if record.toy else torch.bfloat16):
+            name = f"{call.op}: {call.title}, {tokens:,} tokens"
+            pieces.append(Piece(name, partial(times, call, tokens, record, bandwidth), partial(dry, call, tokens)))
+    return record.work(pieces[:TOY_PIECES] if record.toy else pieces, times_text)
+
+
+def main_calls(dtype: torch.dtype) -> Iterator[Call]:
+    """Yields the calls whose instructions are counted."""
+    mine = [call for call in calls() if call.dtype == dtype]
+    yield from (call for title in COUNTED for call in mine if f"{call.title},".startswith(title))
+
+
+def dry(call: Call, tokens: int) -> None:
+    """Makes the launches alone."""
+    with on_device(torch.device("meta"), tokens):
+        call.run(triton_form(call.op))
+
+
+def times(call: Call, tokens: int, record: Record, bandwidth: float) -> dict[str, Any]:
+    """Returns for each launch of both passes, from a cold second-level cache: seconds, and bytes of its tensors."""
+    with on_device(record.device, tokens), record_launches(run=True) as launches:
+        call.run(triton_form(call.op))
+    rows = []
+    for launch in launches:
+        seconds = median_seconds(partial(sweep.again, launch), record.device)
+        moved = moved_bytes(launch)
+        row = {"kernel": launch.kernel.__name__, "grid": list(launch.grid), "seconds": seconds, "bytes": moved}
+        rows.append(row | {"bandwidth": moved / seconds, "of_copy": moved / seconds / bandwidth})
+    total = sum(row["seconds"] for row in rows)
+    return {"launches": rows, "seconds": total, "ns_per_token": total * 1e9 / tokens, "copy_bandwidth": bandwidth}
+
+
+def times_text(result: dict[str, Any]) -> str:
+    """Returns the launches of a call, a line each."""
+    lines = [f"{result['seconds'] * 1e3:,.3f} ms, {result['ns_per_token']:,.1f} ns a token"]
+    for row in result["launches"]:
+        speed = f"{row['bandwidth'] / 1e9:>10,.0f} GB/s{row['of_copy']:>8.0%} of a copy"
+        lines.append(f"    {row['kernel']:<22}{row['seconds'] * 1e6:>12,.1f} us{speed}")
+    return "\n".join(lines)
+
+
+# -- Peers -------------------------------------------------------------------------------------------------------------
+
+
+def peers(record: Record) -> list[str]:
+    """Measures ours against other implementations, each length of each command in a process of its own, so that a peer
+    that ends its process ends no more than its own piece."""
+    pieces = [Piece(words, partial(compared, words, record)) for words in (TOY_PEERS if record.toy else PEERS)]
+    return record.work(pieces, compared_text)
+
+
+def compared(words: str, record: Record) -> dict[str, Any]:
+    """Returns the record of a command, or what it ended with."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "record.json")
+        command = [sys.executable, "-P", "-m", "matmix.benchmarks", *words.split(), "--device", str(record.device)]
+        command += ["--rounds", "2" if record.toy else "15", "--budget", "1.0", "--no-compile", "--no-plot"]
+        # These compare what users get, on a CPU the PyTorch forms: nothing is interpreted.
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        with time_for(record, LONGEST_PEER) as limit:
+            done = subprocess.run(
+                [*command, "--out", str(out)], capture_output=True, text=True, timeout=limit, env=environment
+            )
+        if not out.exists():
+            last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+            return {"status": f"failed: {last[:200]}"}
+        print(done.stdout, flush=True)
+        measured = json.loads(out.read_text())
+    candidates = [candidate for case in measured["cases"] for candidate in case["candidates"]]
+    differing = [candidate["candidate"] for candidate in candidates if candidate.get("agrees") is False]
+    return {"status": f"DIFFERS FROM OURS: {differing[0]}" if differing else "ok", "record": measured}
+
+
+def compared_text(result: dict[str, Any]) -> str:
+    """Returns each candidate's seconds of forward and backward, over ours."""
+    candidates = [candidate for case in result["record"]["cases"] for candidate in case["candidates"]]
+    ratios = {x["candidate"]: x.get("over_ours", {}).get("both") for x in candidates}
+    return "; ".join(f"{name} {ratio:.2f} x" for name, ratio in ratios.items() if ratio)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from matmix.benchmarks.measuring.timing import Clock
+from matmix.benchmarks.measure import Clock
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS

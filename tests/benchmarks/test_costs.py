@@ -2,7 +2,7 @@
 
 import pytest
 
-from matmix.benchmarks.training.costs import measure_context, measure_replicas
+from matmix.benchmarks.costs import measure_context, measure_replicas
 from matmix.train.recipe import load_config
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from matmix.benchmarks.instructions import by_loop_depth, in_float64, operations
-from matmix.benchmarks.kernels.counts import grown, read
+from matmix.benchmarks.compiling import by_loop_depth, in_float64, operations
+from matmix.benchmarks.counts import grown, read
 
 KEPT = read()
 # Two loops, the second in the first; a branch forward, padding, and the branch to itself that ends every kernel.

@@ -2,44 +2,29 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from matmix.benchmarks.__main__ import main
-from matmix.benchmarks.kernels.mru import Size, mixer_case, our_parts, scan_case, unfused
-from matmix.benchmarks.measuring.per_token import per_token, table
-from matmix.benchmarks.measuring.settings import Settings
-from matmix.benchmarks.measuring.suite import both_passes, largest_error, on_leaves
-from matmix.benchmarks.peers.scans import BrentKungProduct, HillisSteeleProduct, recurrent_product
-from matmix.benchmarks.training.language_model import SIZES, count_parameters, mru_model, same_size_gpt
+from matmix.benchmarks.measure import both_passes, largest_error, on_leaves
+from matmix.benchmarks.models import SIZES, LanguageModel, count_parameters, same_size_gpt
+from matmix.benchmarks.operations import Mru, Size, our_parts, unfused
+from matmix.benchmarks.peers import brent_kung, hillis_steele, product_by, recurrent_product
+from matmix.benchmarks.report import per_token, per_token_text
 from matmix.kernels import matrix_product_scan, mru_mixer
 from matmix.kernels.matrix_product.definition import matrix_product_definition
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
 
 SMALLEST = "mru --device cpu --tokens 32 --lengths 16 --sizes 4x1 --rounds 1 --no-compile --no-plot"
-SCANS = {"Brent-Kung": BrentKungProduct.apply, "Hillis-Steele": HillisSteeleProduct.apply, "loop": recurrent_product}
+SCANS = {
+    "Brent-Kung": product_by(brent_kung),
+    "Hillis-Steele": product_by(hillis_steele),
+    "loop": recurrent_product,
+}
 
 
-def settings(**changed) -> Settings:
-    """Tiny sizes on the CPU."""
-    values = {
-        "command": "mru",
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "tokens": 96,
-        "lengths": (48, 96),
-        "d_model": None,
-        "layers": None,
-        "rounds": 2,
-        "budget": 1.0,
-        "compile": False,
-        "only": (),
-        "out": Path(),
-        "plot": None,
-    }
-    return Settings(**values | changed)
+SMALL = {"device": "cpu", "dtype": "float32", "tokens": 96, "rounds": 2, "compile": False}
 
 
 @pytest.mark.parametrize("scan", SCANS.values(), ids=SCANS)
@@ -74,7 +59,7 @@ def test_the_mixer_from_parts_is_the_mixer(construction):
 
 
 def test_peers_start_from_our_tensors_laid_out_for_them():
-    candidates = scan_case(48, Size(4, 2, "cayley"), settings()).candidates
+    candidates = Mru(**SMALL).scan_case(48, Size(4, 2)).candidates
     ours, theirs = candidates[0].leaves[0], candidates[1].leaves[0]
     assert torch.equal(ours, theirs)
     assert ours.is_contiguous()
@@ -83,7 +68,7 @@ def test_peers_start_from_our_tensors_laid_out_for_them():
 
 
 def test_the_loop_is_left_out_where_it_takes_too_long():
-    case = scan_case(4097, Size(4, 1, "cayley"), settings(tokens=1))
+    case = Mru(**SMALL | {"tokens": 1}).scan_case(4097, Size(4, 1))
     assert case.candidates[-1].missing == "left out beyond length 4,096"
 
 
@@ -91,12 +76,12 @@ def test_the_loop_is_left_out_where_it_takes_too_long():
     ("construction", "forward", "backward"), [("cayley", 2256, 2976), ("ldu", 3072, 4608), ("householder", 2256, 2976)]
 )
 def test_floors_are_the_bytes_counted_by_hand(construction, forward, backward):
-    size = Size(16, 3, construction)
-    scan = scan_case(48, size, settings()).candidates[0].floor
-    assert (scan.forward, scan.backward) == (96 * 768 * 8, 96 * 768 * 16)
-    mixer = mixer_case(48, size, settings(dtype=torch.bfloat16)).candidates[0].floor
+    options = SMALL | {"construction": construction}
+    scan = Mru(**options).scan_case(48, Size(16, 3)).candidates[0].floor
+    assert (scan["forward"], scan["backward"]) == (96 * 768 * 8, 96 * 768 * 16)
+    mixer = Mru(**options | {"dtype": "bfloat16"}).mixer_case(48, Size(16, 3)).candidates[0].floor
     weights = 3 * 16 * 16 * 4
-    assert (mixer.forward, mixer.backward) == (96 * forward + weights, 96 * backward + 2 * weights)
+    assert (mixer["forward"], mixer["backward"]) == (96 * forward + weights, 96 * backward + 2 * weights)
 
 
 def test_elements_are_bfloat16_and_scans_float32_unless_a_dtype_is_given(tmp_path):
@@ -127,14 +112,14 @@ def test_a_cost_that_grows_with_the_length_is_said_to():
     assert [(cost["candidate"], cost["constant"]) for cost in costs] == [("ours", True), ("loop", False)]
     assert costs[0]["seconds"] == pytest.approx([1e-6, 1.19e-6, 1e-6])
     assert costs[0]["dearest_over_cheapest"] == pytest.approx(1.19)
-    lines = table(costs, 20).splitlines()
+    lines = per_token_text(costs).splitlines()
     assert lines[-2].split() == ["ours", "1,000", "1,190", "1,000", "1.19", "constant"]
     assert lines[-1].split() == ["loop", "1,000", "-", "4,500", "4.50", "not", "constant"]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_gpt_has_as_many_parameters(size):
-    mru = mru_model(size, settings(d_model=768))
+    mru = LanguageModel(device="cpu").mru_model(size)
     gpt = same_size_gpt(mru)
     assert gpt.layers == ("attention",)
     assert count_parameters(gpt) == pytest.approx(count_parameters(mru), rel=0.01)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from matmix.benchmarks.__main__ import main
-from matmix.benchmarks.training.saving import parse_size
+from matmix.benchmarks.saving import parse_size
 
 
 def test_table_and_record(tmp_path, capsys):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from matmix.benchmarks.compiling import HARDWARE, Resources, amdgcn_report, compilation, compiled, problem, ptxas_report
-from matmix.benchmarks.kernels.resources import NOT_ON_AMD
+from matmix.benchmarks.resources import NOT_ON_AMD
 from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.launching import blackwell_is_right, launch, record_launches, safe_on
 

@@ -10,7 +10,7 @@ from failures import each
 from mixer_cases import small_config
 from storages import Storages
 
-from matmix.benchmarks.training.memory import ENGINES, MODES, compare
+from matmix.benchmarks.memory import ENGINES, MODES, compare
 from matmix.model import build_model
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import HydraConfig

@@ -1,7 +1,7 @@
 """Calls of the ops' Triton forms that between them reach every kernel with every choice made at compile time.
 
-The tensors are on the device "meta": they have the sizes of real training but neither memory nor values, which the
-host side of a kernel must not look at anyway.
+Their tensors are on the device "meta": they have the sizes of real training but neither memory nor values, which the
+host side of a kernel must not look at anyway. Within `on_device` they are real.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from matmix.kernels.semiseparable.form import ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192
 _PLAIN = ScanForm()
+_device, _tokens = torch.device("meta"), BATCH * SEQLEN
 
 
 class Call(NamedTuple):
@@ -73,9 +75,8 @@ def state_conv_calls(dtype: torch.dtype) -> Iterator[Call]:
     """The causal convolution from a state to a state."""
 
     def call(title: str, width: int, main: bool = False, **options) -> Call:
-        return Call(
-            "short_conv_from_state", title, dtype, functools.partial(_run_state_conv, dtype, width, **options), main
-        )
+        run = functools.partial(_run_state_conv, dtype, width, **options)
+        return Call("short_conv_from_state", title, dtype, run, main)
 
     yield call("width 4, silu, after a state", 4, main=True, bias=True, silu=True)
     yield call("width 4, after a state of float32, few channels", 4, channels=32, exact=True)
@@ -84,45 +85,31 @@ def state_conv_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_state_conv(
-    dtype: torch.dtype,
-    width: int,
-    module: ModuleType,
-    *,
-    channels: int = 1664,
-    tokens: int = BATCH * SEQLEN,
-    bias: bool = False,
-    silu: bool = False,
-    exact: bool = False,
-) -> None:
-    x = _empty(BATCH, tokens // BATCH, channels, dtype=dtype)
+    dtype: torch.dtype, width: int, module: ModuleType, *,
+    channels: int = 1664, tokens: int = 0, bias: bool = False, silu: bool = False, exact: bool = False,
+) -> None:  # fmt: skip
+    rows, seqlen = (BATCH, tokens // BATCH) if tokens else _rows(BATCH)
+    x = _empty(rows, seqlen, channels, dtype=dtype)
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
-    state = _empty(BATCH, channels, width - 1, dtype=torch.float32 if exact else dtype)
+    state = _empty(rows, channels, width - 1, dtype=torch.float32 if exact else dtype)
     options = weight, offset, state, "silu" if silu else None
     y, final = module.forward_from_state(x, *options)
-    module.backward_from_state(torch.empty_like(y), torch.empty_like(final), x, *options)
+    module.backward_from_state(y, final, x, *options)
 
 
 def _run_conv(
-    dtype: torch.dtype,
-    width: int,
-    module: ModuleType,
-    *,
-    channels: int = 1664,
-    tokens: int = BATCH * SEQLEN,
-    causal: bool = False,
-    bias: bool = False,
-    silu: bool = False,
-    packed: bool = False,
-    split: bool = False,
-) -> None:
-    rows = 1 if packed else BATCH
-    x = _empty(rows, tokens // rows, channels, dtype=dtype)
+    dtype: torch.dtype, width: int, module: ModuleType, *,
+    channels: int = 1664, tokens: int = 0, causal: bool = False, bias: bool = False, silu: bool = False,
+    packed: bool = False, split: bool = False,
+) -> None:  # fmt: skip
+    rows, seqlen = (BATCH, tokens // BATCH) if tokens else _rows(1 if packed else BATCH)
+    x = _empty(rows, seqlen, channels, dtype=dtype)
     if split:  # as a layer's one input projection gives it
         x = _empty(*x.shape[:2], 2 * channels + 24, dtype=dtype)[..., channels : 2 * channels]
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
     options = (causal, "silu" if silu else None, _documents() if packed else None)
     y = module.forward(x, weight, offset, *options)
-    module.backward(torch.empty_like(y), x, weight, offset, *options)
+    module.backward(y, x, weight, offset, *options)
 
 
 def norm_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -132,11 +119,11 @@ def norm_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_norm(dtype: torch.dtype, width: int, group: int | None, module: ModuleType) -> None:
-    x = _empty(BATCH, SEQLEN, width, dtype=dtype)
-    gate = _empty(BATCH, SEQLEN, 2 * width + 152, dtype=dtype)[..., :width]
+    x = _empty(*_rows(BATCH), width, dtype=dtype)
+    gate = _empty(*x.shape[:2], 2 * width + 152, dtype=dtype)[..., :width]
     weight = _empty(width, dtype=dtype)
     y = module.forward(x, weight, gate, 1e-5, group)
-    module.backward(torch.empty_like(y), x, weight, gate, 1e-5, group)
+    module.backward(y, x, weight, gate, 1e-5, group)
 
 
 def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -172,31 +159,23 @@ def scan_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_scan(
-    dtype: torch.dtype,
-    directions: int,
-    module: ModuleType,
-    *,
-    form: ScanForm = _PLAIN,
-    d_state: int = 64,
-    headdim: int = 64,
-    decay: str | None = None,
-    scale: bool = False,
-    diagonal: str | None = None,
-    packed: bool = False,
-    states: bool = False,
-    rows: int = BATCH,
-    groups: int = 2,
-) -> None:
-    heads, batch = 24, 1 if packed else rows
-    seqlen, cu_seqlens = BATCH * SEQLEN // batch, _documents() if packed else None
+    dtype: torch.dtype, directions: int, module: ModuleType, *,
+    form: ScanForm = _PLAIN, d_state: int = 64, headdim: int = 64, decay: str | None = None, scale: bool = False,
+    diagonal: str | None = None, packed: bool = False, states: bool = False, rows: int = BATCH, groups: int = 2,
+    heads: int = 24,
+) -> tuple:  # fmt: skip
+    """Returns the output and the gradients."""
+    if _tokens < SEQLEN:  # for the interpreter
+        heads, d_state, headdim = 2, min(d_state, 16), min(headdim, 16)
+    (batch, seqlen), cu_seqlens = _rows(1 if packed else rows), _documents() if packed else None
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     v = _empty(batch, seqlen, heads, headdim, dtype=dtype)
 
     def factor(kind: str | None) -> Tensor | None:
         """Per token a view of all heads' and directions' factors, as a layer's projection gives them."""
         if kind == "token":
-            return _empty(batch, seqlen, 2 * heads)[..., :heads]
-        return None if kind is None else _empty(heads)
+            return _factors(batch, seqlen, 2 * heads)[..., :heads]
+        return None if kind is None else _factors(heads)
 
     sides = tuple(
         ScanSide(
@@ -211,12 +190,10 @@ def _run_scan(
     )
     final_state, skip = states and directions == 1, factor(diagonal)
     out = module.forward(v, sides, skip, form, cu_seqlens, None, final_state)
-    drow_sum = None if out.row_sum is None else torch.empty_like(out.row_sum)
-    dfinal = torch.empty_like(out.final) if final_state else None
     # Backward passes are of linear scans: the registered op takes products and quotients apart first.
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
-    module.backward(dy, drow_sum, dfinal, v, sides, skip, linear, cu_seqlens, None)
+    return out, module.backward(dy, out.row_sum, out.final, v, sides, skip, linear, cu_seqlens, None)
 
 
 def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -241,21 +218,12 @@ def layer_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_layer(
-    dtype: torch.dtype,
-    module: ModuleType,
-    *,
-    directions: int = 2,
-    diagonal: str | None = "projected",
-    shared: bool = True,
-    shift: bool = True,
-    packed: bool = False,
-    states: bool = False,
-    high: float = math.inf,
-    norm_first: bool = True,
-    heads: int = 24,
-) -> None:
+    dtype: torch.dtype, module: ModuleType, *,
+    directions: int = 2, diagonal: str | None = "projected", shared: bool = True, shift: bool = True,
+    packed: bool = False, states: bool = False, high: float = math.inf, norm_first: bool = True, heads: int = 24,
+) -> None:  # fmt: skip
     form = LayerForm(heads, 64, 1, 64, directions, shift, 0.0, high)
-    projected = _empty(1 if packed else BATCH, BATCH * SEQLEN if packed else SEQLEN, sum(form.widths), dtype=dtype)
+    projected = _empty(*_rows(1 if packed else BATCH), sum(form.widths), dtype=dtype)
     steps = (heads,) if shared else (2, heads)
     given = module.Parameters(
         _empty(form.conv_width, 7 if directions == 2 else 4),
@@ -273,15 +241,10 @@ def _run_layer(
 
 
 def _run_lion(
-    dtype: torch.dtype,
-    feature_map: str,
-    gates: str | None,
-    module: ModuleType,
-    *,
-    packed: bool = False,
-    sums: bool = False,
-) -> None:
-    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, SEQLEN)
+    dtype: torch.dtype, feature_map: str, gates: str | None, module: ModuleType, *,
+    packed: bool = False, sums: bool = False,
+) -> None:  # fmt: skip
+    batch, seqlen = _rows(1 if packed else BATCH)
     form = module.LionForm(12, feature_map, 1, 0, 1e-6)
     qkv = _empty(batch, seqlen, 3 * 12 * 64, dtype=dtype)
     logits = {None: None, "head": _empty(12), "token": _empty(batch, seqlen, 12)}[gates]
@@ -312,22 +275,14 @@ def step_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_step(
-    dtype: torch.dtype,
-    module: ModuleType,
-    *,
-    batch: int = BATCH,
-    groups: int = 1,
-    d_state: int = 64,
-    headdim: int = 64,
-    decay: str | None = None,
-    scale: bool = False,
-    diagonal: str | None = None,
-    in_place: bool = False,
-) -> None:
+    dtype: torch.dtype, module: ModuleType, *,
+    batch: int = BATCH, groups: int = 1, d_state: int = 64, headdim: int = 64, decay: str | None = None,
+    scale: bool = False, diagonal: str | None = None, in_place: bool = False,
+) -> None:  # fmt: skip
     heads = 24
 
     def factor(kind: str | None) -> Tensor | None:
-        return {None: None, "token": _empty(batch, heads), "head": _empty(heads)}[kind]
+        return {None: None, "token": _factors(batch, heads), "head": _factors(heads)}[kind]
 
     # Slices of what the convolution gives.
     mixed = _empty(batch, heads * headdim + 2 * groups * d_state, dtype=dtype)
@@ -338,15 +293,9 @@ def _run_step(
 
 
 def _run_conv_step(
-    dtype: torch.dtype,
-    width: int,
-    module: ModuleType,
-    *,
-    channels: int = 1664,
-    bias: bool = False,
-    silu: bool = False,
-    in_place: bool = False,
-) -> None:
+    dtype: torch.dtype, width: int, module: ModuleType, *,
+    channels: int = 1664, bias: bool = False, silu: bool = False, in_place: bool = False,
+) -> None:  # fmt: skip
     x, state = _empty(BATCH, 2 * channels, dtype=dtype)[:, channels:], _empty(BATCH, channels, width - 1, dtype=dtype)
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
     module.forward(x, state, weight, offset, "silu" if silu else None, in_place)
@@ -361,12 +310,11 @@ def product_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_product(dtype: torch.dtype, order: int, packed: bool, module: ModuleType) -> None:
-    batch, seqlen, cu_seqlens = (1, BATCH * SEQLEN, _documents()) if packed else (BATCH, SEQLEN, None)
+    (batch, seqlen), cu_seqlens = _rows(1 if packed else BATCH), _documents() if packed else None
     x = _empty(batch, seqlen, max(1, 96 // order), order, order, dtype=dtype)
     initial = None if packed else _empty(batch, *x.shape[2:])
     h, final, products = module.forward(x, initial, cu_seqlens, None)
-    dfinal = None if packed else final
-    module.backward(torch.empty_like(h), dfinal, x, h, products, initial, cu_seqlens, None)
+    module.backward(h.clone(), None if packed else final, x, h, products, initial, cu_seqlens, None)
 
 
 def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
@@ -398,20 +346,11 @@ def mixer_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def _run_mixer(
-    dtype: torch.dtype,
-    construction: str,
-    order: int,
-    module: ModuleType,
-    *,
-    packed: bool = False,
-    states: bool = False,
-    seqlen: int = SEQLEN,
-    width: int | None = None,
-    heads: int | None = None,
-    outputs: bool = True,
-    chunked: bool = False,
-) -> None:
-    batch, seqlen = (1, BATCH * SEQLEN) if packed else (BATCH, seqlen)
+    dtype: torch.dtype, construction: str, order: int, module: ModuleType, *,
+    packed: bool = False, states: bool = False, seqlen: int = 0, width: int | None = None, heads: int | None = None,
+    outputs: bool = True, chunked: bool = False,
+) -> None:  # fmt: skip
+    batch, seqlen = (BATCH, seqlen) if seqlen else _rows(1 if packed else BATCH)
     heads = heads or 48 // order
     width = width or order
     token = (order, width) if chunked else (state_elements(construction, order),)
@@ -422,14 +361,42 @@ def _run_mixer(
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     options = (_empty(rows, heads, order, order) if states else None, cu_seqlens, construction)
     y, final, _, edges = module.forward(elements, w_down, w_up, *options)
-    dy = torch.empty_like(y) if outputs else None
-    module.backward(dy, final if states else None, elements, w_down, w_up, edges, *options)
+    module.backward(y if outputs else None, final if states else None, elements, w_down, w_up, edges, *options)
+
+
+@contextmanager
+def on_device(device: torch.device, tokens: int) -> Iterator[None]:
+    """Gives calls in this block real tensors with so many tokens, the same numbers for each dtype and at each start."""
+    global _device, _tokens
+    before = _device, _tokens
+    _device, _tokens = device, tokens
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        _device, _tokens = before
+
+
+def _rows(rows: int) -> tuple[int, int]:
+    """Rows of equal length that make up all tokens, and this length."""
+    rows = max(1, min(rows, _tokens // 64))
+    return rows, _tokens // rows
 
 
 def _documents() -> Tensor:
     """Boundaries of documents of 1,024 tokens on average."""
-    return _empty(BATCH * SEQLEN // 1024 + 1, dtype=torch.int32)
+    length = min(1024, _tokens // 2)
+    if _device.type == "meta":
+        return torch.empty(_tokens // length + 1, dtype=torch.int32, device=_device)
+    return torch.arange(0, _tokens + 1, length, dtype=torch.int32, device=_device)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    if _device.type == "meta":
+        return torch.empty(shape, dtype=dtype, device=_device)
+    return (0.1 * torch.randn(shape, device=_device)).to(dtype)
+
+
+def _factors(*shape: int) -> Tensor:
+    """Numbers below zero, as the logarithms of decays are."""
+    return _empty(*shape) if _device.type == "meta" else -0.05 * torch.rand(shape, device=_device)

@@ -1,0 +1,190 @@
+"""`cpu`: all operations against their peers on the CPU, with peak memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from matmix.benchmarks.measure import RESULTS
+from matmix.benchmarks.operations import our_conv, our_norm, plain_conv, plain_norm, scan_given_decays
+from matmix.benchmarks.peers import brent_kung, flipped, our_causal, plain_causal, product_by, recurrent_quasiseparable
+from matmix.benchmarks.report import columns, environment_of
+from matmix.kernels import matrix_product_scan, semiseparable_scan, short_conv
+from matmix.launch.lab.measuring import peak_memory
+
+SLOW = 2.0
+"""Seconds: a candidate that takes longer both times that it is first tried is not timed again."""
+
+Candidates = dict[str, Callable[[], object]]
+
+
+def forward_backward(op: Callable[..., Tensor], inputs: list[Tensor], cotangent: Tensor) -> Callable[[], object]:
+    """Returns a call that runs `op` on the inputs and takes the gradients of all of them."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(op(*leaves), leaves, cotangent)
+
+
+def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: int = 64) -> Candidates:
+    """Returns Hydra's mixer at d_state 64 against reversed copies in a causal scan, as published (ours, and the paper's
+    left to autograd), its two recurrences in PyTorch, and attention of the same shape."""
+    v, cotangent = torch.randn(2, batch, seqlen, heads, width).unbind(0)
+    vectors = list(torch.randn(4, batch, seqlen, 1, width).unbind(0))
+    scales = list(torch.rand(2, batch, seqlen, heads).mul_(0.1).unbind(0))
+    inputs = [v, *vectors, *(-scale for scale in scales), *scales, torch.randn(batch, seqlen, heads)]
+    # The same numbers as the causal layer takes them: log-decays are step sizes times a rate per head, here -1.
+    steps = [v, *vectors, *scales, -torch.ones(heads), inputs[-1]]
+
+    def attention(v: Tensor) -> Tensor:
+        y = v.transpose(1, 2)
+        return scaled_dot_product_attention(y, y, y).transpose(1, 2)
+
+    return {
+        "ours": forward_backward(scan_given_decays, inputs, cotangent),
+        "flipped, our causal": forward_backward(flipped(our_causal), steps, cotangent),
+        "flipped, plain SSD": forward_backward(flipped(plain_causal), steps, cotangent),
+        "attention (SDPA)": forward_backward(attention, [v], cotangent),
+        "recurrence": forward_backward(recurrent_quasiseparable, inputs, cotangent),
+    }
+
+
+def matrix_product(order: int) -> Candidates:
+    """Returns the MRU's scan against Brent and Kung's, each on the layout that suits it."""
+    x = torch.linalg.qr(torch.randn(8, 1024, 6, order, order))[0].contiguous()
+    cotangent = torch.randn_like(x)
+    by_head = [y.transpose(1, 2).contiguous() for y in (x, cotangent)]
+    theirs = forward_backward(product_by(brent_kung), by_head[:1], by_head[1])
+    return {"ours": forward_backward(matrix_product_scan, [x], cotangent), "Brent-Kung": theirs}
+
+
+def packed(op: Callable[..., Tensor], inputs: list[Tensor]) -> Candidates:
+    """Returns many short documents in one row against one row without boundaries: packing should cost nothing."""
+    seqlen = inputs[0].shape[1]
+    cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(0))[: seqlen // 150 - 1] + 1
+    bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])]).to(torch.int32)
+    cotangent = torch.randn_like(inputs[0])
+    return {
+        "ours": forward_backward(lambda *t: op(*t, cu_seqlens=bounds), inputs, cotangent),
+        "ours, one document": forward_backward(op, inputs, cotangent),
+    }
+
+
+def packed_semiseparable() -> Candidates:
+    v, vectors = torch.randn(1, 8192, 12, 64), torch.randn(2, 1, 8192, 1, 64).unbind(0)
+    return packed(semiseparable_scan, [v, *vectors, -0.1 * torch.rand(1, 8192, 12)])
+
+
+def against(ours: Callable, plain: Callable, name: str, inputs: list[Tensor]) -> Candidates:
+    """Returns a small operation against PyTorch's under autograd, eager and compiled."""
+    cotangent = torch.randn_like(inputs[0])
+    ops = {"ours": ours, name: plain, f"{name} compiled": torch.compile(plain, dynamic=False)}
+    return {name: forward_backward(op, inputs, cotangent) for name, op in ops.items()}
+
+
+def conv() -> Candidates:
+    inputs = [torch.randn(2, 2048, 1792), torch.randn(1792, 7), torch.randn(1792)]
+    return against(our_conv(False), plain_conv(False), "conv1d + silu", inputs)
+
+
+def norm() -> Candidates:
+    inputs = [torch.randn(8192, 1536), torch.randn(1536), torch.randn(8192, 1536)]
+    return against(our_norm(), plain_norm, "rms_norm * silu", inputs)
+
+
+CASES: dict[str, Callable[[], Candidates]] = {
+    "quasiseparable, B 4, L 2048, 12 heads of 64, d_state 64": quasiseparable,
+    "matrix product, B 8, L 1024, 6 heads, o 4": lambda: matrix_product(4),
+    "matrix product, B 8, L 1024, 6 heads, o 8": lambda: matrix_product(8),
+    "matrix product, B 8, L 1024, 6 heads, o 16": lambda: matrix_product(16),
+    "short conv, B 2, L 2048, d 1792, width 7": conv,
+    "gated norm, 8192 rows of 1536": norm,
+    "packed semiseparable, L 8192, documents of about 150": packed_semiseparable,
+    "packed matrix product, L 8192, documents of about 150": lambda: packed(
+        matrix_product_scan, [torch.linalg.qr(torch.randn(1, 8192, 6, 8, 8))[0].contiguous()]
+    ),
+    "packed short conv, L 8192, documents of about 150": lambda: packed(
+        short_conv, [torch.randn(1, 8192, 896), torch.randn(896, 7)]
+    ),
+}
+"""Title -> its candidates; the first one, "ours", is what the others are divided by."""
+
+
+def best_times(candidates: Candidates, rounds: int) -> dict[str, float]:
+    """Returns the least seconds of each candidate over rounds that run all of them: whatever else runs on the machine
+    only ever adds time."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def peak_of(title: str, candidate: str, threads: int) -> int:
+    """Returns the peak memory of one candidate, in bytes; for a fresh process."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    run = CASES[title]()[candidate]
+    run()  # libraries make their own buffers at the first call
+    return peak_memory(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """All operations against their peers on the CPU, float32, forward and backward.
+
+    Peak memory is the growth of the resident set of a fresh process that runs one candidate once. Leave the machine
+    alone meanwhile.
+    """
+
+    only: str = ""
+    """Measure the cases whose title contains this text."""
+    rounds: int = 15
+    """How often the candidates of a case take turns."""
+    threads: int = 2
+    """Of every process."""
+    out: Path = RESULTS / "cpu.json"
+    """JSON."""
+
+    def run(self, rest: list[str], typed: list[str]) -> int:
+        """Measures, prints and writes; returns the exit code."""
+        torch.set_num_threads(self.threads)
+        # Where every large block goes back to the system, the resident set is what is in use.
+        os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(self.threads)}
+        record = {"environment": environment_of(torch.device("cpu")), "cases": {}}
+        for title in CASES:
+            if self.only in title:
+                record["cases"][title] = case = self.measure(title)
+                rows = [["candidate", "ms", "MB", "time over ours", "memory over ours"]]
+                for name, one in case.items():
+                    ratios = [one[key] / max(case["ours"][key], 1e-9) for key in ("seconds", "peak_bytes")]
+                    cells = f"{one['seconds'] * 1e3:,.1f}", f"{one['peak_bytes'] / 2**20:,.1f}"
+                    rows.append([f"  {name}", *cells, *(f"{ratio:.2f}" for ratio in ratios)])
+                print(f"{title}\n{columns(rows)}", flush=True)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"written to {self.out}")
+        return 0
+
+    def measure(self, title: str) -> dict[str, dict[str, float]]:
+        """Returns the best seconds and peak bytes of every candidate of a case."""
+        torch.manual_seed(0)
+        candidates = CASES[title]()
+        times = best_times(candidates, 2)
+        times |= best_times({name: run for name, run in candidates.items() if times[name] < SLOW}, self.rounds)
+        case = {}
+        for name in candidates:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                peak = process.submit(peak_of, title, name, self.threads).result()
+            case[name] = {"seconds": times[name], "peak_bytes": peak}
+        return case

@@ -1,1 +1,0 @@
-"""Benchmarks of single operations, and what their kernels take of a GPU."""

@@ -1,1 +1,0 @@
-"""Measures candidates against each other, whatever they compute: settings, rounds, floors, tables and pictures."""

@@ -1,0 +1,279 @@
+"""Other ways to compute what our operations compute: published packages, other algorithms, torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from matmix.kernels import semiseparable_scan
+from matmix.kernels.semiseparable.chunked.backward import scan_backward
+from matmix.kernels.semiseparable.chunked.forward import scan_forward
+from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+
+HOW = {
+    "mamba-ssm": "pip install --no-build-isolation mamba-ssm",
+    "causal-conv1d": "pip install --no-build-isolation causal-conv1d",
+    "fla-core": "pip install fla-core",
+}
+"""Distribution -> how to get it. Only fla-core's operations are used: flash-linear-attention itself asks for a newer
+transformers than the exports are made for."""
+
+
+class Missing(Exception):
+    """A peer cannot be used here; the message is for the table."""
+
+
+def peer(distribution: str, module: str, name: str) -> Callable[..., Any]:
+    """Returns a function of an optional package. Raises `Missing`."""
+    package = module.split(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise Missing(f"not installed: {HOW[distribution]}")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        if distribution != "mamba-ssm":
+            raise Missing(f"{distribution} cannot be imported: {error}") from None
+    try:
+        # mamba_ssm imports the CUDA extension of another operation before anything else. Its SSD and its norm are
+        # Triton and need only their source, so the package is entered without running its __init__.
+        for loaded in [key for key in sys.modules if key.split(".")[0] == package]:
+            del sys.modules[loaded]
+        sys.modules[package] = importlib.util.module_from_spec(importlib.util.find_spec(package))
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        sys.modules.pop(package, None)
+        raise Missing(f"{distribution} cannot be imported: {error}") from None
+
+
+# -- Hydra's mixer out of a causal scan --------------------------------------------------------------------------------
+
+CausalScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(v, q, k, step sizes dt (batch, seqlen, nheads), A (nheads,)) -> y, with log-decays dt A and input scale dt."""
+
+
+def flipped(causal: CausalScan) -> Callable[..., Tensor]:
+    """Returns Hydra's mixer by way of a causal scan, as published: reversed copies double the batch, and the results
+    are rolled by one token, reversed again and added. Arguments as `hydra_inputs` of `operations` names them.
+
+        y = roll(scan(v, q_f, k_f)) + flip(roll(scan(flip v, flip q_b, flip k_b))) + diagonal v
+    """
+
+    def doubled(forward: Tensor, backward: Tensor) -> Tensor:
+        return torch.cat((forward, backward.flip(1)))
+
+    def mix(v, q_forward, k_forward, q_backward, k_backward, dt_forward, dt_backward, decay, diagonal) -> Tensor:
+        vectors = doubled(q_forward, q_backward), doubled(k_forward, k_backward)
+        y = causal(doubled(v, v), *vectors, doubled(dt_forward, dt_backward), decay)
+        y = torch.roll(y, shifts=1, dims=1)
+        y[:, 0] = 0.0
+        forward, backward = y.chunk(2)
+        return forward + backward.flip(1) + v * diagonal.to(v.dtype).unsqueeze(-1)
+
+    return mix
+
+
+def our_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
+    """Runs our own one-sided scan."""
+    return semiseparable_scan(v, q, k, dt * decay, input_scale=dt)
+
+
+def mamba_causal() -> CausalScan:
+    """Returns mamba-ssm's SSD with the chunk length of the published layer. Raises `Missing`."""
+    scan = peer("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    return lambda v, q, k, dt, decay: scan(v, dt, decay, k, q, chunk_size=256, D=None)
+
+
+def fla_causal() -> CausalScan:
+    """Returns flash-linear-attention's simple GLA, which has no groups and no input scale: vectors are copied to all
+    heads and the scale goes into the keys. Raises `Missing`."""
+    scan = peer("fla-core", "fla.ops.simple_gla", "chunk_simple_gla")
+
+    def causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        return scan(q, (k * dt.unsqueeze(-1)).to(k.dtype), v, g=dt * decay, scale=1.0)[0]
+
+    return causal
+
+
+def plain_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor, chunk: int = 64) -> Tensor:
+    """Runs the chunked SSD of "Transformers are SSMs" (arXiv 2405.21060, section 6) in PyTorch, left to autograd.
+
+    Four steps: outputs from within each chunk, by its masked scores; the state that each chunk would leave behind
+    by itself; the states that enter chunks, by the same kind of matrix over whole chunks; what they add.
+    """
+    batch, seqlen, heads, headdim = v.shape
+    groups = q.shape[2]
+    count = -(-seqlen // chunk)
+    exact = torch.promote_types(v.dtype, torch.float32)
+
+    def cut(x: Tensor) -> Tensor:
+        pad = (0, 0) * (x.dim() - 2) + (0, count * chunk - seqlen)
+        return torch.nn.functional.pad(x.to(exact), pad).unflatten(1, (count, chunk))
+
+    steps = cut(dt)
+    values = (cut(v) * steps.unsqueeze(-1)).unflatten(3, (groups, -1))  # (batch, count, chunk, groups, share, headdim)
+    queries, keys = cut(q), cut(k)
+    sums = (steps * decay).cumsum(2)  # log-decay up to and with each token
+    until, ends = sums.unflatten(-1, (groups, -1)), sums[:, :, -1].unflatten(-1, (groups, -1))
+
+    scores = torch.einsum("bclgn,bcsgn->bcgls", queries, keys)
+    weights = scores.unsqueeze(3) * _decay_matrix(until.permute(0, 1, 3, 4, 2))
+    y = torch.einsum("bcghls,bcsghp->bclghp", weights, values)
+
+    # Decays go to the values and outputs, so that all heads of a group share one product with its vectors.
+    left = torch.exp(ends.unsqueeze(2) - until).unsqueeze(-1)
+    alone = torch.einsum("bcsgn,bcsghp->bcghnp", keys, left * values)
+    # Row c: how much of what chunk s < c left behind still is there when c begins.
+    passed = _decay_matrix(torch.nn.functional.pad(ends, (0, 0, 0, 0, 1, 0)).cumsum(1).permute(0, 2, 3, 1))
+    entering = torch.einsum("bghcs,bsghnp->bcghnp", passed[..., :-1, 1:], alone)
+    y = y + torch.exp(until).unsqueeze(-1) * torch.einsum("bclgn,bcghnp->bclghp", queries, entering)
+    return y.reshape(batch, count * chunk, heads, headdim)[:, :seqlen].to(v.dtype)
+
+
+def _decay_matrix(sums: Tensor) -> Tensor:
+    """Returns exp(sums_l - sums_s) where s <= l, else 0: (..., length) -> (..., length, length)."""
+    length = sums.shape[-1]
+    future = torch.ones(length, length, dtype=torch.bool, device=sums.device).triu(1)
+    return (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
+
+
+def recurrent_quasiseparable(v, qf, kf, qb, kb, af, ab, wf, wb, d) -> Tensor:
+    """Runs Hydra's mixer as two plain recurrences over tokens, differentiated by autograd. Arguments as in our op:
+    values, vectors and log-decays of both directions, input scales, and the diagonal."""
+
+    def scan(q: Tensor, k: Tensor, a: Tensor, w: Tensor, order: range) -> list[Tensor]:
+        h = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+        reads = []
+        for t in order:
+            # The shift: a token reads what its neighbour would have read, without its own input.
+            reads.append(h)
+            h = torch.exp(a[:, t, :, None, None]) * h + (w[:, t, :, None] * k[:, t])[..., None] * v[:, t, :, None]
+        return [(q[:, s, :, None] @ h).squeeze(-2) for s, h in zip([order[0], *order[:-1]], reads, strict=True)]
+
+    forward = torch.stack(scan(qf, kf, af, wf, range(v.shape[1])), 1)
+    backward = torch.stack(scan(qb, kb, ab, wb, range(v.shape[1] - 1, -1, -1))[::-1], 1)
+    return forward + backward + d[..., None] * v
+
+
+def compiled_scan() -> Callable[..., Tensor]:
+    """Returns our PyTorch form of the bidirectional scan under torch.compile, on the tensors of `hydra_inputs`.
+
+    The registered ops are opaque to torch.compile, which is what models want of them; here both halves of the
+    hand-written pair are compiled, each as a whole.
+    """
+    form = ScanForm(shift=True)
+
+    def sides(qf, kf, qb, kb, dt_forward, dt_backward, decay) -> tuple[ScanSide, ScanSide]:
+        forward = ScanSide(qf, kf, dt_forward * decay, dt_forward, None, False)
+        return forward, ScanSide(qb, kb, dt_backward * decay, dt_backward, None, True)
+
+    def run_forward(v, *rest) -> Tensor:
+        return scan_forward(v, sides(*rest[:-1]), rest[-1], form, None, None, False).y
+
+    def run_backward(dy, v, *rest) -> tuple[Tensor, ...]:
+        *_, dt_forward, dt_backward, decay, diagonal = rest
+        dv, (f, b), ddiagonal = scan_backward(dy, None, None, v, sides(*rest[:-1]), diagonal, form, None, None)
+        steps = [d.input_scale + d.log_decay * decay for d in (f, b)]
+        rates = (f.log_decay * dt_forward + b.log_decay * dt_backward).sum((0, 1))
+        return dv, f.q, f.k, b.q, b.k, *steps, rates, ddiagonal
+
+    compiled_forward = torch.compile(run_forward, dynamic=False)
+    compiled_backward = torch.compile(run_backward, dynamic=False)
+
+    class CompiledScan(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.save_for_backward(*inputs)
+            return compiled_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return compiled_backward(dy, *ctx.saved_tensors)
+
+    return CompiledScan.apply
+
+
+# -- Scans of matrix products ------------------------------------------------------------------------------------------
+
+
+def recurrent_product(x: Tensor) -> Tensor:
+    """Runs H_t = H_{t-1} X_t as a loop over tokens, differentiated by autograd: (..., seqlen, o, o)."""
+    h, states = None, []
+    for matrix in x.unbind(-3):
+        h = matrix if h is None else h @ matrix
+        states.append(h)
+    return torch.stack(states, -3)
+
+
+Combine = Callable[[slice, slice], None]
+"""`combine(left, right)` puts the elements at `left` before those at `right`, in place. The right-hand side of an
+assignment is complete before anything is written, so that they may overlap."""
+
+
+def brent_kung(combine: Combine, length: int) -> None:
+    """Scans in place (Brent and Kung, 1982): up a binary tree and down again, 2 length operations in 2 log2(length)
+    steps."""
+    step = 1
+    while step < length:
+        combine(slice(step - 1, length - step, 2 * step), slice(2 * step - 1, length, 2 * step))
+        step *= 2
+    step //= 2
+    while step >= 1:
+        if 3 * step - 1 < length:
+            combine(slice(2 * step - 1, length - step, 2 * step), slice(3 * step - 1, length, 2 * step))
+        step //= 2
+
+
+def hillis_steele(combine: Combine, length: int) -> None:
+    """Scans in place (Hillis and Steele, 1986): every element takes the one `step` before it, for step 1, 2, 4 ...:
+    length log2(length) operations in log2(length) steps."""
+    step = 1
+    while step < length:
+        combine(slice(0, length - step), slice(step, length))
+        step *= 2
+
+
+def product_by(walk: Callable[[Combine, int], None]) -> Callable[[Tensor], Tensor]:
+    """Returns H_t = H_{t-1} X_t by a scan, x (batch, heads, seqlen, o, o), one batched product a level; keeps x and H.
+
+    Its gradient is dX_t = H_{t-1}^T B_t, where B_t = G_t + B_{t+1} X_{t+1}^T is the same scan over pairs, from the
+    right.
+    """
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            h = x.clone()
+
+            def combine(left: slice, right: slice) -> None:
+                h[..., right, :, :] = h[..., left, :, :] @ h[..., right, :, :]
+
+            walk(combine, x.shape[-3])
+            ctx.save_for_backward(x, h)
+            return h
+
+        @staticmethod
+        def backward(ctx, g: Tensor) -> Tensor:
+            x, h = ctx.saved_tensors
+            # Reversed in time: pairs (A, B) with A_t = X_{t+1}^T, and (A, B) . (A', B') = (A A', B A' + B').
+            a = torch.empty_like(x)
+            a[..., 1:, :, :] = x.flip(-3)[..., :-1, :, :].mT
+            a[..., 0, :, :] = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+            b = g.flip(-3)
+
+            def combine(left: slice, right: slice) -> None:
+                b[..., right, :, :] += b[..., left, :, :] @ a[..., right, :, :]
+                a[..., right, :, :] = a[..., left, :, :] @ a[..., right, :, :]
+
+            walk(combine, x.shape[-3])
+            dx = b.flip(-3)
+            dx[..., 1:, :, :] = h[..., :-1, :, :].mT @ dx[..., 1:, :, :]
+            return dx
+
+    return Product.apply

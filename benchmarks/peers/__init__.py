@@ -1,1 +1,0 @@
-"""Other ways to compute what our operations compute: published packages, other algorithms, torch.compile."""

@@ -1,1 +1,0 @@
-"""What training costs: steps of whole models, memory, saving, and the trainer itself."""
