@@ -7,6 +7,7 @@ host side of a kernel must not look at anyway. Within `on_device` they are real.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
 from matmix.kernels.scan_layer.chunked import LayerForm
@@ -42,6 +44,11 @@ class Call(NamedTuple):
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+
+def form_of(call: Call) -> ModuleType:
+    """Returns the module that is the Triton form of the call's op."""
+    return importlib.import_module(TRITON_FORMS[call.op])
 
 
 def calls() -> Iterator[Call]:

@@ -13,8 +13,7 @@ import triton
 
 from matmix.benchmarks.calls import BATCH, SEQLEN
 from matmix.benchmarks.compiling import Resources, compilation, resident_warps
-from matmix.benchmarks.measure import RESULTS
-from matmix.benchmarks.report import columns
+from matmix.benchmarks.report import RESULTS, columns
 from matmix.benchmarks.resources import CORES, Recorded, compile_all, launches
 from matmix.kernels.launching import Launch
 

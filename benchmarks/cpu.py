@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from matmix.benchmarks.measure import RESULTS
 from matmix.benchmarks.operations import our_conv, our_norm, plain_conv, plain_norm, scan_given_decays
 from matmix.benchmarks.peers import brent_kung, flipped, our_causal, plain_causal, product_by, recurrent_quasiseparable
-from matmix.benchmarks.report import columns, environment_of
+from matmix.benchmarks.report import RESULTS, columns, environment_of
 from matmix.kernels import matrix_product_scan, semiseparable_scan, short_conv
 from matmix.launch.lab.measuring import peak_memory
 

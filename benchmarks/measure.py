@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from triton.testing import do_bench
 
-RESULTS = Path(__file__).parent / "results"
+from matmix.benchmarks import report
+
 PASSES = ("forward", "backward", "both")
 LEAST_ROUNDS = 5
 SMALL_BATCH, SMALL_SEQLEN, SMALL_REPETITIONS = 16, 128, 50
@@ -98,8 +99,6 @@ class Speed:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Measures, prints, writes and draws; returns the exit code."""
-        from matmix.benchmarks import report
-
         self.check()
         device = device_of(self.device)
         clock = Clock(device)
@@ -122,7 +121,7 @@ class Speed:
         if case is not None:
             record["small"] = measure_small(case, self, clock)
             print(report.small_text(record["small"]), flush=True)
-        report.write(record, self)
+        report.write(record, self.out, self.plot, not self.no_plot)
         return 0
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from matmix.benchmarks.measure import RESULTS, Speed
 from matmix.benchmarks.peers import HOW
 from matmix.launch.lab.measuring import environment
 
+RESULTS = Path(__file__).parent / "results"
 ALLOWED = 1.2
 """A cost per token counts as constant if the dearest length costs at most this many times the cheapest."""
 LEGEND = """\
@@ -146,14 +146,14 @@ def per_token_text(costs: list[dict[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def write(record: dict[str, Any], options: Speed) -> None:
-    """Writes JSON and, unless declined, the picture."""
-    out = options.out or RESULTS / f"{record['command']}-{slug(record['environment']['device'])}.json"
+def write(record: dict[str, Any], out: Path | None, plot: Path | None, drawn: bool) -> None:
+    """Writes JSON and, if it is to be drawn, the picture."""
+    out = out or RESULTS / f"{record['command']}-{slug(record['environment']['device'])}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(record, indent=1) + "\n")
     print(f"\nwritten to {out}")
-    if not options.no_plot:
-        plot = options.plot or out.with_suffix(".png")
+    if drawn:
+        plot = plot or out.with_suffix(".png")
         draw(record, plot)
         print(f"drawn in {plot}")
 

@@ -17,10 +17,9 @@ from typing import Literal, NamedTuple, TypeVar
 from tqdm import tqdm
 from tyro.conf import UseAppendAction
 
-from matmix.benchmarks.calls import Call, calls
+from matmix.benchmarks.calls import Call, calls, form_of
 from matmix.benchmarks.compiling import HARDWARE, Compilation, Resources, compilation, compiled, problem
 from matmix.benchmarks.report import columns
-from matmix.kernels.backend import triton_form
 from matmix.kernels.launching import Launch, record_launches
 
 Beside, Result = TypeVar("Beside"), TypeVar("Result")
@@ -54,7 +53,7 @@ def launches(scope: str = "standard", only: Iterable[str] = ()) -> list[Recorded
             continue
         if not all(text in f"{call.op}: {call.title}, {call.dtype_name}" for text in only):
             continue
-        module = triton_form(call.op)
+        module = form_of(call)
         for configuration in (None, *(module.configurations() if call.main else ())):
             force = contextlib.nullcontext() if configuration is None else module.force_configuration(configuration)
             with force, record_launches() as own:

@@ -18,14 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from matmix.benchmarks.calls import Call, calls, on_device
+from matmix.benchmarks.calls import Call, calls, form_of, on_device
 from matmix.benchmarks.counts import COUNTED, moved_bytes
 from matmix.benchmarks.gpu_session import sweep
 from matmix.benchmarks.gpu_session.record import DeviceLost, Piece, Record, time_for
-from matmix.benchmarks.measure import RESULTS, Clock, copy_bandwidth, device_of, median_seconds
-from matmix.benchmarks.report import device_name, slug
+from matmix.benchmarks.measure import Clock, copy_bandwidth, device_of, median_seconds
+from matmix.benchmarks.report import RESULTS, device_name, slug
 from matmix.data.processes import end_with
-from matmix.kernels.backend import triton_form
 from matmix.kernels.launching import record_launches
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,13 +222,13 @@ def main_calls(dtype: torch.dtype) -> Iterator[Call]:
 def dry(call: Call, tokens: int) -> None:
     """Makes the launches alone."""
     with on_device(torch.device("meta"), tokens):
-        call.run(triton_form(call.op))
+        call.run(form_of(call))
 
 
 def times(call: Call, tokens: int, record: Record, bandwidth: float) -> dict[str, Any]:
     """Returns for each launch of both passes, from a cold second-level cache: seconds, and bytes of its tensors."""
     with on_device(record.device, tokens), record_launches(run=True) as launches:
-        call.run(triton_form(call.op))
+        call.run(form_of(call))
     rows = []
     for launch in launches:
         seconds = median_seconds(partial(sweep.again, launch), record.device)

@@ -9,7 +9,6 @@ from matmix.benchmarks.__main__ import COMMANDS, main
 from matmix.benchmarks.cpu import CASES, quasiseparable
 from matmix.benchmarks.measure import (
     PASSES,
-    RESULTS,
     Candidate,
     Case,
     Clock,
@@ -22,7 +21,7 @@ from matmix.benchmarks.measure import (
 )
 from matmix.benchmarks.operations import Conv, Norm, Scan, hydra_inputs, hydra_scan
 from matmix.benchmarks.peers import compiled_scan, flipped, our_causal, plain_causal
-from matmix.benchmarks.report import case_text, slug
+from matmix.benchmarks.report import RESULTS, case_text, slug
 
 PEERS = {
     "scan": {"flipped, mamba-ssm (published)": "mamba-ssm", "flipped, flash-linear-attention": "fla-core"},
