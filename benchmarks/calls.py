@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+import matmix.kernels  # noqa: F401 - whose operations name their Triton forms
 from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
