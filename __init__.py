@@ -51,7 +51,7 @@ _PLACES = {
     "mixer": "model.layers",
     "open": "use.opening:open_model",
     "score": "use.scoring:score_texts",
-    "score_examples": "use.examples",
+    "score_examples": "use.scoring",
     "score_images": "use.pictures",
 }
 """Name -> the module that holds it, and its name there where that is another."""

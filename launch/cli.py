@@ -37,7 +37,7 @@ _LAUNCH = {
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
     "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare:PrepareImages"),
-    "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.recipes:Recipes"),
+    "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.listings:Recipes"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),
     "finetune": Branch("train a pretrained encoder on labelled examples", "matmix.launch.finetune:Finetune"),
     "glue": Branch(
@@ -51,8 +51,8 @@ VERBS = {
     "plan": Branch("memory, traffic, time and risk of a run on a cluster", "matmix.launch.lab.plan.command:PlanRun"),
     "generate": Branch("sample from a run or an export", "matmix.launch.generate:Generate"),
     "evaluate": Branch("scores of any text, or of labelled examples", "matmix.launch.evaluate:Evaluate"),
-    "classify": Branch("the likeliest classes of pictures, by an image classifier", "matmix.launch.classify:Classify"),
-    "embed": Branch("one vector for every text, by an encoder", "matmix.launch.embed:Embed"),
+    "classify": Branch("the likeliest classes of pictures, by an image classifier", "matmix.launch.evaluate:Classify"),
+    "embed": Branch("one vector for every text, by an encoder", "matmix.launch.evaluate:Embed"),
     "show-mixer": Branch(
         "draw the mixer matrices of a run or a recipe, with their ranks",
         "matmix.launch.lab.show_mixer.command:ShowMixer",
@@ -60,7 +60,7 @@ VERBS = {
     "export": Branch("write a run as a directory that transformers loads", "matmix.launch.export:Export"),
     "checkpoints": Branch(
         "list and verify the checkpoints of a run; convert one for other engines and numbers of ranks",
-        "matmix.launch.checkpoints:Checkpoints",
+        "matmix.launch.listings:Checkpoints",
     ),
     "import": Branch(
         "read a published Hydra or mru-lm checkpoint into such a directory", "matmix.launch.export:Import"

@@ -1,15 +1,22 @@
-"""`matmix evaluate RUN FILE ...`: perplexity and bits per byte of a language model on any text, the scores of an
-encoder on any labelled examples, or those of an image classifier on prepared pictures."""
+"""The verbs that read texts, examples and pictures with a trained model: `matmix evaluate`, `embed` and `classify`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import lzma
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, BinaryIO, Literal
 
-from matmix.launch.texts import TextDocuments, TextFiles, read_texts
+import tyro
+from tqdm import tqdm
+
+from matmix.data.prepare.base import Malformed
+from matmix.data.prepare.text import ReadOptions
+from matmix.data.prepare.text.documents import decode, documents_of
+from matmix.data.prepare.text.readers import read_chunks
+from matmix.data.prepare.text.sources import find_sources
 from matmix.train.arguments import RunFolder
 from matmix.train.state import Weights
 
@@ -64,10 +71,9 @@ class Evaluate:
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the scores and returns the exit code."""
         from matmix.launch.scores import say_examples, say_images, say_texts
-        from matmix.use.examples import score_examples, task_of
         from matmix.use.opening import open_model
         from matmix.use.pictures import classifies_images, score_images
-        from matmix.use.scoring import score_texts, score_with_state
+        from matmix.use.scoring import score_examples, score_texts, score_with_state, task_of
 
         opened = open_model(self.source, step=self.step, weights=self.weights)
         files = {"out": self.out, "predictions": self.predictions, "confusion": self.confusion}
@@ -121,3 +127,120 @@ class _Xz:
         """The size per byte of text; read once, at the end of all text."""
         self._written += len(self._xz.flush())
         return 8 * self._written / self._read
+
+
+_SUFFIXES = (".npy", ".parquet")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Embed:
+    """Write one vector for every text: row i is that of the i-th text of the files."""
+
+    source: RunFolder
+    """Run directory of an encoder, its URL, or an export."""
+    texts: TextFiles
+    out: Path
+    """A .npy file, float32 (texts, d_model), or a .parquet file with the columns text and embedding."""
+    text_field: str = "text"
+    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
+    text_documents: TextDocuments = "line"
+    """What is a text in .txt files."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """mean: over all tokens of a text, special ones included; cls: the features of the first token."""
+    normalize: bool = False
+    """Divide every vector by its length."""
+    max_length: int = 0
+    """Tokens of a text that are read, special ones included; 0 = as many as in training."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Writes the file and returns the exit code."""
+        from matmix.use.embedding import Embedder, write_vectors
+        from matmix.use.opening import open_model
+
+        if self.out.suffix not in _SUFFIXES:
+            raise ValueError(f"--out {self.out}: name a file that ends in {' or '.join(_SUFFIXES)}")
+        if self.out.exists():
+            raise ValueError(f"--out {self.out} exists; choose another file, or remove it")
+        opened = open_model(self.source, step=self.step)
+        embedder = Embedder(opened, pooling=self.pooling, max_length=self.max_length)
+        options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "embedding"}
+        texts = read_texts(self.texts, **options)
+        count = write_vectors(self.out, embedder, texts, normalize=self.normalize)
+        print(f"{self.out}: {count:,} vectors of {embedder.width}, {self.pooling} of {opened.path}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Classify:
+    """Print the likeliest classes of pictures, by an image classifier."""
+
+    source: RunFolder
+    """Run directory, its URL, or an export."""
+    images: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="IMAGE")] = ()
+    """Files of pictures: JPEG, PNG, WebP, GIF, BMP, TIFF or PPM, of any size and mode."""
+    top: int = 5
+    """Classes to print for each picture."""
+    step: int | None = None
+    """Checkpoint of a run; default: the newest."""
+    weights: Weights = "raw"
+    """Of a run: the weights that were trained, or with ema their average."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints the classes and returns the exit code. Raises FileNotFoundError or ValueError (one line)."""
+        from matmix.use.opening import open_model
+        from matmix.use.pictures import classify
+
+        if not self.images:
+            raise ValueError("name the pictures: matmix classify RUN IMAGE ...")
+        if self.top < 1:
+            raise ValueError(f"--top must be 1 or more, got {self.top}")
+        opened = open_model(self.source, step=self.step, weights=self.weights)
+        likeliest = classify(opened, self.images, top=self.top)
+        missing = next((name for name in self.images if not Path(name).exists()), None)
+        if missing is not None:
+            raise FileNotFoundError(f"there is no picture at {missing}")
+        print(f"{opened.where}: {len(opened.classes):,} classes")
+        for name, classes in zip(self.images, likeliest, strict=True):
+            print(name)
+            for label, probability in classes:
+                print(f"  {probability:6.1%}  {label}")
+        return 0
+
+
+TextFiles = Annotated[
+    tyro.conf.Positional[tuple[str, ...]],
+    tyro.conf.arg(
+        metavar="FILE",
+        help="Text as `matmix prepare` takes it: .txt, .jsonl (also .gz .xz .zst), .parquet, folders, globs.",
+    ),
+]
+TextDocuments = Literal["file", "paragraph", "line"]
+
+
+def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDocuments, doing: str) -> Iterator[str]:
+    """Every document of the files in order, "" for one of white space only; on terminals with a progress bar.
+
+    text_field, text_documents: as of `matmix prepare`; doing: what the bar says. Raises ValueError and
+    FileNotFoundError (one line) for files that cannot be read, and for records that hold no text.
+    """
+    if not files:
+        raise ValueError("name the files with the text")
+    sources, _ = find_sources(files)
+    options = ReadOptions(text_field=text_field, text_documents=text_documents)
+    before = [0, *itertools.accumulate(source.bytes for source in sources)]
+    with tqdm(total=before[-1], desc=doing, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for chunk in read_chunks(sources, options):
+            for text in documents_of(chunk, options):
+                if isinstance(text, Malformed):
+                    raise ValueError(f"{chunk.source.name}, line {text.line}: {text.reason}")
+                yield text
+            bar.update(before[chunk.start.source] + chunk.disk_bytes - bar.n)
+
+
+def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
+    """The lines of a stream of UTF-8, such as standard input. Raises ValueError (one line) at other bytes."""
+    for number, line in enumerate(file, 1):
+        text = decode(line, name, number).rstrip("\r\n")
+        yield text.removeprefix("\ufeff") if number == 1 else text

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from matmix.data.artifacts import check_utf8
-from matmix.launch.texts import read_lines, read_texts
+from matmix.launch.evaluate import read_lines, read_texts
 from matmix.train.arguments import RunFolder
 
 if TYPE_CHECKING:

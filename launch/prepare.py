@@ -17,13 +17,13 @@ from tyro.constructors import StructFieldSpec
 from matmix.data.modalities import MODALITIES
 from matmix.data.prepare.base import PrepareOptions
 from matmix.data.storage.remote import is_url
-from matmix.train.arguments import Options
+from matmix.train.arguments import BorrowedOptions
 from matmix.train.process.console import report
 
 _Inputs = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="INPUT ...")]
 
 
-class _Options(Options):
+class _Options(BorrowedOptions):
     """Options of a preparation."""
 
     @classmethod

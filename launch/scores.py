@@ -10,9 +10,8 @@ from matmix.launch.figures import MOST_CLASSES, confusion_picture
 from matmix.train.tasks.finetuning.base import with_labels
 from matmix.train.tasks.image_classification import ImageClassification
 from matmix.train.tasks.metrics import control_lines
-from matmix.use.examples import ExampleScores
 from matmix.use.pictures import ImageScores
-from matmix.use.scoring import Score
+from matmix.use.scoring import ExampleScores, Score
 
 _SHOWN = 10
 """Classes that are shown of many: those that are recognised least."""

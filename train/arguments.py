@@ -292,7 +292,7 @@ Recipe = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE")]
 RunFolder = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help="Run directory or its URL.")]
 
 
-class Options(dict):
+class BorrowedOptions(dict):
     """Options of a verb that are the fields of another class, `described`, by name."""
 
     described: ClassVar[type]
@@ -304,12 +304,12 @@ class Options(dict):
 
 
 def verb_registry() -> ConstructorRegistry:
-    """Lets tyro read `Options`."""
+    """Lets tyro read `BorrowedOptions`."""
     registry = ConstructorRegistry()
 
     @registry.struct_rule
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
-        if not (isinstance(info.type, type) and issubclass(info.type, Options)):
+        if not (isinstance(info.type, type) and issubclass(info.type, BorrowedOptions)):
             return None
         spec = ConstructorRegistry.get_struct_spec(
             StructTypeInfo.make(info.type.described, tyro.MISSING_NONPROP, in_union_context=False)
@@ -354,7 +354,7 @@ def check_overrides(verb: Any, overrides: Sequence[str], cls: type) -> None:
 def _flags(verb: Any) -> set[str]:
     """Names of a verb's options, without dashes."""
     found = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
-    names = [name for own, value in found.items() for name in (value if isinstance(value, Options) else [own])]
+    names = [name for own, value in found.items() for name in (value if isinstance(value, BorrowedOptions) else [own])]
     return {name.replace("_", "-") for name in names}
 
 

@@ -15,8 +15,8 @@ from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many.settings import other_settings
 from matmix.train.run.directory import RunDirectory
-from matmix.use.examples import score_examples
 from matmix.use.opening import open_model
+from matmix.use.scoring import score_examples
 
 SECOND = "second.json"
 """In a run directory: the metrics on the task's second file."""

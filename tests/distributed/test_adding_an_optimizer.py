@@ -15,7 +15,7 @@ from runs import losses, run_recipe, weights
 
 from matmix.train.estimate.plan import make_plan
 from matmix.train.recipe import config_from_dict, load_config
-from matmix.use.converting import convert_run
+from matmix.use.exporting import convert_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/adding-an-optimizer.md").read_text(encoding="utf-8")
 LION = ["--optimizer.name", "lion:Lion", "--optimizer.lr", "1e-3", "--optimizer.options", "{memory = 0.98}"]

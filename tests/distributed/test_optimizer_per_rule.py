@@ -18,7 +18,7 @@ from matmix.train.optim import OPTIMIZERS
 from matmix.train.optim.config import OptimizerConfig, RuleConfig
 from matmix.train.optim.groups import make_optimizer, parameter_groups
 from matmix.train.recipe import load_config
-from matmix.use.converting import convert_run
+from matmix.use.exporting import convert_run
 
 ADAMW = {"exp_avg", "exp_avg_sq", "step"}
 

@@ -6,7 +6,7 @@ import re
 from failures import Failures
 from paths import ROOT
 
-from matmix.launch.recipes import grouped
+from matmix.launch.listings import grouped
 from matmix.model import count_parameters
 from matmix.train.recipe import load_config
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes

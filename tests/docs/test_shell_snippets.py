@@ -26,7 +26,7 @@ from matmix.launch.jobs.sweep import parse_sweep
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.launch.lab.compare.overrides import given_values
 from matmix.launch.lab.compare.tasks import tasks_of
-from matmix.train.arguments import Options, field_names
+from matmix.train.arguments import BorrowedOptions, field_names
 from matmix.train.config import RunConfig
 from matmix.train.recipe import find_recipe, load_phases
 from matmix.train.tasks import TASKS
@@ -96,7 +96,7 @@ def options_of(verb: type) -> set[str]:
     """--key of all options of a verb; with those of recipes, where it takes them."""
     found = {f"--{name.replace('_', '-')}" for name in field_names(RunConfig)} if hasattr(verb, "recipe") else set()
     for name, hint in typing.get_type_hints(verb).items():
-        described = isinstance(hint, type) and issubclass(hint, Options)
+        described = isinstance(hint, type) and issubclass(hint, BorrowedOptions)
         names = [field.name for field in dataclasses.fields(hint.described)] if described else [name]
         found |= {f"--{own.replace('_', '-')}" for own in names}
     return found

@@ -5,9 +5,9 @@ import shutil
 import pytest
 from runs import run_recipe
 
-from matmix.launch.checkpoints import Convert, format_size
 from matmix.launch.cli import main
-from matmix.use.converting import MAX_FILE_BYTES
+from matmix.launch.listings import Convert, format_size
+from matmix.use.exporting import MAX_FILE_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,7 @@ from runs import losses, records, run_recipe
 
 from matmix.launch.generate import Generate
 from matmix.train.entry import main
-from matmix.use.converting import convert_run
-from matmix.use.exporting import export_run
+from matmix.use.exporting import convert_run, export_run
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from saved_weights import read_weights
 
 from matmix.train.checkpoint.files import MANIFEST, find_problem, list_checkpoints, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.use.converting import convert_checkpoint
+from matmix.use.exporting import convert_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ import tyro
 from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
-from matmix.train.arguments import Options, unknown_key
+from matmix.train.arguments import BorrowedOptions, unknown_key
 from matmix.train.recipe_files import read_toml
 
 # Options whose values have a form, and that in words.
@@ -145,7 +145,7 @@ def _seconds(limit: str) -> int | None:
 FIELDS = {field.name: field for field in dataclasses.fields(SlurmOptions)}
 
 
-class SlurmWords(Options):
+class SlurmWords(BorrowedOptions):
     """Reads the options of the command line: a given one overrides the profile; lists and tables are added to its
     own."""
 

@@ -11,15 +11,17 @@ from matmix.data.artifacts import shell_line
 from matmix.launch.lab.plan.estimate import (
     ASSUMED_EFFICIENCY,
     USABLE,
+    Cluster,
     Estimate,
     Risk,
     assess,
     estimate,
+    find_gpu,
     measured_efficiency,
     options_of,
+    read_cluster,
     suggest,
 )
-from matmix.launch.lab.plan.hardware import Cluster, find_gpu, read_cluster
 from matmix.model.flops import flops_by_part
 from matmix.train.config import RunConfig
 from matmix.train.estimate.plan import vocabulary_words, with_steps_of_epochs, with_vocabulary

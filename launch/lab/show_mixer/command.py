@@ -94,8 +94,8 @@ class ShowMixer:
     def _draw_image(self, is_model: bool, overrides: Sequence[str]) -> list[Path]:
         """Draws what a patch takes from the picture, one PNG a layer."""
         from matmix.launch.lab.show_mixer.image_pages import chosen_place, draw_image_pages
-        from matmix.launch.lab.show_mixer.image_subject import fresh_on_images, trained_on_images
         from matmix.launch.lab.show_mixer.matrices import check_layers
+        from matmix.launch.lab.show_mixer.subject import fresh_on_images, trained_on_images
 
         if is_model:
             subject = trained_on_images(self.recipe, self.image, self.step, self.weights)

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from matmix.launch.lab.show_mixer.image_subject import ImageSubject
 from matmix.launch.lab.show_mixer.pictures import Head, Page
-from matmix.launch.lab.show_mixer.subject import Subject
+from matmix.launch.lab.show_mixer.subject import ImageSubject, Subject
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
 

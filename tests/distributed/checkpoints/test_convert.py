@@ -19,7 +19,7 @@ from matmix.train.checkpoint.files import find_problem, list_checkpoints, read_m
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine import EngineConfig
 from matmix.train.run.directory import RunDirectory
-from matmix.use.converting import convert_checkpoint, convert_run
+from matmix.use.exporting import convert_checkpoint, convert_run
 
 NAMES = list(scenarios.ENGINES)
 
@@ -238,7 +238,7 @@ def test_a_failed_conversion_leaves_nothing(run, tmp_path, monkeypatch):
     def full_disk(*_arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matmix.use.converting.write_manifest", full_disk)
+    monkeypatch.setattr("matmix.use.exporting.write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
         convert_run(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]

@@ -10,7 +10,7 @@ from convert_scenarios import contents
 from harness import run_distributed
 from runs import records
 
-from matmix.use.converting import convert_run
+from matmix.use.exporting import convert_run
 
 ENGINES = {
     "fsdp2": ["--engine.name", "fsdp2"],

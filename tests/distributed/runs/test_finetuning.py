@@ -15,8 +15,8 @@ from runs import losses, records
 from seqeval import metrics as entities
 from sklearn import metrics
 
-from matmix.use.examples import score_examples
 from matmix.use.opening import open_model
+from matmix.use.scoring import score_examples
 
 PAIRS = [{"text": row["text"], "pair": " ".join(reversed(row["text"].split()))} for row in texts(84)]
 TAGS = ("B-X", "I-X", "O")

@@ -12,8 +12,8 @@ from runs import records, weights
 from matmix.launch.cli import main
 from matmix.launch.glue.plan import Plan
 from matmix.launch.glue.tasks import TASKS
-from matmix.use.examples import score_examples
 from matmix.use.opening import open_model
+from matmix.use.scoring import score_examples
 
 FAST = ["--device", "cpu", "--global-batch-size", "4", "--epochs", "2", "--optimizer.lr", "1e-3"]
 FAST += ["--logging.tensorboard", "False", "--logging.progress", "False", "--logging.picture", "False"]

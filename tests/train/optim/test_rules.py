@@ -9,7 +9,7 @@ from runs import losses, records, run_recipe
 from matmix.train.checkpoint.files import read_manifest
 from matmix.train.entry import main
 from matmix.train.recipe import load_config
-from matmix.use.converting import convert_run
+from matmix.use.exporting import convert_run
 
 RULE = '{match = "*.in_proj.weight", lr = 0.5, clip = 0.01}'
 

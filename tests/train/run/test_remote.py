@@ -380,8 +380,7 @@ def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_onc
     store, url, dataset, tmp_path, monkeypatch, straight
 ):
     from matmix.train.checkpoint import files
-    from matmix.use.converting import convert_run
-    from matmix.use.exporting import export_run
+    from matmix.use.exporting import convert_run, export_run
     from matmix.use.opening import open_model
 
     hashed: list[str] = []

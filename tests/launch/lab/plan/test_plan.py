@@ -13,15 +13,17 @@ from matmix.launch.lab.plan import estimate as estimating
 from matmix.launch.lab.plan import report
 from matmix.launch.lab.plan.command import PlanRun
 from matmix.launch.lab.plan.estimate import (
+    GPUS,
     assess,
     candidates,
     collectives,
     estimate,
+    find_gpu,
     measured_efficiency,
     options_of,
+    read_cluster,
     suggest,
 )
-from matmix.launch.lab.plan.hardware import GPUS, find_gpu, read_cluster
 from matmix.launch.lab.plan.report import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb

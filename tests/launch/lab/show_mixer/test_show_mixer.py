@@ -15,7 +15,6 @@ from runs import run_recipe
 
 from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.command import ShowMixer
-from matmix.launch.lab.show_mixer.fonts import Fonts, wrapped
 from matmix.launch.lab.show_mixer.matrices import (
     as_head,
     choose_heads,
@@ -23,7 +22,7 @@ from matmix.launch.lab.show_mixer.matrices import (
     mixer_matrices,
     numerical_rank,
 )
-from matmix.launch.lab.show_mixer.pictures import Page, draw_page
+from matmix.launch.lab.show_mixer.pictures import Fonts, Page, draw_page, wrapped
 from matmix.launch.lab.show_mixer.subject import fresh, trained
 from matmix.model import build_model
 from matmix.model.initialization import initialize

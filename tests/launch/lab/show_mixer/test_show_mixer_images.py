@@ -13,6 +13,7 @@ from PIL import Image
 from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.command import ShowMixer
 from matmix.launch.lab.show_mixer.image_pages import (
+    PatchHead,
     chosen_place,
     draw_image_pages,
     image_matrices,
@@ -20,8 +21,7 @@ from matmix.launch.lab.show_mixer.image_pages import (
     patch_head,
     reading_orders,
 )
-from matmix.launch.lab.show_mixer.image_pictures import PatchHead
-from matmix.launch.lab.show_mixer.image_subject import ImageSubject, fresh_on_images, trained_on_images
+from matmix.launch.lab.show_mixer.subject import ImageSubject, fresh_on_images, trained_on_images
 from matmix.model.images.scans import scan_orders
 from matmix.train.loop import train
 from matmix.train.recipe import load_config

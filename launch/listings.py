@@ -1,4 +1,4 @@
-"""`matmix checkpoints RUN`: what the checkpoints of a run hold, and whether they are whole."""
+"""What there is: `matmix recipes`, and `matmix checkpoints RUN`, which also converts one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from matmix.train.arguments import RunFolder
 
 if TYPE_CHECKING:  # what imports torch waits until something is listed, so that --help does not
     from matmix.train.checkpoint.files import CheckpointFacts, Listing
+import itertools
+import textwrap
+from pathlib import Path
+
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, find_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +59,7 @@ class Checkpoints:
         from matmix.train.checkpoint.files import list_checkpoints
         from matmix.train.run.directory import RunDirectory
         from matmix.train.run.trained import local_outline
-        from matmix.use.converting import convert_run
+        from matmix.use.exporting import convert_run
 
         if self.other is not None:
             if self.source:
@@ -133,3 +138,57 @@ def format_size(size: float) -> str:
         return f"{size:.0f} B"
     power = min((len(f"{size:.0f}") - 1) // 3, 4)
     return f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"
+
+
+_WIDTH = 120
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipes:
+    """List the recipes that come with matmix, with a line on each; or print one, to start one of your own from.
+
+    `matmix recipes NAME > mine.toml` writes one, and `matmix train mine.toml` trains it.
+    """
+
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")] = ""
+    """Recipe to print; none: list all."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        """Prints; the exit code. Raises FileNotFoundError (one line) where there is no such recipe."""
+        print(find_recipe(self.name).read_text() if self.name else listed(), end="")
+        return 0
+
+
+def grouped() -> dict[str, dict[str, Path]]:
+    """Command that takes them -> name -> path of the bundled recipes."""
+    recipes = bundled_recipes()
+    fine_tuning = {name: path for name, path in recipes.items() if _fine_tunes(path)}
+    return {
+        "matmix train NAME": {name: path for name, path in recipes.items() if name not in fine_tuning},
+        "matmix compare NAME": bundled_comparisons(),
+        "matmix finetune RUN NAME": fine_tuning,
+    }
+
+
+def listed() -> str:
+    """All recipes by the verb that takes them, a line each."""
+    lines = []
+    for command, found in grouped().items():
+        width = max(map(len, found)) + 4
+        lines.append(f"{command}\n")
+        lines += [
+            f"  {name:{width - 2}}{textwrap.shorten(about(path), _WIDTH - width, placeholder=' ...')}"
+            for name, path in found.items()
+        ]
+        lines.append("")
+    return "\n".join([*lines, "matmix recipes NAME prints one.", ""])
+
+
+def about(path: Path) -> str:
+    """The first sentence of the comment that a recipe begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".")
+
+
+def _fine_tunes(path: Path) -> bool:
+    return path.stem.startswith("finetune") or path.parent.name in ("finetuning", "glue")
