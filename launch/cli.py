@@ -96,7 +96,7 @@ def _run(words: list[str], *, own: bool) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point of the `matmix` command; returns the exit code. arguments: None = those of this process."""
+    """Runs the `matmix` command and returns the exit code. arguments: None = those of this process."""
     begin_process()
     words = sys.argv[1:] if arguments is None else arguments
     return guarded(lambda: _run(list(words), own=arguments is None), every_rank=True)

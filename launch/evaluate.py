@@ -38,7 +38,7 @@ class Evaluate:
     text_field: str = "text"
     """Field of .jsonl objects, or column of .parquet files, that holds the text."""
     text_documents: TextDocuments = "file"
-    """What is a document in .txt files."""
+    """The unit of .txt files that is a document."""
     window: int = 0
     """Tokens that the model reads at a time; 0 = as many as in training."""
     stride: int = 0
@@ -49,7 +49,7 @@ class Evaluate:
     step: int | None = None
     """Checkpoint to use; default: the newest."""
     weights: Weights = "raw"
-    """Of a run: the weights that were trained, or with ema their average."""
+    """Weights of a run: those that were trained, or with ema their average."""
     out: Path | None = None
     """Also write the numbers into this .json file."""
     task: str = ""
@@ -144,7 +144,7 @@ class Embed:
     text_field: str = "text"
     """Field of .jsonl objects, or column of .parquet files, that holds the text."""
     text_documents: TextDocuments = "line"
-    """What is a text in .txt files."""
+    """The unit of .txt files that is a text."""
     pooling: Literal["mean", "cls"] = "mean"
     """mean: over all tokens of a text, special ones included; cls: the features of the first token."""
     normalize: bool = False
@@ -185,7 +185,7 @@ class Classify:
     step: int | None = None
     """Checkpoint of a run; default: the newest."""
     weights: Weights = "raw"
-    """Of a run: the weights that were trained, or with ema their average."""
+    """Weights of a run: those that were trained, or with ema their average."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints the classes and returns the exit code. Raises FileNotFoundError or ValueError (one line)."""
@@ -220,9 +220,9 @@ TextDocuments = Literal["file", "paragraph", "line"]
 
 
 def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDocuments, doing: str) -> Iterator[str]:
-    """Every document of the files in order, "" for one of white space only; on terminals with a progress bar.
+    """Yields every document of the files in order, "" for one of white space only; terminals show a progress bar.
 
-    text_field, text_documents: as of `matmix prepare`; doing: what the bar says. Raises ValueError and
+    text_field, text_documents: the options of `matmix prepare`; doing: the words of the bar. Raises ValueError and
     FileNotFoundError (one line) for files that cannot be read, and for records that hold no text.
     """
     if not files:
@@ -240,7 +240,7 @@ def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDoc
 
 
 def read_lines(file: BinaryIO, name: str) -> Iterator[str]:
-    """The lines of a stream of UTF-8, such as standard input. Raises ValueError (one line) at other bytes."""
+    """Yields the lines of a stream of UTF-8, such as standard input. Raises ValueError (one line) at other bytes."""
     for number, line in enumerate(file, 1):
         text = decode(line, name, number).rstrip("\r\n")
         yield text.removeprefix("\ufeff") if number == 1 else text

@@ -28,13 +28,13 @@ class Export:
     """The weights that the run goes on with, or with ema their average. What is not asked for is not averaged: whether
     the average is the better one depends on its decay and the steps, and evaluations tell."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights."""
+    """Number format of the weights."""
     max_shard_bytes: int = 5 * 10**9
     """Size of a weight file."""
     license: str = ""
-    """Of the weights, for the model card, such as apache-2.0; default: unknown."""
+    """License of the weights for the model card, such as apache-2.0; default: unknown."""
     language: tuple[str, ...] = ()
-    """Of the texts, for the model card, such as en; default: unknown."""
+    """Languages of the texts for the model card, such as en; default: unknown."""
     onnx: bool = False
     """Also write model.onnx, of models of texts; needs the extra onnx."""
     control: tuple[RunFolder, ...] = ()

@@ -1,4 +1,4 @@
-"""What the pictures of comparisons, studies and scores have in common: panels beside each other, and their PNG."""
+"""Draws what pictures of comparisons, studies and scores share: panels beside each other, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_CLASSES = 60
-"""Of a confusion matrix that can be read."""
+"""The most classes of a confusion matrix that can be read."""
 
 
 def panels(size: tuple[float, float], rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
-    """A figure of this width and height in inches, and its axes with thin grids as an array (rows, columns).
+    """Makes a figure of this width and height in inches, and its axes with thin grids as an array (rows, columns).
 
     options: those of matplotlib's `Figure.subplots`.
     """
@@ -25,14 +25,15 @@ def panels(size: tuple[float, float], rows: int, columns: int, **options: Any) -
 
 
 def png_of(figure: Any) -> bytes:
-    """The figure as the bytes of a PNG."""
+    """Returns the figure as the bytes of a PNG."""
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()
 
 
 def confusion_picture(labels: Sequence[int], predicted: Sequence[int], classes: Sequence[str], title: str) -> bytes:
-    """A PNG of how often each class, a row, is taken for each, a column; labels, predicted: numbers of classes."""
+    """Draws how often each class, a row, is taken for each, a column; returns a PNG. labels, predicted: numbers of
+    classes."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 

@@ -53,7 +53,7 @@ class Generate:
     step: int | None = None
     """Checkpoint to use; default: the newest."""
     device: str | None = None
-    """Where it runs, such as cpu or cuda; default: the GPU where there is one."""
+    """Device to run on, such as cpu or cuda; default: the GPU where there is one."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prints each prompt and its continuation as it comes, for an encoder the likeliest words for each <mask>, and

@@ -1,4 +1,4 @@
-"""What there is: `matmix recipes`, and `matmix checkpoints RUN`, which also converts one."""
+"""Lists what there is: `matmix recipes`, and `matmix checkpoints RUN`, which also converts a checkpoint."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Checkpoints:
     ] = None
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Lists, or converts; the exit code. Raises ValueError or FileNotFoundError for a mistake of the user's."""
+        """Lists or converts, and returns the exit code. Raises ValueError or FileNotFoundError (one line)."""
         from matmix.train.checkpoint.files import list_checkpoints
         from matmix.train.run.directory import RunDirectory
         from matmix.train.run.trained import local_outline
@@ -78,7 +78,7 @@ class Checkpoints:
 
 
 def render(listing: Listing, *, verified: bool) -> str:
-    """The listing as text: a table, what a resume would use, and what lies about."""
+    """Writes the listing as text: a table, the checkpoint that a resume would use, and leftovers of saves."""
     if not listing.checkpoints:
         lines = ["no checkpoints yet"]
     else:
@@ -154,13 +154,13 @@ class Recipes:
     """Recipe to print; none: list all."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints; the exit code. Raises FileNotFoundError (one line) where there is no such recipe."""
+        """Prints, and returns the exit code. Raises FileNotFoundError (one line) where there is no such recipe."""
         print(find_recipe(self.name).read_text() if self.name else listed(), end="")
         return 0
 
 
 def grouped() -> dict[str, dict[str, Path]]:
-    """Command that takes them -> name -> path of the bundled recipes."""
+    """Groups the bundled recipes by the command that takes them: command -> name -> path."""
     recipes = bundled_recipes()
     fine_tuning = {name: path for name, path in recipes.items() if _fine_tunes(path)}
     return {
@@ -171,7 +171,7 @@ def grouped() -> dict[str, dict[str, Path]]:
 
 
 def listed() -> str:
-    """All recipes by the verb that takes them, a line each."""
+    """Lists all recipes by the verb that takes them, a line each."""
     lines = []
     for command, found in grouped().items():
         width = max(map(len, found)) + 4
@@ -185,7 +185,7 @@ def listed() -> str:
 
 
 def about(path: Path) -> str:
-    """The first sentence of the comment that a recipe begins with."""
+    """Returns the first sentence of the comment that a recipe begins with."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".")
 

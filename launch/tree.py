@@ -37,12 +37,12 @@ class CommandTree:
         self.path: tuple[str, ...] = ()
         """The verb that was named last, from the root."""
         self.takes_recipe = False
-        """Whether that verb starts from a recipe, whose fields are options, too."""
+        """Says whether that verb starts from a recipe, whose fields are options, too."""
         self._registry = verb_registry()
         self._registry.struct_rule(self._open)
 
     def read(self, words: Sequence[str]) -> tuple[Any, list[str]]:
-        """The verb that `words` name, with its options, and the words that it does not know; None where they name none.
+        """Returns the verb that `words` name, with its options, and the words that it does not know; None for no verb.
 
         Raises ValueError (one line) for the user's mistakes, SystemExit after `--help`, which is shown.
         """
@@ -66,7 +66,7 @@ class CommandTree:
 
     @property
     def named(self) -> str:
-        """As in "matmix launch local"."""
+        """The words up to the verb, such as "matmix launch local"."""
         return " ".join((self.prog, *self.path))
 
     def _open(self, info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -90,7 +90,7 @@ class CommandTree:
 
 
 def _any_of(verbs: Mapping[str, Branch], path: tuple[str, ...]) -> Any:
-    """The type that tyro reads one of these verbs by, None where no word names one."""
+    """Returns the type by which tyro reads one of these verbs, or None where no word names one."""
     kinds: list[Any] = [None]
     for name, branch in verbs.items():
         lazy = type(name, (_Lazy,), {"__doc__": branch.what, "branch": branch, "path": (*path, name)})

@@ -42,13 +42,13 @@ _STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
 def key_types(cls: type) -> dict[str, Any]:
-    """The keys of a config class, and what their values are. A key is the name of a field; the underscore after a word
-    that Python keeps for itself, as in `from_`, is the field's only."""
+    """Returns the keys of a config class and the types of their values. A key is the name of a field; the underscore
+    after a word that Python keeps for itself, as in `from_`, is the field's only."""
     return {name.removesuffix("_"): hint for name, hint in typing.get_type_hints(cls).items()}
 
 
 def field_names(cls: type, prefix: str = "") -> list[str]:
-    """All dotted keys of a config class, tables included."""
+    """Lists all dotted keys of a config class, tables included."""
     names = []
     for key, hint in key_types(cls).items():
         names.append(prefix + key)
@@ -58,7 +58,7 @@ def field_names(cls: type, prefix: str = "") -> list[str]:
 
 
 def unknown_key(key: str, cls: type, where: str) -> ValueError:
-    """The error for a key that `cls` does not have, naming the nearest one that it has."""
+    """Returns the error for a key that `cls` does not have, naming the nearest one that it has."""
     known = field_names(cls)
     # The same last word in another table is a likelier slip than a similar spelling of the whole key.
     same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
@@ -69,7 +69,7 @@ def unknown_key(key: str, cls: type, where: str) -> ValueError:
 
 @contextlib.contextmanager
 def _wide_terminal() -> Iterator[None]:
-    """tyro wraps its messages to the terminal's width; one error is one line here."""
+    """Keeps tyro from wrapping its messages to the terminal's width: one error is one line."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "1000"
     try:
@@ -82,7 +82,7 @@ def _wide_terminal() -> Iterator[None]:
 
 
 def _message(box: str) -> str:
-    """What tyro's box says below its title and above its advice, as one line."""
+    """Returns the text of tyro's box below its title and above its advice, as one line."""
     lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
     body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
     said = itertools.takewhile(lambda line: line.strip("─-"), body)
@@ -95,7 +95,7 @@ _NO_NUMBER = re.compile(
 
 
 def _plainly(message: str) -> str:
-    """A message without the words of Python's own about numbers."""
+    """Replaces Python's words about numbers in a message by plain ones."""
     return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
 
 
@@ -104,7 +104,7 @@ _NO_BOOLEAN = re.compile(r"invalid choice '(\w+)' for argument '(--[\w.-]+)'\. E
 
 
 def with_booleans(arguments: Sequence[str], read: Callable[[list[str]], Result]) -> Result:
-    """What `read` makes of `arguments`, true and false taken in any of their common spellings. Raises as `read`."""
+    """Returns `read(arguments)`, with true and false taken in any of their common spellings. Raises as `read`."""
     words = list(arguments)
     while True:
         try:
@@ -128,7 +128,7 @@ def with_booleans(arguments: Sequence[str], read: Callable[[list[str]], Result])
 
 
 def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
-    """What a call of `tyro.cli` returns. Raises ValueError (one line) where the user's words are no good.
+    """Returns the result of a call of `tyro.cli`. Raises ValueError (one line) for mistakes in the user's words.
 
     prog: whose `--help` the message names.
     """
@@ -145,7 +145,7 @@ def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
 
 
 def row_type(hint: Any) -> type | None:
-    """The dataclass of the rows where a field is a list of tables, tuple[Row, ...]; None where it is none."""
+    """Returns the dataclass of the rows of a field that is a list of tables, tuple[Row, ...]; None for others."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     return inner if dataclasses.is_dataclass(inner) else None
 
@@ -215,7 +215,7 @@ def _read_row(word: str, cls: type) -> Any:
 
 
 def _inline(value: Any) -> str:
-    """A value as TOML writes it in one line; what is None or an empty table in a table is left out."""
+    """Writes a value as TOML in one line, without keys of a table that are None or empty tables."""
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if item is not None and item != {}}
         return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in kept.items()) + "}"
@@ -259,7 +259,7 @@ def parse_arguments(
     default: Any = tyro.MISSING_NONPROP,
     only: tuple[type, Collection[str]] | None = None,
 ) -> Config:
-    """`arguments` (``--key value``, tables with dots) as a `cls`, what they leave out taken from `default`.
+    """Reads `arguments` (``--key value``, tables with dots) as a `cls`; `default` gives the others.
 
     only: a table and those of its fields that may be given and are shown by ``--help``; needs a `default`.
 
@@ -299,7 +299,7 @@ class BorrowedOptions(dict):
 
     @classmethod
     def option(cls, field: StructFieldSpec) -> StructFieldSpec | None:
-        """How a field is shown and read; None = not at all."""
+        """Returns a field as it is shown and read; None = not at all."""
         return field
 
 
@@ -321,7 +321,8 @@ def verb_registry() -> ConstructorRegistry:
 
 
 def read_verb(verb: type[Result], arguments: Sequence[str], *, prog: str) -> tuple[Result, list[str]]:
-    """`arguments` as a verb, and the words that it does not know. Raises ValueError (one line)."""
+    """Reads `arguments` as a verb, and returns it with the words that it does not know. Raises ValueError (one
+    line)."""
     options = {"prog": prog, "config": VERB_STYLE, "registry": verb_registry(), "return_unknown_args": True}
     found, rest = with_booleans(
         arguments, lambda words: read_quietly(lambda: tyro.cli(verb, args=words, **options), lambda: prog)
@@ -352,7 +353,7 @@ def check_overrides(verb: Any, overrides: Sequence[str], cls: type) -> None:
 
 
 def _flags(verb: Any) -> set[str]:
-    """Names of a verb's options, without dashes."""
+    """Returns the names of a verb's options, without dashes."""
     found = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
     names = [name for own, value in found.items() for name in (value if isinstance(value, BorrowedOptions) else [own])]
     return {name.replace("_", "-") for name in names}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def train_recipe(recipe: str, overrides: Sequence[str], *, dry_run: bool = False) -> int:
-    """Trains, or shows what training would take; returns the exit code (`matmix.train.process.exits`)."""
+    """Trains, or shows the size and cost of training; returns the exit code (`matmix.train.process.exits`)."""
     return train_phases(load_phases(recipe, list(overrides)), dry_run=dry_run)
 
 
@@ -51,7 +51,7 @@ def train_phases(phases: Sequence[RunConfig], *, dry_run: bool = False) -> int:
 
 
 def _train(config: RunConfig) -> tuple[int, bool]:
-    """Trains, and leaves behind how it ended, however it ends (except by SIGKILL and the like). Returns the exit code,
+    """Trains, and records how it ended, however it ends (except by SIGKILL and the like). Returns the exit code,
     and whether the run has finished."""
     rank = int(os.environ.get("RANK", "0"))
     attempt = Attempt(RunDirectory(config.run_dir).path, rank)
@@ -131,8 +131,8 @@ def _closing_words(config: RunConfig, result: Result) -> str:
 
 
 def earlier_best(run: Path, known: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
-    """A line about those of the `known` metrics that an earlier evaluation of the run found better than the last one,
-    as where a model has begun to learn its data by heart; [] where there is none.
+    """Returns a line about those of the `known` metrics that an earlier evaluation of the run found better than the
+    last one, as where a model has begun to learn its data by heart; [] where there is none.
 
     metrics: what the last evaluation found.
     """

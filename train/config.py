@@ -107,7 +107,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoggingConfig:
-    """What is shown and recorded while training."""
+    """Messages, records and pictures while training."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The least level of the messages that are shown, and written with time stamps into RUN/messages.log."""
@@ -140,7 +140,7 @@ class InitConfig:
     step: int = 0
     """Which checkpoint of a run; 0 = the newest."""
     weights: Weights = "raw"
-    """Of a run: the weights that were trained, or with ema their average ([ema])."""
+    """Weights of a run: those that were trained, or with ema their average ([ema])."""
     project: str = ""
     """Whose checkpoint it is where the code of a paper wrote it, hydra or mru-lm; empty = that is found out."""
     ignore: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class CallbackConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FaultsConfig:
-    """What a run does when something goes wrong on the way."""
+    """Watches of a run, and how it goes on when something goes wrong."""
 
     hang_minutes: float = 30.0
     """A rank without a step, an evaluation batch or a save for so long is taken to hang: all ranks write the stacks of
@@ -210,7 +210,7 @@ class RunConfig:
     """Everything that defines a run."""
 
     run_dir: str = ""
-    """Where the run lives; empty = runs/<name of the recipe>. Starting the same command again resumes the run."""
+    """Folder or URL of the run; empty = runs/<name of the recipe>. Starting the same command again resumes the run."""
     seed: int = 0
     """Seed of weights, data order, masking and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -295,7 +295,8 @@ class RunConfig:
             )
 
     def task(self) -> Task:
-        """What `objective` names; Python imports your own. Raises ValueError (one line) where that cannot be."""
+        """Returns the task that `objective` names; Python imports your own. Raises ValueError (one line) if it
+        cannot."""
         return make_task(self.objective, self.model)
 
     @property

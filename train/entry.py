@@ -33,14 +33,14 @@ class Train:
     """Show parameters, FLOPs, memory, steps and tokens, and train nothing."""
 
     def begin(self) -> int:
-        """What comes first in a process that is ours; exit code, 0 = go on."""
+        """Prepares a process of its own for training; returns an exit code, 0 = go on."""
         if not self.dry_run:
             return begin_training()
         stop.listen_no_more()
         return 0
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Trains, or shows what training would take; returns the exit code (`matmix.train.process.exits`)."""
+        """Trains, or shows the size and cost of training; returns the exit code (`matmix.train.process.exits`)."""
         from matmix.train.command import train_recipe
 
         return train_recipe(self.recipe, rest, dry_run=self.dry_run)
@@ -63,7 +63,8 @@ def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Seque
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code. arguments: None = those of this process, which then is ours."""
+    """Trains as the words say and returns the exit code. arguments: None = those of this process, which is then
+    ours."""
     own = arguments is None
     if own:
         begin_process()

@@ -41,7 +41,7 @@ def explaining(config: RunConfig, world_size: int) -> Iterator[None]:
 
 
 def explained(error: Exception, config: RunConfig, world_size: int) -> RunFailure | None:
-    """What to say instead of `error`, or None where its traceback is the best there is to say."""
+    """Returns the failure to raise instead of `error`, or None where its traceback says more."""
     if isinstance(error, RunFailure):
         return None
     text = str(error)
@@ -61,7 +61,7 @@ def explained(error: Exception, config: RunConfig, world_size: int) -> RunFailur
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, of a device or of this machine."""
+    """Says whether an error means that memory ran out, of a device or of this machine."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -70,7 +70,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
-    """What ran out at which sizes, and what to set, the settings that change no numbers first."""
+    """Says which memory ran out at which sizes, and which options help, those first that change no numbers."""
     micro, seqlen = config.micro_batch(config.data_size(world_size)), config.data.seqlen
     where = "on the GPU" if re.search("CUDA|HIP|cuda|hip", text) else "on the CPU"
     tried = _TRIED.search(text)
@@ -91,6 +91,6 @@ def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
 
 
 def _size(tried: re.Match[str]) -> str:
-    """torch says "2.00 GiB" of a GPU and "10485760 bytes" of the CPU."""
+    """Unifies the sizes in torch's messages: "2.00 GiB" on a GPU, "10485760 bytes" on the CPU."""
     number, unit = tried.groups()
     return f"{int(number) / 2**20:.1f} MiB" if unit == "bytes" else f"{number} {unit}"

@@ -52,7 +52,7 @@ class NoOptions:
 
 
 def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part:
-    """The options of a part, as a recipe's table has them, as the dataclass `cls`.
+    """Reads the options of a part from a recipe's table as the dataclass `cls`.
 
     where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have, a value of another
     type, or one without a default that is missing.

@@ -66,7 +66,7 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
 
 
 def _type_words(hint: Any) -> str:
-    """What the values of a field are, in words."""
+    """Describes the values of a field in words."""
     if typing.get_origin(hint) is tuple:
         inner = {str: "strings", int: "integers", float: "numbers"}.get(typing.get_args(hint)[0], "values")
         return f"a list of {inner}"
@@ -74,14 +74,14 @@ def _type_words(hint: Any) -> str:
 
 
 def _renamed(values: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """`values` with another key in [init]: a field of Python cannot be called "from"."""
+    """Renames a key in [init]: a field of Python cannot be called "from"."""
     if not isinstance(values.get("init"), dict):
         return values
     return {**values, "init": {new if key == old else key: value for key, value in values["init"].items()}}
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with those of `overrides` in their places, tables key by key."""
+    """Returns `values` with those of `overrides` in their places, tables key by key."""
     result = copy.deepcopy(dict(values))
     for key, value in overrides.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -122,7 +122,7 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
-    """The configs of a recipe's phases, in order; of a recipe without phases its own.
+    """Returns the configs of a recipe's phases, in order; for a recipe without phases its own.
 
     A phase is the recipe with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and
     begins with the weights that the one before it ends with. Raises as `load_config`; overrides are for all phases.
@@ -154,7 +154,7 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
 
 
 def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any]]:
-    """Where a recipe is, and what it says."""
+    """Returns the path of a recipe and its values."""
     path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
     values = read_remote_toml(recipe) if is_url(recipe) else read_toml(path)
     if "comparison" in values:
@@ -163,14 +163,14 @@ def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _own_run_dir(recipe: str, path: Path, values: dict[str, Any]) -> str:
-    """Where a recipe's run lies, unless the command line names another place."""
+    """Returns the place of a recipe's run, unless the command line names another one."""
     if is_url(recipe) or Path(recipe).is_dir():
         return recipe  # a run goes on where it lies, wherever it began
     return values.get("run_dir") or f"runs/{path.stem}"
 
 
 def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str], run_dir: str) -> RunConfig:
-    """The config that `values` and the command line give."""
+    """Returns the config that `values` and the command line give."""
     _import_architecture(values, overrides)
     config = dataclasses.replace(config_from_dict(values, where), run_dir=run_dir)
     # Of all mixers, `--help` shows those that the layers hold; to look at fewer fields is also several times faster.
@@ -183,7 +183,7 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
 
 
 def _with_typed_steps(config: RunConfig, typed: Container[str]) -> RunConfig:
-    """`config`, in which --steps on the command line stands in place of a recipe's epochs. Raises ValueError (one line)
+    """Returns `config` with --steps of the command line in place of a recipe's epochs. Raises ValueError (one line)
     where the command line gives both."""
     if "--steps" not in typed or not config.epochs:
         return config
@@ -193,7 +193,7 @@ def _with_typed_steps(config: RunConfig, typed: Container[str]) -> RunConfig:
 
 
 def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Python imports the architectures from outside that a recipe or its command line names, which registers them: a
+    """Imports the architectures from outside that a recipe or its command line names, which registers them: a
     config can name registered ones only, so that reading somebody else's imports nothing."""
     model = values.get("model")
     names = [model.get("architecture")] if isinstance(model, dict) else []
@@ -206,7 +206,8 @@ def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> No
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Nested plain dicts, ready for TOML and JSON; without the options of mixers that no layer is and nobody set."""
+    """Returns nested plain dicts, ready for TOML and JSON, without the options of mixers that no layer is and nobody
+    set."""
     values = _renamed(plain(dataclasses.asdict(config)), "from_", "from")
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
@@ -216,7 +217,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """`value` as TOML and JSON have it: tuples are lists, and tables have no keys that are None."""
+    """Returns `value` as TOML and JSON have it: tuples are lists, and tables have no keys that are None."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, tuple | list):
@@ -230,8 +231,8 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """The plain values of a config that another version may have written: options that it did not know have their
-    defaults, those that are no more are left out."""
+    """Completes the plain values of a config that another version may have written: options that it did not know get
+    their defaults, those that are no more are left out."""
 
     def filled(own: dict[str, Any], standard: dict[str, Any], cls: type) -> dict[str, Any]:
         # `config_to_dict` has the tables of those mixers only that it needs.
@@ -246,8 +247,8 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it. One that the
-    data fill in where it is empty differs only from another value."""
+    """Lists (dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it. One that
+    the data fill in where it is empty differs only from another value."""
 
     def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
         found = []

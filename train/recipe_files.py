@@ -21,17 +21,17 @@ def _bundled() -> dict[str, Path]:
 
 
 def bundled_recipes() -> dict[str, Path]:
-    """Name -> path of the recipes that come with the package, for `matmix train`."""
+    """Finds the recipes that come with the package, for `matmix train`: name -> path."""
     return {name: path for name, path in _bundled().items() if "comparison" not in read_toml(path)}
 
 
 def bundled_comparisons() -> dict[str, Path]:
-    """Name -> path of the recipes of comparisons that come with the package, for `matmix compare`."""
+    """Finds the recipes of comparisons that come with the package, for `matmix compare`: name -> path."""
     return {name: path for name, path in _bundled().items() if "comparison" in read_toml(path)}
 
 
 def find_recipe(name_or_path: str) -> Path:
-    """A recipe's path from a path or from a bundled recipe's name. Raises FileNotFoundError naming the nearest."""
+    """Finds a recipe by its path or by a bundled recipe's name. Raises FileNotFoundError naming the nearest."""
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -49,13 +49,13 @@ def find_recipe(name_or_path: str) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Nested dicts of a TOML file. Raises ValueError (one line) naming file and line, also where a URL in it holds a
-    password."""
+    """Reads a TOML file into nested dicts. Raises ValueError (one line) naming file and line, also where a URL in it
+    holds a password."""
     return _parse_toml(path.read_bytes(), str(path))
 
 
 def read_remote_toml(url: str) -> dict[str, Any]:
-    """The config.toml of a run at a URL. Raises FileNotFoundError or ValueError (one line)."""
+    """Reads the config.toml of a run at a URL. Raises FileNotFoundError or ValueError (one line)."""
     raw = RemoteFolder(url).read("config.toml")
     if raw is None:
         raise FileNotFoundError(f"there is no run at {url}")
@@ -78,7 +78,7 @@ def _parse_toml(raw: bytes, where: str) -> dict[str, Any]:
 
 
 def _depth(values: Any) -> int:
-    """How deeply tables and lists lie in each other; counted without recursion, as there may be thousands."""
+    """Counts how deeply tables and lists lie in each other, without recursion, as there may be thousands."""
     depth, level = 0, [values]
     while level := [
         inner

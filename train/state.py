@@ -12,7 +12,7 @@ Weights = Literal["raw", "ema"]
 
 @dataclasses.dataclass(slots=True)
 class TrainState:
-    """Where a run stands. Everything else that a checkpoint holds belongs to the engine or the loader."""
+    """The counters of a run. Everything else that a checkpoint holds belongs to the engine or the loader."""
 
     step: int = 0
     tokens: int = 0  # seen; of images as many (`Task.unit`)
@@ -40,7 +40,7 @@ def check_extra(extra: dict[str, Any], checkpoint: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a call of `train` did."""
+    """The result of a call of `train`."""
 
     step: int
     steps_done: int  # by this call; 0 if the run had already finished

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def short_number(value: float) -> str:
-    """1234567 -> "1.23M"."""
+    """Writes 1234567 as "1.23M"."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 1000 or unit == "T":
             return f"{value:.3g}{unit}"
@@ -13,7 +13,7 @@ def short_number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 ms, 1.5 s, 45 s, 12 min, 1.9 h, 2.3 days; what is negative counts as nothing."""
+    """Writes a duration as in 12 ms, 1.5 s, 45 s, 12 min, 1.9 h, 2.3 days; what is negative counts as nothing."""
     if seconds <= 0:
         return "0 s"
     sizes = {"days": 86400, "h": 3600, "min": 60, "s": 1}

@@ -190,7 +190,7 @@ def convert_run(
     step: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
+    """Writes a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
     the data, whichever engine wrote them.
 
     Needs no ranks and holds one tensor in memory.
@@ -230,7 +230,7 @@ def convert_run(
 
 
 def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads."""
+    """Writes one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads."""
     manifest = read_manifest(source)
     layout = manifest["layout"]
     state = open_full(source, layout)

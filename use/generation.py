@@ -21,7 +21,7 @@ _NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How tokens are drawn."""
+    """Draws tokens from logits, by temperature, top_k and top_p."""
 
     temperature: float = 0.8
     """Logits are divided by it; 0 = always the likeliest token."""

@@ -112,13 +112,13 @@ class TrainedModel:
 
     @property
     def state(self) -> str:
-        """Which weights these are, for people: "step 1,000", "step 1,000, averaged weights" or "export"."""
+        """Says which weights these are, for people: "step 1,000", "step 1,000, averaged weights" or "export"."""
         step = "export" if self.step is None else f"step {self.step:,}"
         return f"{step}, averaged weights" if self.averaged else step
 
     @property
     def where(self) -> str:
-        """What the weights are from, for people."""
+        """Names the weights for people: the source and which of its weights."""
         return f"{self.name}, {self.state}"
 
     @functools.cached_property
@@ -151,7 +151,8 @@ class TrainedModel:
 
     @functools.cached_property
     def image_inputs(self) -> ImageInputs:
-        """How pictures are resized and normalised for the model. Raises ValueError (one line) where that is unknown."""
+        """Says how pictures are resized and normalised for the model. Raises ValueError (one line) where that is
+        unknown."""
         kind = self.config.model_class
         if kind.inputs != "images":
             instead = "evaluate scores its task on texts" if kind.takes_head else "generate writes with it"

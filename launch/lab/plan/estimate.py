@@ -35,7 +35,7 @@ class Collective:
 
 
 def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Collective]:
-    """What the engine of `config` sends in a step of `plan`."""
+    """Returns the exchanges of the engine of `config` in a step of `plan`."""
     if plan.ranks == 1:
         return []
     found = sent(config.engine, plan.ranks, plan.sizes)
@@ -53,7 +53,8 @@ class Risk:
     restart: float
 
     def lost(self, interval: float) -> float:
-        """Share of the time that saving, work done again and restarts cost, to first order (Daly's eq. 9)."""
+        """Returns the share of the time that saving, work done again and restarts cost, to first order (Daly's eq.
+        9)."""
         return self.stall / interval + (interval / 2 + self.restart) / self.mtbf
 
 
@@ -106,12 +107,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run."""
+        """Seconds of the whole run."""
         return self.step_seconds * self.plan.steps
 
 
 def measured_efficiency(run: Path) -> float:
-    """Median utilisation that a run recorded over its second half. Raises ValueError where it has none."""
+    """Returns the median utilisation that a run recorded over its second half. Raises ValueError where it has none."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"--measured {run}: there is no metrics.jsonl; name the directory of a run")
@@ -123,14 +124,15 @@ def measured_efficiency(run: Path) -> float:
 
 
 def recomputed_forwards(mode: Mode, every: int) -> float:
-    """Forward passes that checkpointing adds to a step. By op matrix products are kept, and only they count."""
+    """Counts the forward passes that checkpointing adds to a step. By op matrix products are kept, and only they
+    count."""
     return {"none": 0.0, "selective by op": 0.0, "selective": 1 / every, "full": 1.0}[mode]
 
 
 def estimate(
     config: RunConfig, ranks: int, cluster: Cluster, efficiency: float, *, mode: Mode | None = None
 ) -> Estimate:
-    """The plan of `config` with its times. Raises ValueError where the batch does not divide over the ranks."""
+    """Returns the plan of `config` with its times. Raises ValueError where the batch does not divide over the ranks."""
     mode = mode or checkpointing_mode(config)
     plan = make_plan(config, ranks, mode=mode)
     kind = arithmetic(config.engine.precision)
@@ -152,7 +154,8 @@ def estimate(
 
 
 def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:
-    """The configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global batch."""
+    """Yields the configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global
+    batch."""
     per_rank = config.global_batch_size // ranks
     if per_rank * ranks != config.global_batch_size:
         return []
@@ -168,7 +171,8 @@ def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfi
 
 
 def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[Estimate]:
-    """What fits, the fastest first; among equals what computes least, then the larger micro-batch, then less memory."""
+    """Returns the estimates that fit, the fastest first; among equals the one that computes least, then the larger
+    micro-batch, then less memory."""
     found = [
         estimate(candidate, ranks, cluster, efficiency, mode=mode)
         for candidate in candidates(config, ranks, cluster)
@@ -188,7 +192,7 @@ def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) 
 
 
 def options_of(one: Estimate, config: RunConfig) -> list[str]:
-    """The command-line options that turn `config` into an estimate's config, as words; [] where it is the same."""
+    """Returns the command-line options that turn `config` into an estimate's config, as words; [] for none."""
     engine, old = one.config.engine, config.engine
     by = {"none": ("none", old.selective_by), "full": ("full", old.selective_by)}
     mode, selective_by = by.get(one.mode, ("selective", "op" if one.mode == "selective by op" else "block"))
@@ -226,13 +230,13 @@ class Cluster:
     gpus_per_node: int = 8
     """GPUs that the fast links join."""
     node_gb_per_s: float
-    """What a GPU sends to others in its node, 10^9 bytes/s in one direction."""
+    """Bytes that a GPU sends to others in its node, 10^9 bytes/s in one direction."""
     network_gb_per_s: float = 50.0
-    """What a GPU sends to other nodes; 50 is one 400 Gb/s adapter for each GPU."""
+    """Bytes that a GPU sends to other nodes, likewise; 50 is one 400 Gb/s adapter for each GPU."""
     host_gb_per_s: float = 25.0
     """Copies from a GPU to its host's memory, which training waits for when it saves."""
     launch_microseconds: float = 5.0
-    """What the host needs to launch a kernel from PyTorch; assumed, not measured."""
+    """Time in which the host launches a kernel from PyTorch; assumed, not measured."""
     mtbf_gpu_hours: float = MTBF_GPU_HOURS
     """GPU-hours between failures."""
     restart_minutes: float = 5.0
@@ -245,7 +249,7 @@ class Cluster:
                 raise ValueError(f"{field.name} must be positive, got {value}")
 
     def peak(self, kind: Arithmetic) -> float:
-        """Dense peak of a GPU in FLOP/s. Raises ValueError where it is not known."""
+        """Returns the dense peak of a GPU in FLOP/s. Raises ValueError where it is not known."""
         name = "peak_tflops" if kind == "bf16" else f"peak_tflops_{kind}"
         if (tflops := getattr(self, name)) is None:
             raise ValueError(
@@ -280,7 +284,7 @@ GPUS = {
 
 
 def read_cluster(path: Path, gpu: str | None = None) -> Cluster:
-    """A cluster from a TOML file whose keys are Cluster's fields; `gpu` names one of GPUS that fills in the rest.
+    """Reads a cluster from a TOML file whose keys are Cluster's fields; `gpu` names one of GPUS that fills in the rest.
 
     Raises FileNotFoundError, or ValueError (one line) for an unknown key, a missing or a bad value.
     """
@@ -307,7 +311,7 @@ def _number(value: object) -> object:
 
 
 def find_gpu(name: str) -> Cluster:
-    """The entry of GPUS. Raises ValueError that lists them."""
+    """Returns the entry of GPUS. Raises ValueError that lists them."""
     if name.lower() not in GPUS:
         raise ValueError(f"--gpu {name} is not known: use one of {', '.join(GPUS)}, or describe it with --cluster FILE")
     return GPUS[name.lower()]

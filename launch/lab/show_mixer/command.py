@@ -28,9 +28,9 @@ class ShowMixer:
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")] = ""
     """Run or export directory, or a recipe (initial weights)."""
     text: str | None = None
-    """What the model reads."""
+    """Text for the model to read."""
     image: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
-    """Of an image classifier: the picture that it reads."""
+    """Picture for an image classifier to read."""
     patch: str = ""
     """With --image: ROW,COLUMN of the patch, from 0, or "class" for the class token; default: the one in the middle."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
@@ -38,7 +38,7 @@ class ShowMixer:
     step: int | None = None
     """Checkpoint of a run; default: the newest."""
     weights: Weights = "raw"
-    """Of a run: the weights that were trained, or with ema their average."""
+    """Weights of a run: those that were trained, or with ema their average."""
     layers: tuple[int, ...] | None = None
     """Which, from 0; default: all."""
     max_tokens: int | None = None

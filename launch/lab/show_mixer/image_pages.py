@@ -44,8 +44,8 @@ _WORDS = {
 
 
 def chosen_place(patch: str, subject: ImageSubject) -> tuple[int, int] | None:
-    """Row and column of the patch that "ROW,COLUMN" names, of "" the one in the middle; None for "class", the class
-    token. Raises ValueError (one line) for what the picture has not."""
+    """Returns row and column of the patch that "ROW,COLUMN" names, for "" of the one in the middle; None for "class",
+    the class token. Raises ValueError (one line) for a patch that the picture does not have."""
     side = subject.side
     if patch == "":
         return side // 2, side // 2
@@ -66,8 +66,8 @@ def chosen_place(patch: str, subject: ImageSubject) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def image_matrices(model: Backbone, images: torch.Tensor, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """For each layer its number and M (H, L, L) in float64, rows and columns as positions stand in the picture; of
-    several orders the mean. For the MRU the norms of its blocks. images: (1, channels, height, width).
+    """Yields each layer's number and M (H, L, L) in float64, rows and columns as positions stand in the picture; the
+    mean of several orders; the norms of the blocks of an MRU. images: (1, channels, height, width).
 
     Raises ValueError where M is not finite.
     """
@@ -86,7 +86,7 @@ def image_matrices(model: Backbone, images: torch.Tensor, layers: Sequence[int])
 
 
 def reading_orders(subject: ImageSubject) -> list[ReadingOrder]:
-    """The orders in which the model reads the patches, without the class token."""
+    """Returns the orders in which the model reads the patches, without the class token."""
     image, side = subject.image, subject.side
     orders = scan_orders(image, side, side)
     if orders is None:
@@ -102,7 +102,7 @@ def reading_orders(subject: ImageSubject) -> list[ReadingOrder]:
 
 
 def patch_head(row: torch.Tensor, name: str, place: tuple[int, int] | None, subject: ImageSubject) -> PatchHead:
-    """A row (L,) of M as weights of the patches and of the class token."""
+    """Returns a row (L,) of M as weights of the patches and of the class token."""
     side, token = subject.side, subject.image.class_tokens
     class_weight = None
     if token:
@@ -140,7 +140,7 @@ def draw_image_pages(
 
 
 def mixer_notes(subject: ImageSubject, mixer: Mixer) -> list[str]:
-    """What has to be known to read the page of a layer with this mixer."""
+    """Returns notes that explain the page of a layer with this mixer."""
     image, found = subject.image, []
     if len(_WORDS[image.scan]) > 1:
         found.append("M is the mean over both orders.")
@@ -161,7 +161,7 @@ def mixer_notes(subject: ImageSubject, mixer: Mixer) -> list[str]:
 
 
 def _distances(heads: Sequence[PatchHead]) -> str:
-    """In a line: the range of the heads' mean distances, or of what the class token takes of itself."""
+    """Describes in a line the range of the heads' mean distances, or of the class token's weights for itself."""
     found = [head.distance for head in heads if head.distance is not None]
     if found:
         return f"mean distance {min(found):.1f} to {max(found):.1f} patches"
@@ -183,13 +183,13 @@ _EXPLAINED = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PatchHead:
-    """The row of one matrix, and what is said about it."""
+    """The row of one matrix, and words about it."""
 
     name: str
     weights: np.ndarray
-    """(rows, columns): what the chosen position takes of each patch."""
+    """(rows, columns): the weight of each patch in the output of the chosen position."""
     class_weight: float | None
-    """What it takes of the class token; None where there is none."""
+    """The weight of the class token; None where there is none."""
     place: tuple[int, int] | None
     """Row and column of the chosen patch; None for the class token."""
 
@@ -238,11 +238,11 @@ class PatchPage:
     orders: list[ReadingOrder]
     heads: list[PatchHead]
     description: str = ""
-    """What the page was made from, kept in the file; a page made from something else is not replaced."""
+    """The source of the page, kept in the file; a page with another source is not replaced."""
 
 
 def draw_patch_page(page: PatchPage, path: Path) -> Path:
-    """Write a page as a PNG; the path, as `draw_page` describes."""
+    """Writes a page as a PNG and returns its path, as `draw_page` does."""
     import matplotlib as mpl  # only who draws needs it
     from matplotlib.figure import Figure
 
@@ -307,7 +307,7 @@ def _outline(axes: Any, place: tuple[int, int] | None) -> None:
 
 
 def _faint(picture: np.ndarray) -> np.ndarray:
-    """The picture's brightness, (height, width, 1), close to white: it does not hide what is on it."""
+    """Returns the picture's brightness, (height, width, 1), close to white: it does not hide what is on it."""
     grey = picture @ np.array([0.299, 0.587, 0.114])
     return 0.8 + 0.2 * grey[..., None]
 

@@ -30,7 +30,7 @@ class Fonts:
 
     @classmethod
     def for_texts(cls, texts: Iterable[str]) -> Fonts:
-        """The fewest of the installed fonts, as far as trying the best one each time finds them."""
+        """Chooses few of the installed fonts: each time the one with most of the letters that are still missing."""
         from matplotlib.font_manager import findfont, fontManager, get_font
 
         wanted = {letter for text in texts for letter in text}
@@ -56,7 +56,7 @@ class Fonts:
         return cls(families, frozenset(lacking))
 
     def drawable(self, text: str) -> str:
-        """A text with boxes in place of the letters that no font has."""
+        """Returns a text with boxes in place of the letters that no font has."""
         return "".join(BOX if letter in self.lacking else letter for letter in text)
 
     def can_draw(self, text: str) -> bool:
@@ -68,12 +68,13 @@ def _letters_of(letters: Iterable[str], font: object) -> set[str]:
 
 
 def width_of(text: str) -> int:
-    """How many narrow letters take the place of a text: those of Chinese, Japanese and Korean take that of two."""
+    """Returns the width of a text in narrow letters; one of Chinese, Japanese or Korean is as wide as two."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def wrapped(text: str, letters: int) -> list[str]:
-    """Lines of at most so many narrow letters, if all of the text is as wide as its letters are on average."""
+    """Cuts a text into lines of at most so many narrow letters, if all of the text is as wide as its letters are on
+    average."""
     return textwrap.wrap(text, max(1, letters * len(text) // max(1, width_of(text))))
 
 
@@ -98,7 +99,8 @@ _EXPLAINED = (
 
 
 def colour_range(entries: np.ndarray, own: np.ndarray) -> tuple[float, float, float]:
-    """Entries at which colours begin and end, found without those of `own`, of which it gives the largest size, too."""
+    """Returns the entries at which colours begin and end, found without those of `own`, of which it gives the largest
+    size, too."""
     sizes = np.abs(entries)
     others, most = sizes[~own & (sizes > 0)], float(sizes[own].max(initial=0.0))
     low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
@@ -117,7 +119,7 @@ class Head:
     """(n, n), n a multiple of `tokens`; row t holds the weights of output t."""
     tokens: int
     rank: int
-    """Of M; with a skip, of M without it."""
+    """Rank of M; with a skip, of M without it."""
     skip: bool
     """M is the identity and something else: the mixer adds its own input."""
     below: int
@@ -136,8 +138,8 @@ class Head:
         return token[None, :] > token[:, None]
 
     def colour_range(self) -> tuple[float, float, float]:
-        """The entries at which the colours begin and end, and the largest size on the diagonal, which often outshines
-        all others: what a token keeps of itself."""
+        """Returns the entries at which the colours begin and end, and the largest size on the diagonal, which often
+        outshines all others: what a token keeps of itself."""
         return colour_range(self.matrix, ~(self.later | self.later.T))
 
 
@@ -148,7 +150,7 @@ class Page:
     title: str
     subtitle: str
     text: str
-    """What the model read."""
+    """The text that the model read."""
     notes: list[str]
     heads: list[Head]
     pieces: list[str]
@@ -156,10 +158,10 @@ class Page:
     ids: list[int]
     """And their numbers, which stand for the names that no font here can write."""
     description: str = ""
-    """What the page was made from, kept in the file; a page made from something else is not replaced."""
+    """The source of the page, kept in the file; a page with another source is not replaced."""
 
     def words(self) -> list[str]:
-        """The paragraphs above the panels."""
+        """Returns the paragraphs above the panels."""
         return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
 
     def fonts(self) -> Fonts:
@@ -167,7 +169,7 @@ class Page:
         return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, self.pieces)])
 
     def labels(self, fonts: Fonts) -> list[str]:
-        """What the axes call the tokens: their names, in place of those that no font has `#` and their numbers."""
+        """Returns the names of the tokens on the axes; `#` and its number for one that no font has."""
         names = map(_readable, self.pieces)
         return [name if fonts.can_draw(name) else f"#{index}" for name, index in zip(names, self.ids, strict=True)]
 
@@ -201,7 +203,7 @@ class _Layout:
         self.height = self.top + panels + 0.85 + 0.15 * len(self.footer)
 
     def panel(self, number: int) -> tuple[float, float, float, float]:
-        """Place of a panel in fractions of the page."""
+        """Returns the place of a panel in fractions of the page."""
         row, column = divmod(number, self.columns)
         x = self.left + column * (self.side + self.gap)
         y = self.height - self.top - (row + 1) * (self.above + self.side)
@@ -209,7 +211,7 @@ class _Layout:
 
 
 def draw_page(page: Page, path: Path) -> Path:
-    """Write a page as a PNG; makes the folder.
+    """Writes a page as a PNG, and makes the folder.
 
     Returns: the path, or that with -2, -3 ... at the end of its name where other pages are in the way. The same page,
     made again, replaces itself.
@@ -236,7 +238,7 @@ def draw_page(page: Page, path: Path) -> Path:
 
 
 def save_page(figure: Any, path: Path, description: str) -> Path:
-    """Write a figure as `draw_page` describes; description: what it was made from."""
+    """Writes a figure as `draw_page` describes; description: what it was made from."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path = first_free(path, lambda other: other.exists() and _description(other) != description)
     figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": description})
@@ -244,7 +246,7 @@ def save_page(figure: Any, path: Path, description: str) -> Path:
 
 
 def _description(path: Path) -> str | None:
-    """What a PNG was made from; None where that is not known."""
+    """Returns the description in a PNG; None where there is none."""
     from PIL import Image
 
     try:
@@ -287,7 +289,7 @@ def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bo
 
 
 def _readable(piece: str) -> str:
-    """A token's name on one line."""
+    """Returns a token's name on one line."""
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
     name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
     name = re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name)
@@ -304,7 +306,7 @@ def _write_header(figure: Any, page: Page, layout: _Layout, fonts: Fonts) -> Non
 
 
 def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
-    """The keys of the colours that are on the page, and what the words mean."""
+    """Draws the keys of the colours that are on the page, and explains its words."""
     signs = {head.signed for head in page.heads}
     size, y = (layout.width, layout.height), layout.margin + 0.15 * len(layout.footer) + 0.3
     draw_colour_keys(figure, signs, size, layout.margin, y)
@@ -313,7 +315,7 @@ def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
 
 
 def draw_colour_keys(figure: Any, signs: Collection[bool], size: tuple[float, float], x: float, y: float) -> None:
-    """The colours of entries of both signs, where True is in `signs`, and of those of one sign, where False is.
+    """Draws the colours of entries of both signs, where True is in `signs`, and of one sign, where False is.
 
     size: width and height of the figure; x, y: where they begin. All in inches.
     """

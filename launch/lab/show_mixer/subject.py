@@ -57,7 +57,7 @@ class Subject:
 
 
 def trained(source: str, text: str, step: int | None, max_tokens: int | None, weights: Weights = "raw") -> Subject:
-    """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
+    """Opens the model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
     opened = open_model(source, step=step, device="cpu", weights=weights)
     ids, pieces, notes = _encode(opened.model, opened.reader, text, max_tokens)
     named = (name_of(source), where_of(source), opened.state, label_of(opened))
@@ -93,12 +93,12 @@ def check_no_comparison(source: str) -> None:
 
 
 def _runs_in(folder: Path) -> list[Path]:
-    """The runs of a comparison's folder, or of an entry's folder in one."""
+    """Finds the runs of a comparison's folder, or of an entry's folder in one."""
     return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}seed-*/config.toml")})
 
 
 def name_of(source: str) -> str:
-    """The last part of a path; of a comparison's runs, all of which end in a seed, what is below its folder."""
+    """Returns the last part of a path; for a comparison's run, which ends in a seed, all that is below its folder."""
     path = Path(source).resolve()
     parts = source.rstrip("/").split("/") if is_url(source) else path.parts
     if not re.fullmatch(r"seed-\d+", parts[-1]):
@@ -108,7 +108,7 @@ def name_of(source: str) -> str:
 
 
 def where_of(source: str) -> str:
-    """A path as seen from the current folder if it lies there, else as it was given."""
+    """Returns a path as seen from the current folder if it lies there, else as it was given."""
     path, here = Path(source), Path.cwd()
     if is_url(source) or not path.resolve().is_relative_to(here):
         return source
@@ -116,7 +116,7 @@ def where_of(source: str) -> str:
 
 
 def read_recipe(source: str, overrides: Sequence[str]) -> tuple[str, RunConfig]:
-    """The name of a recipe's folder of pages, and what the recipe says. Raises FileNotFoundError or ValueError (one
+    """Returns the name of a recipe's folder of pages, and its config. Raises FileNotFoundError or ValueError (one
     line)."""
     try:
         name = name_of(str(find_recipe(source).with_suffix("")))
@@ -126,14 +126,14 @@ def read_recipe(source: str, overrides: Sequence[str]) -> tuple[str, RunConfig]:
 
 
 def initial_model(config: ModelConfig, seed: int) -> Backbone:
-    """A model with the weights that its training starts from."""
+    """Builds a model with the weights that its training starts from."""
     model = build_model(config).eval()
     initialize(model, seed)
     return model
 
 
 def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
-    """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
+    """Builds the model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
     name, config = read_recipe(source, overrides)
     if config.model.model_class.inputs != "tokens":
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
@@ -170,7 +170,7 @@ def _dataset_reader(config: RunConfig) -> TextReader | None:
 
 
 def _limit(model: Backbone, max_tokens: int | None) -> int:
-    """How many tokens of a text to take at most."""
+    """Returns the most tokens of a text to take."""
     config = model.config
     if config.fixed_length_mixers():
         return config.max_seqlen
@@ -222,7 +222,7 @@ class ImageSubject:
     """The weights as a part of a file's name, such as "step-1000"."""
     model: Backbone
     file: str
-    """Of the picture."""
+    """File of the picture."""
     images: torch.Tensor
     """(1, channels, size, size), as the model reads it"""
     picture: np.ndarray
@@ -243,7 +243,7 @@ class ImageSubject:
 
 
 def trained_on_images(source: str, file: str, step: int | None, weights: Weights = "raw") -> ImageSubject:
-    """The model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
+    """Opens the model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
     opened = open_model(source, step=step, device="cpu", weights=weights)
     images, picture = _read(file, opened.image_inputs, opened.model)
     named = (name_of(source), where_of(source), opened.state, label_of(opened))
@@ -251,7 +251,7 @@ def trained_on_images(source: str, file: str, step: int | None, weights: Weights
 
 
 def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSubject:
-    """The model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
+    """Builds the model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
     name, config = read_recipe(source, overrides)
     if config.model.model_class.inputs != "images":
         raise ValueError(f"{source} trains a {config.model.architecture}, which reads no pictures; give a --text")
