@@ -173,12 +173,12 @@ def grouped() -> dict[str, dict[str, Path]]:
 def listed() -> str:
     """Lists all recipes by the verb that takes them, a line each."""
     lines = []
-    for command, found in grouped().items():
-        width = max(map(len, found)) + 4
+    for command, recipes in grouped().items():
+        width = max(map(len, recipes)) + 4
         lines.append(f"{command}\n")
         lines += [
             f"  {name:{width - 2}}{textwrap.shorten(about(path), _WIDTH - width, placeholder=' ...')}"
-            for name, path in found.items()
+            for name, path in recipes.items()
         ]
         lines.append("")
     return "\n".join([*lines, "matmix recipes NAME prints one.", ""])

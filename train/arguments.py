@@ -110,18 +110,18 @@ def with_booleans(arguments: Sequence[str], read: Callable[[list[str]], Result])
         try:
             return read(words)
         except ValueError as error:
-            found = _NO_BOOLEAN.search(str(error))
-            if found is None or found[1].lower() not in _BOOLEANS:
+            choice = _NO_BOOLEAN.search(str(error))
+            if choice is None or choice[1].lower() not in _BOOLEANS:
                 raise
-            value, flag = _BOOLEANS[found[1].lower()], found[2]
+            value, flag = _BOOLEANS[choice[1].lower()], choice[2]
             before = list(words)
             for place, word in enumerate(before):
                 name, equals, given = word.partition("=")
                 if name.replace("_", "-") != flag.replace("_", "-"):
                     continue
-                if given == found[1]:
+                if given == choice[1]:
                     words[place] = f"{name}{equals}{value}"
-                elif not equals and before[place + 1 : place + 2] == [found[1]]:
+                elif not equals and before[place + 1 : place + 2] == [choice[1]]:
                     words[place + 1] = value
             if words == before:
                 raise
@@ -324,11 +324,11 @@ def read_verb(verb: type[Result], arguments: Sequence[str], *, prog: str) -> tup
     """Reads `arguments` as a verb, and returns it with the words that it does not know. Raises ValueError (one
     line)."""
     options = {"prog": prog, "config": VERB_STYLE, "registry": verb_registry(), "return_unknown_args": True}
-    found, rest = with_booleans(
+    read, rest = with_booleans(
         arguments, lambda words: read_quietly(lambda: tyro.cli(verb, args=words, **options), lambda: prog)
     )
-    check_rest(found, list(arguments), rest, prog)
-    return found, rest
+    check_rest(read, list(arguments), rest, prog)
+    return read, rest
 
 
 def check_rest(verb: Any, arguments: list[str], rest: list[str], prog: str) -> None:
@@ -354,8 +354,8 @@ def check_overrides(verb: Any, overrides: Sequence[str], cls: type) -> None:
 
 def _flags(verb: Any) -> set[str]:
     """Returns the names of a verb's options, without dashes."""
-    found = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
-    names = [name for own, value in found.items() for name in (value if isinstance(value, BorrowedOptions) else [own])]
+    values = {field.name: getattr(verb, field.name) for field in dataclasses.fields(verb)}
+    names = [name for own, value in values.items() for name in (value if isinstance(value, BorrowedOptions) else [own])]
     return {name.replace("_", "-") for name in names}
 
 

@@ -137,7 +137,7 @@ def earlier_best(run: Path, known: Sequence[Metric], metrics: Mapping[str, float
     metrics: what the last evaluation found.
     """
     records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "validation"]
-    found = []
+    better = []
     for metric in known:
         values = {
             record.get("step"): value
@@ -149,5 +149,5 @@ def earlier_best(run: Path, known: Sequence[Metric], metrics: Mapping[str, float
         sign = -1 if metric.higher_is_better else 1
         step = min(values, key=lambda step: sign * values[step])
         if sign * values[step] < sign * metrics[metric.name]:
-            found.append(f"{metric.words(values[step])} at step {step}")
-    return [f"Better before: validation {', '.join(found)}."] if found else []
+            better.append(f"{metric.words(values[step])} at step {step}")
+    return [f"Better before: validation {', '.join(better)}."] if better else []

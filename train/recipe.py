@@ -236,12 +236,12 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
     def filled(own: dict[str, Any], standard: dict[str, Any], cls: type) -> dict[str, Any]:
         # `config_to_dict` has the tables of those mixers only that it needs.
-        hints, found = key_types(cls), {} if cls is MixerOptions else dict(standard)
+        hints, known = key_types(cls), {} if cls is MixerOptions else dict(standard)
         for key, value in own.items():
             if key in hints:
                 deeper = dataclasses.is_dataclass(hints[key]) and isinstance(value, dict)
-                found[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
-        return found
+                known[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
+        return known
 
     return filled(values, _renamed(plain(dataclasses.asdict(RunConfig())), "from_", "from"), RunConfig)
 
@@ -251,13 +251,13 @@ def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any
     the data fill in where it is empty differs only from another value."""
 
     def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
-        found = []
+        rows = []
         for key in sorted({*a, *b}):
             x, y = a.get(key), b.get(key)
             if isinstance(x, dict) and isinstance(y, dict):
-                found += walk(x, y, f"{prefix}{key}.")
+                rows += walk(x, y, f"{prefix}{key}.")
             elif x != y and ((x and y) or prefix + key not in _FILLED_IN):
-                found.append((prefix + key, x, y))
-        return found
+                rows.append((prefix + key, x, y))
+        return rows
 
     return walk(old, config_to_dict(new), "")

@@ -40,9 +40,9 @@ def find_recipe(name_or_path: str) -> Path:
     if path.is_dir():
         raise FileNotFoundError(f"{path} is a folder without config.toml, so neither a recipe nor a run")
     recipes = _bundled()
-    found = recipes.get(path.stem)  # also by the end of its path, as in train/recipes/lion.toml
-    if found and found.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
-        return found
+    bundled = recipes.get(path.stem)  # also by the end of its path, as in train/recipes/lion.toml
+    if bundled and bundled.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
+        return bundled
     near = difflib.get_close_matches(path.stem, recipes, n=1)
     hint = f'did you mean "{near[0]}"?' if near else f"bundled recipes: {', '.join(recipes)}"
     raise FileNotFoundError(f"recipe not found: {name_or_path} ({hint})")

@@ -81,18 +81,18 @@ def _measured(trained: Trained, evaluation: dict[str, Any], step: int) -> Iterat
     yield from _numbers(trained.config, evaluation, where)
 
 
-def _numbers(config: RunConfig, found: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
+def _numbers(config: RunConfig, measured: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
     """Yields titles and values of a task's measures. A task from outside is not imported for a card: its measures have
     their names for titles."""
     if config.objective.name not in TASKS:
-        numbers = {name: value for name, value in found.items() if type(value) is float}
+        numbers = {name: value for name, value in measured.items() if type(value) is float}
         yield from ((f"{name.replace('_', ' ')} ({where})", f"{value:.4f}") for name, value in numbers.items())
         return
     task = config.task()
     for metric in (task.loss_metric, *task.metrics):
-        if type(value := found.get(metric.name)) is float:
+        if type(value := measured.get(metric.name)) is float:
             yield f"{metric.title} ({where})", metric.number(value)
-            if type(control := control_of(metric, found)) is float:
+            if type(control := control_of(metric, measured)) is float:
                 yield f"{metric.title} of {metric.control} ({where})", metric.number(control)
 
 

@@ -38,8 +38,8 @@ def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Colle
     """Returns the exchanges of the engine of `config` in a step of `plan`."""
     if plan.ranks == 1:
         return []
-    found = sent(config.engine, plan.ranks, plan.sizes)
-    return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in found]
+    exchanges = sent(config.engine, plan.ranks, plan.sizes)
+    return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in exchanges]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def estimate(
 
 
 def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:
-    """Yields the configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global
+    """Returns the configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global
     batch."""
     per_rank = config.global_batch_size // ranks
     if per_rank * ranks != config.global_batch_size:
@@ -173,12 +173,12 @@ def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfi
 def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[Estimate]:
     """Returns the estimates that fit, the fastest first; among equals the one that computes least, then the larger
     micro-batch, then less memory."""
-    found = [
+    estimates = [
         estimate(candidate, ranks, cluster, efficiency, mode=mode)
         for candidate in candidates(config, ranks, cluster)
         for mode in MODES
     ]
-    fitting = [one for one in found if one.fits]
+    fitting = [one for one in estimates if one.fits]
     return sorted(
         fitting,
         key=lambda one: (

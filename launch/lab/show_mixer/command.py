@@ -144,8 +144,8 @@ class ShowMixer:
             f"{self.recipe} is a recipe, whose weights are not averaged yet; leave --weights out": fresh_ema,
             f"--out {self.out}: {file} is a file; name a folder for the pages": file is not None,
         }
-        for problem, found in problems.items():
-            if found:
+        for problem, holds in problems.items():
+            if holds:
                 raise ValueError(problem)
         if not is_url(self.recipe):
             from matmix.launch.lab.show_mixer.subject import check_no_comparison

@@ -53,10 +53,10 @@ def chosen_place(patch: str, subject: ImageSubject) -> tuple[int, int] | None:
         if subject.image.class_token == "none":
             raise ValueError(f"--patch class: {subject.name} has no class token; name a patch, ROW,COLUMN")
         return None
-    found = re.fullmatch(r"\s*(\d{1,6})\s*,\s*(\d{1,6})\s*", patch)
-    if not found:
+    match = re.fullmatch(r"\s*(\d{1,6})\s*,\s*(\d{1,6})\s*", patch)
+    if not match:
         raise ValueError(f'--patch {patch}: give ROW,COLUMN, such as 0,3, or "class" for the class token')
-    row, column = int(found[1]), int(found[2])
+    row, column = int(match[1]), int(match[2])
     if max(row, column) >= side:
         raise ValueError(
             f"--patch {patch}: the picture has {side} x {side} patches; rows and columns are 0 to {side - 1}"
@@ -79,10 +79,10 @@ def image_matrices(model: Backbone, images: torch.Tensor, layers: Sequence[int])
         block = model.blocks[layer]
         x = block.norm_mixer(streams[layer]) if block.pre else streams[layer]
         mixer = copy.deepcopy(block.mixer).double()
-        found = mixer.matrix(x.double()) if orders is None else mixer.matrix_in_orders(x.double(), orders)
-        if not found.isfinite().all():
+        matrix = mixer.matrix(x.double()) if orders is None else mixer.matrix_in_orders(x.double(), orders)
+        if not matrix.isfinite().all():
             raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
-        yield layer, torch.linalg.matrix_norm(found[0]) if found.dim() == 6 else found[0]
+        yield layer, torch.linalg.matrix_norm(matrix[0]) if matrix.dim() == 6 else matrix[0]
 
 
 def reading_orders(subject: ImageSubject) -> list[ReadingOrder]:
@@ -91,14 +91,14 @@ def reading_orders(subject: ImageSubject) -> list[ReadingOrder]:
     orders = scan_orders(image, side, side)
     if orders is None:
         return [ReadingOrder(_WORDS["row"][0], torch.arange(side * side).numpy())]
-    found = []
+    named = []
     for name, places in zip(_WORDS[image.scan], orders.places, strict=True):
         if image.class_token != "none":
             place = image.class_place(side * side)
             places = places[places != place]
             places = places - (places > place).long()
-        found.append(ReadingOrder(name, places.numpy()))
-    return found
+        named.append(ReadingOrder(name, places.numpy()))
+    return named
 
 
 def patch_head(row: torch.Tensor, name: str, place: tuple[int, int] | None, subject: ImageSubject) -> PatchHead:
@@ -141,30 +141,30 @@ def draw_image_pages(
 
 def mixer_notes(subject: ImageSubject, mixer: Mixer) -> list[str]:
     """Returns notes that explain the page of a layer with this mixer."""
-    image, found = subject.image, []
+    image, notes = subject.image, []
     if len(_WORDS[image.scan]) > 1:
-        found.append("M is the mean over both orders.")
+        notes.append("M is the mean over both orders.")
     if mixer.causal:
-        found.append("The mixer sees no later patches of the order.")
+        notes.append("The mixer sees no later patches of the order.")
     if image.class_outside:
-        found.append("The class token stands outside of the order, next to every patch.")
+        notes.append("The class token stands outside of the order, next to every patch.")
     elif image.class_token != "none":
         place = image.class_place(subject.side**2)
-        found.append(f"The class token is read as number {place} of the sequence, from 0.")
+        notes.append(f"The class token is read as number {place} of the sequence, from 0.")
     if getattr(mixer, "skip", False):
-        found.append("M holds an identity: the mixer adds its own input.")
+        notes.append("M holds an identity: the mixer adds its own input.")
     if mixer.name == "mru":
-        found.append("Weights are the norms of the products of the states between two patches.")
+        notes.append("Weights are the norms of the products of the states between two patches.")
     if not mixer.data_dependent:
-        found.append("M is the same for every picture.")
-    return found
+        notes.append("M is the same for every picture.")
+    return notes
 
 
 def _distances(heads: Sequence[PatchHead]) -> str:
     """Describes in a line the range of the heads' mean distances, or of the class token's weights for itself."""
-    found = [head.distance for head in heads if head.distance is not None]
-    if found:
-        return f"mean distance {min(found):.1f} to {max(found):.1f} patches"
+    distances = [head.distance for head in heads if head.distance is not None]
+    if distances:
+        return f"mean distance {min(distances):.1f} to {max(distances):.1f} patches"
     own = [head.class_weight for head in heads if head.class_weight is not None]
     return f"of itself {min(own):.2g} to {max(own):.2g}" if own else "takes nothing"
 

@@ -42,17 +42,17 @@ class Fonts:
             entries = [e for e in fontManager.ttflist if e.style == "normal" and not e.name.startswith("Last Resort")]
             for entry in sorted(entries, key=lambda entry: (entry.name, str(entry.weight) != "400", entry.fname)):
                 try:
-                    found = _letters_of(lacking, get_font(entry.fname))
+                    letters = _letters_of(lacking, get_font(entry.fname))
                 except (OSError, RuntimeError):  # a font of bitmaps, such as emoji in colours, or a file that is gone
                     continue
-                if found:
-                    candidates.append((entry.name, found))
+                if letters:
+                    candidates.append((entry.name, letters))
         while lacking and candidates:
-            name, found = max(candidates, key=lambda candidate: len(candidate[1] & lacking))
-            if not found & lacking:
+            name, letters = max(candidates, key=lambda candidate: len(candidate[1] & lacking))
+            if not letters & lacking:
                 break
             families.append(name)
-            lacking = lacking - found
+            lacking = lacking - letters
         return cls(families, frozenset(lacking))
 
     def drawable(self, text: str) -> str:
@@ -292,7 +292,7 @@ def _readable(piece: str) -> str:
     """Returns a token's name on one line."""
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
     name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
-    name = re.sub(r"^<0x([2-7].)>$", lambda found: chr(int(found[1], 16)), name)
+    name = re.sub(r"^<0x([2-7].)>$", lambda code: chr(int(code[1], 16)), name)
     name = name.translate(str.maketrans({"\n": "\\n", "\t": "\\t", " ": "▁"}))
     return _begin(name, 14)
 

@@ -266,8 +266,8 @@ def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSu
         where = images.named or "the recipe's data path"
         notes.append(f"The picture is normalised by a mean and a spread of 0.5: there is no dataset at {where}.")
     model = initial_model(config.model, config.seed)
-    found = _read(file, inputs, model)
-    return ImageSubject(name, source, "initial weights", "initial", model, file, *found, notes, tuple(overrides))
+    pictures = _read(file, inputs, model)
+    return ImageSubject(name, source, "initial weights", "initial", model, file, *pictures, notes, tuple(overrides))
 
 
 def _read(file: str, inputs: ImageInputs, model: Backbone) -> tuple[torch.Tensor, np.ndarray]:
