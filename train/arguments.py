@@ -1,4 +1,9 @@
-"""Reads command-line arguments into config dataclasses and verbs, with errors of one line. (Without torch.)
+"""Reads options: words of the command line as config dataclasses and verbs, and parts of a run that a recipe names.
+Errors are one line, and no torch is imported.
+
+Two libraries read them, as there are two kinds of values. tyro reads words, which have no types, and writes the help of
+dataclasses; it reads no TOML. dacite reads values of TOML, which have types, so that "1" is no integer there; it knows
+neither words nor help. Both build the same dataclasses, and `unknown_key` names the nearest key for both.
 
 A verb is a dataclass whose fields are its options, and whose `run(rest, typed)` does the work and returns the exit
 code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.
@@ -9,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import io
 import itertools
 import json
@@ -16,7 +22,7 @@ import os
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import dacite
@@ -365,3 +371,62 @@ def _unknown_option(word: str, known: Collection[str], advice: str = "") -> Valu
         return ValueError(f'"--{key}" is no option: give its value as a word of its own{advice}')
     near = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.0)[0]
     return ValueError(f'unknown option "--{key}"; the nearest known one is "--{near}"{advice}')
+
+
+Part = TypeVar("Part")
+
+
+# -- Parts of a run that a recipe names -------------------------------------------------------------------------------
+
+
+def find_part(name: str, known: Mapping[str, Part], kind: str, base: type | None = None) -> Part:
+    """Returns what `name` stands for: an entry of `known`, or an attribute of a module that Python can import.
+
+    kind: what it is for errors, such as "optimizer". base: the class that it must be a subclass of. Importing runs
+    code, so only names from a recipe or the command line come here, never names from a dataset or somebody else's
+    checkpoint. Raises ValueError (one line) if there is no such entry, module, attribute or subclass.
+    """
+    part = _look_up(name, known, kind)
+    if base is not None and not (isinstance(part, type) and issubclass(part, base)):
+        public = f"{base.__module__.removesuffix('.base')}.{base.__name__}"
+        raise ValueError(f"{kind} {name!r} is not a subclass of {public}")
+    return part
+
+
+def _look_up(name: str, known: Mapping[str, Part], kind: str) -> Part:
+    module, separator, attribute = name.partition(":")
+    if not separator:
+        if name in known:
+            return known[name]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        there = f"there are {', '.join(known)}; " if known else ""
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {kind} {name!r}{hint} ({there}your own: 'package.module:Name')")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise ValueError(f"{kind} {name!r}: Python cannot import {module} ({error}); is it on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise ValueError(f"{kind} {name!r}: {module} has no {attribute}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NoOptions:
+    """For parts that take no options."""
+
+
+def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part:
+    """Reads the options of a part from a recipe's table as the dataclass `cls`.
+
+    where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have, a value of another
+    type, or one without a default that is missing.
+    """
+    for key in values:
+        if not (known := field_names(cls)):
+            raise ValueError(f'{where}: unknown key "{key}": there are no options')
+        if key not in known:
+            raise unknown_key(key, cls, where)
+    try:
+        return dacite.from_dict(cls, dict(values), DACITE)
+    except dacite.DaciteError as error:
+        raise ValueError(f"{where}: {error}") from None

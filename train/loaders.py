@@ -9,8 +9,8 @@ from matmix.data.loading.loader import Loader
 from matmix.data.loading.rows import Facts
 from matmix.data.synthetic import GENERATED
 from matmix.model.config import ModelConfig
+from matmix.train.arguments import find_part
 from matmix.train.config import RunConfig
-from matmix.train.plugins import find_part
 
 
 def make_loader(

@@ -19,9 +19,8 @@ from matmix.data.storage.remote import is_url
 from matmix.model.architecture import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
-from matmix.train.arguments import DACITE, check_rows, key_types, parse_arguments, row_type, unknown_key
+from matmix.train.arguments import DACITE, check_rows, find_part, key_types, parse_arguments, row_type, unknown_key
 from matmix.train.config import RunConfig
-from matmix.train.plugins import find_part
 from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
 _PHASES = "phase"

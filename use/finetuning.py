@@ -13,10 +13,10 @@ from typing import Any
 from matmix.data.artifacts import shell_line
 from matmix.model import ARCHITECTURES
 from matmix.model.config import ModelConfig, model_config_to_dict
+from matmix.train.arguments import find_part
 from matmix.train.config import RunConfig
 from matmix.train.init import InitSource
 from matmix.train.loaders import make_loader, with_data_facts, with_outputs
-from matmix.train.plugins import find_part
 from matmix.train.recipe import config_from_dict, plain, resolved_config
 from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.tasks import TASKS, Task

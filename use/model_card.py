@@ -16,9 +16,9 @@ from matmix.data.storage.storage import Storage
 from matmix.model.build import count_parameters
 from matmix.model.config import ModelConfig
 from matmix.model.mixers.convolutions.short import Convolution
+from matmix.train.arguments import find_part
 from matmix.train.config import RunConfig
 from matmix.train.evaluators.base import of_averaged
-from matmix.train.plugins import find_part
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.trained import Trained
 from matmix.train.tasks import TASKS, Task, unit_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from matmix.train.arguments import find_part, read_options
 from matmix.train.callbacks.base import Callback, Callbacks, Rewind, RunView, StepRecord
 from matmix.train.callbacks.housekeeping import DataWait, GarbageCollection, LauncherGone, Profiler, Progress
 from matmix.train.callbacks.records import Curves, MetricsFile
@@ -12,7 +13,6 @@ from matmix.train.callbacks.trackers.tensorboard import TensorBoard
 from matmix.train.callbacks.trackers.wandb import WandB
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
-from matmix.train.plugins import find_part, read_options
 from matmix.train.process.launched import followed
 
 __all__ = ["Callback", "Callbacks", "Rewind", "RunView", "StepRecord", "make_callbacks"]

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
 from matmix.data.artifacts import panics_as_errors
+from matmix.train.arguments import NoOptions
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluator
 from matmix.train.meters.speed import StepRecord
-from matmix.train.plugins import NoOptions
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.state import TrainState
 

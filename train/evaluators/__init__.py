@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from matmix.data.loading.loader import Loader
+from matmix.train.arguments import find_part, read_options
 from matmix.train.config import EvaluatorConfig, RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.ablation import MixingGain
@@ -14,7 +15,6 @@ from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted, as_
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
 from matmix.train.evaluators.validation import Scores, ValidationLoss
-from matmix.train.plugins import find_part, read_options
 from matmix.train.tasks.base import Task
 
 __all__ = ["EVALUATORS", "Evaluation", "Evaluator", "evaluate", "make_evaluators"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
+from matmix.train.arguments import NoOptions
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
-from matmix.train.plugins import NoOptions
 from matmix.train.process.distributed import gather_objects
 from matmix.train.process.heartbeat import beat
 from matmix.train.tasks.base import Costs, Metric, Task, words_on

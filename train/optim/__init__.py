@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from matmix.train.arguments import find_part
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.base import Optimizer
-from matmix.train.plugins import find_part
 
 __all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 

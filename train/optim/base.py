@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from matmix.train.arguments import NoOptions
 from matmix.train.optim.config import OptimizerConfig
-from matmix.train.plugins import NoOptions
 
 OTHERS = "others"
 """The clipping group of the parameters that no rule clips apart."""

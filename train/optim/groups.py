@@ -17,11 +17,11 @@ from typing import Any
 from torch import nn
 
 from matmix.model.parameter_rules import stated_rules
+from matmix.train.arguments import read_options
 from matmix.train.optim import FALLBACK, Optimizer, optimizer_class
 from matmix.train.optim.averaging import keep_average
 from matmix.train.optim.base import OTHERS, SeveralOptimizers, full_shape
 from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig
-from matmix.train.plugins import read_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

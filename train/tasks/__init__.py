@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from matmix.data.modalities import MODALITIES
 from matmix.model.config import ModelConfig
-from matmix.train.plugins import find_part
+from matmix.train.arguments import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.finetuning.classification import MultiLabel, Regression, SequenceClassification

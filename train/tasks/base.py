@@ -19,8 +19,8 @@ from matmix.data.modalities import MODALITIES, Modality, modality_of
 from matmix.model.architecture import Outputs
 from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
+from matmix.train.arguments import NoOptions, read_options
 from matmix.train.engine.mesh import Mesh
-from matmix.train.plugins import NoOptions, read_options
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.metrics import Metric, control_lines, words_on
 
