@@ -18,7 +18,7 @@ from matmix.data.storage.remote import refuse_secrets
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.mesh import MeshShape
-from matmix.train.errors import require
+from matmix.train.errors import require, require_at_least
 from matmix.train.optim.config import EmaConfig, OptimizerConfig, ScheduleConfig
 from matmix.train.state import Weights
 from matmix.train.tasks import ObjectiveConfig, Task, make_task
@@ -64,13 +64,9 @@ class EvaluationConfig:
     '{name = "mixing", every = 2000}'."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, f"evaluation.every must be >= 0, got {self.every}")
-        require(self.batches >= 0, f"evaluation.batches must be >= 0, got {self.batches}")
-        require(self.patience >= 0, f"evaluation.patience must be >= 0, got {self.patience}")
-        require(
-            bool(self.best) or not self.patience, "evaluation.patience needs evaluation.best, the metric to wait for"
-        )
-        require(self.ablation_batches >= 0, f"evaluation.ablation_batches must be >= 0, got {self.ablation_batches}")
+        require_at_least(self, "evaluation.", every=0, batches=0, patience=0, ablation_batches=0)
+        waits = bool(self.best) or not self.patience
+        require(waits, "evaluation.patience needs evaluation.best, the metric to wait for")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +95,7 @@ class CheckpointConfig:
     start."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, f"checkpoint.every must be >= 0, got {self.every}")
-        require(self.keep_last >= 1, f"checkpoint.keep_last must be >= 1, got {self.keep_last}")
-        require(self.keep_every >= 0, f"checkpoint.keep_every must be >= 0, got {self.keep_every}")
-        require(self.local_every >= 0, f"checkpoint.local_every must be >= 0, got {self.local_every}")
+        require_at_least(self, "checkpoint.", every=0, keep_last=1, keep_every=0, local_every=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,9 +118,7 @@ class LoggingConfig:
     """Length of the trace in steps."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, f"logging.every must be >= 1, got {self.every}")
-        require(self.profile_start >= 0, f"logging.profile_start must be >= 0, got {self.profile_start}")
-        require(self.profile_steps >= 1, f"logging.profile_steps must be >= 1, got {self.profile_steps}")
+        require_at_least(self, "logging.", every=1, profile_start=0, profile_steps=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +144,7 @@ class InitConfig:
 
     def __post_init__(self) -> None:
         refuse_secrets(self.from_, "init.from")
-        require(self.step >= 0, f"init.step must be >= 0, got {self.step}")
+        require_at_least(self, "init.", step=0)
         for pair in self.rename:
             require(pair.count("=") == 1 and all(pair.split("=")), f'init.rename = "{pair}": write it as "old=new"')
         if not self.from_:
@@ -193,16 +184,9 @@ class FaultsConfig:
     """When copies differ: stop, or go back to the newest checkpoint and on from there, at most max_rewinds times."""
 
     def __post_init__(self) -> None:
-        require(self.hang_minutes >= 0, f"faults.hang_minutes must be >= 0, got {self.hang_minutes}")
-        require(
-            self.spike_factor == 0 or self.spike_factor > 1,
-            f"faults.spike_factor must be 0 (off) or above 1, got {self.spike_factor}",
-        )
-        require(self.spike_window >= 1, f"faults.spike_window must be >= 1, got {self.spike_window}")
-        require(self.max_rewinds >= 0, f"faults.max_rewinds must be >= 0, got {self.max_rewinds}")
-        require(
-            self.replica_check_every >= 0, f"faults.replica_check_every must be >= 0, got {self.replica_check_every}"
-        )
+        require_at_least(self, "faults.", hang_minutes=0, spike_window=1, max_rewinds=0, replica_check_every=0)
+        factor = self.spike_factor
+        require(factor == 0 or factor > 1, f"faults.spike_factor must be 0 (off) or above 1, got {factor}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,17 +244,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")
-        require(self.steps >= 1, f"steps must be >= 1, got {self.steps}")
-        require(self.epochs >= 0, f"epochs must be >= 0, got {self.epochs}")
+        require_at_least(self, "", steps=1, epochs=0)
         require(
             self.stop_step >= 0 and (self.stop_step <= self.steps or bool(self.epochs)),
             f"stop_step must lie between 0 and steps = {self.steps}, got {self.stop_step}",
         )
-        require(self.global_batch_size >= 1, f"global_batch_size must be >= 1, got {self.global_batch_size}")
-        require(self.micro_batch_size >= 0, f"micro_batch_size must be >= 0, got {self.micro_batch_size}")
-        require(self.max_bad_steps >= 1, f"max_bad_steps must be >= 1, got {self.max_bad_steps}")
-        require(self.gc_every >= 0, f"gc_every must be >= 0, got {self.gc_every}")
-        require(self.seed >= 0, f"seed must be >= 0, got {self.seed}")
+        require_at_least(self, "", global_batch_size=1, micro_batch_size=0, max_bad_steps=1, gc_every=0, seed=0)
         outside = ":" in self.objective.name  # Python imports your own only where they train or evaluate
         self._check_data(modality_of(self.data) if outside else self.modality)
 

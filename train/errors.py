@@ -1,10 +1,18 @@
-"""Errors that are neither a mistake of the user (ValueError) nor a bug of ours (AssertionError), and `require`."""
+"""Errors that are neither a mistake of the user (ValueError) nor a bug of ours (AssertionError), and checks."""
 
 
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with this message for a mistake of the user."""
     if not condition:
         raise ValueError(message)
+
+
+def require_at_least(config: object, table: str, **least: float) -> None:
+    """Raises ValueError for the first of these fields of a config that is below its bound; table: their prefix, such as
+    "checkpoint."."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        require(value >= bound, f"{table}{name} must be >= {bound}, got {value}")
 
 
 class RunFailure(RuntimeError):

@@ -375,7 +375,7 @@ AROUND = [
         "use/generation.py",
         "probabilities.where(before < self.top_p, 0.0)",
         "probabilities.where(before > self.top_p, 0.0)",
-        "export/test_sampling.py::test_frequencies",
+        "use/test_generation.py::test_frequencies",
     ),
 ]
 
