@@ -8,7 +8,9 @@ from collections import Counter
 import pytest
 import torch
 from failures import each
+from small_models import training_text
 
+from matmix.data.tokenizer import train_sentencepiece
 from matmix.use.generation import Sampling, TextStream
 
 PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
@@ -98,8 +100,9 @@ def test_a_text_ends_before_the_first_stop_string(text, stop, expected):
     assert "".join(pieces_of(text.encode(), stop=stop)) == expected
 
 
-def test_a_space_before_a_word_is_kept(tokenizer):
+def test_a_space_before_a_word_is_kept(tmp_path):
     """Decoders that strip a space at the start must not do so in the middle of a text."""
+    tokenizer = train_sentencepiece(training_text(), tmp_path / "tokenizer.model", vocab_size=420)
     text = "the quick brown fox  jumps\n over"
     ids = tokenizer.encode(text)
     for cut_at in range(len(ids)):
