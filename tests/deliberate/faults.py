@@ -271,7 +271,7 @@ TRAINING = [
     ),
     Fault(
         "the warm-up is one step late",
-        "train/optim/schedule.py",
+        "train/optim/config.py",
         "(1 - config.start) * (step / warmup)",
         "(1 - config.start) * ((step - 1) / warmup)",
         "train/optim/test_schedule.py::test_warmup_rises_linearly_and_the_peak_is_reached",
