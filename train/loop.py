@@ -153,7 +153,7 @@ class Trainer:
         tokens = sum(batch.n_tokens for batch in micro_batches)
         damaged, news = self.damaged_shards.count(micro_batches)
         # One reduction carries what all ranks must agree on before the step, such as the divisor. A batch counts once.
-        counts = torch.tensor([targets, tokens, damaged], dtype=torch.float64) * self.mesh.counts
+        counts = torch.tensor([targets, tokens, damaged], dtype=torch.float64) * self.mesh.is_counted
         counts = torch.cat([counts, torch.tensor([news])])
         targets, tokens, damaged, news = engine.all_reduce_sum(counts.to(engine.device)).tolist()
         if news:
@@ -174,7 +174,7 @@ class Trainer:
 
         # As late as can be, so that no further step is begun after a signal.
         sums[0] = bool(stop.received()) or self.moved_run() is not None
-        sums[3:] *= self.mesh.counts
+        sums[3:] *= self.mesh.is_counted
         # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
         sums[1], sums[2] = ~torch.isfinite(norm), engine.gradients_differ
         signals, not_finite, differing, loss_sum, *recorded = engine.all_reduce_sum(sums).tolist()

@@ -65,10 +65,11 @@ class Progress(Callback):
         )
 
     def on_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
-        def words(found: Mapping[str, float]) -> str:
-            return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(found))
+        def words(measured: Mapping[str, float]) -> str:
+            return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(measured))
 
-        averaged = f"; {TITLE}: {words(found)}" if (found := of_averaged(metrics)) else ""
+        averaged = of_averaged(metrics)
+        averaged = f"; {TITLE}: {words(averaged)}" if averaged else ""
         logger.info(f"step {run.state.step}: {words(metrics)}{averaged}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:

@@ -113,15 +113,15 @@ class Watchdog(Callback):
             f"rank {self.rank} made no progress for {duration(quiet)} (no step, evaluation batch, save); the last sign "
             f"of life was {last_beat().what}; {self._place()}"
         )
-        found = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
+        places = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
         deadline = time.monotonic() + self.grace
         # By number: the file objects' locks may be held by a thread that hangs.
         os.write(2, f"matmix: {mine}\n".encode())
         faulthandler.dump_traceback(file=2, all_threads=True)
         # The storage, or another rank, may be what hangs, so this process must be able to end without them.
         self._try(self._dump, mine, seconds=self.grace / 4)
-        self._try(self._ask, found, seconds=self.grace / 2)
-        reason = explain(dict(found), self.rank, self.world_size)
+        self._try(self._ask, places, seconds=self.grace / 2)
+        reason = explain(dict(places), self.rank, self.world_size)
         os.write(2, f"matmix: error: {reason}\n".encode())
         self._try(self._write, reason, seconds=self.grace / 4)
         while time.monotonic() < deadline and self._dumped() < self.world_size:
@@ -142,9 +142,9 @@ class Watchdog(Callback):
             self.file.flush()
             faulthandler.dump_traceback(file=self.file, all_threads=True)
 
-    def _ask(self, found: dict[int, Whereabouts]) -> None:
+    def _ask(self, places: dict[int, Whereabouts]) -> None:
         with contextlib.suppress(RuntimeError):  # nobody is left to ask
-            exchange(found, attempt_id(), self.rank, self.world_size, self.grace / 4)
+            exchange(places, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
         state = self.run.state
@@ -167,7 +167,7 @@ class Watchdog(Callback):
         return f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
 
     def _dumped(self) -> int:
-        """How many ranks of this start have written their stacks, as far as this rank sees them."""
+        """Returns how many ranks of this start have written their stacks, as far as this rank sees them."""
         count = 0
         for path in self._stack_files():
             with contextlib.suppress(OSError):

@@ -259,9 +259,9 @@ class Engine(abc.ABC):
         return batch
 
     def sum_over_batches(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over all ranks, in place, what each has of the batch, or part of one, that it computed; one that several
-        ranks compute counts once. Returns `tensor`, the same on all ranks."""
-        return self.all_reduce_sum(tensor if self.mesh.counts else tensor.zero_())
+        """Sums over all ranks, in place, what each computed of its batch or its part of one; a batch that several ranks
+        compute counts once. Returns `tensor`, the same on all ranks."""
+        return self.all_reduce_sum(tensor if self.mesh.is_counted else tensor.zero_())
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums over all ranks, in place; returns `tensor`."""

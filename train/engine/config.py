@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How the model is spread over devices. The choice changes speed and memory, not the losses."""
+    """Says how the model is spread over devices, which changes speed and memory, not the losses."""
 
     name: Literal["fsdp2", "ddp", "deepspeed"] = "fsdp2"
     """fsdp2 shards weights, gradients and moments (PyTorch's fully_shard); ddp keeps a copy of them on every
@@ -35,12 +35,12 @@ class EngineConfig:
 
     @property
     def kind(self) -> str:
-        """What the engine is called in `matmix.train.engine.kinds`, and by checkpoints."""
+        """The name of the engine's kind in `matmix.train.engine.kinds` and in checkpoints."""
         return "deepspeed" if self.name == "deepspeed" else "torch"
 
     @property
     def shards_all(self) -> bool:
-        """Whether ranks share weights, gradients and moments, and do not hold copies of some of them."""
+        """True if ranks share weights, gradients and moments, and hold copies of none of them."""
         return self.name == "fsdp2" or (self.name == "deepspeed" and self.zero_stage == 3)
 
     @property

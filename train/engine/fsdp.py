@@ -36,7 +36,7 @@ class FsdpEngine(Engine):
 
     def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
         super().__init__(config, distributed, mesh)
-        self.spread = mesh.state
+        self.spread = mesh.spread
         """The ranks that share weights and sum gradients, (copies, parts); None in a single process."""
 
     def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:

@@ -64,22 +64,22 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return _size(self.dimensions)
 
     @property
     def data_size(self) -> int:
-        """Number of ranks that are given data of their own: what a global batch is divided by."""
+        """The number of ranks that are given data of their own, by which a global batch is divided."""
         return _size(filter(_has_data, self.dimensions))
 
     @property
     def parts(self) -> int:
-        """Number of ranks that share one copy of the model."""
+        """The number of ranks that share one copy of the model."""
         return _size(filter(_has_part, self.dimensions))
 
     @property
     def copies(self) -> int:
-        """Number of copies of each part of the model."""
+        """The number of copies of each part of the model."""
         return self.size // self.parts
 
     def data_rank_of(self, rank: int) -> int:
@@ -108,11 +108,10 @@ class Mesh(MeshShape):
         super().__init__(dimensions)
         self.rank, self.device = rank, device or torch.device("cpu")
         self.data_rank = self.data_rank_of(rank)
-        self.counts = self._index(rank, lambda dimension: dimension.batches == "same") == 0
-        """Whether sums over all ranks count what this one computes: of ranks that compute the same, the first does."""
+        self.is_counted = self._index(rank, lambda dimension: dimension.batches == "same") == 0
+        """False if another rank computes the same batch and counts in sums over all ranks."""
         self.data_group: dist.ProcessGroup | None = None
-        """The ranks that are given other data and are at this rank's place otherwise, in the order of `data_rank`; None
-        = all ranks."""
+        """The ranks along the dimensions with data of their own, in the order of `data_rank`; None = all ranks."""
         self._groups: DeviceMesh | None = None
         if self.data_size < self.size:
             others = [dimension for dimension in self.dimensions if not _has_data(dimension)]
@@ -130,7 +129,7 @@ class Mesh(MeshShape):
         return self._index(self.rank, lambda dimension: dimension.name == name)
 
     @functools.cached_property
-    def state(self) -> DeviceMesh | None:
+    def spread(self) -> DeviceMesh | None:
         """The mesh of weights, gradients and the optimizer's entries, None in a single process: along "parts" they are
         cut and their norms add up, along "copies" they are the same; gradients are summed over both. Dimensions along
         which batches are the same follow by their own names. First asked for on all ranks together."""

@@ -65,7 +65,7 @@ class Evaluation:
 
     def gather(self, found: list[Any]) -> list[Any]:
         """Returns what the ranks have found in their batches, one after the other, on every rank."""
-        return [one for part in gather_objects(found if self.engine.mesh.counts else []) for one in part]
+        return [one for part in gather_objects(found if self.engine.mesh.is_counted else []) for one in part]
 
 
 class Evaluator:

@@ -40,10 +40,10 @@ class MLflowOptions:
     """Credentials are read as MLflow does: MLFLOW_TRACKING_USERNAME and so on."""
 
     uri: str = ""
-    """Of the tracking server, or another store that the installed mlflow can use; "" = MLFLOW_TRACKING_URI."""
+    """The tracking server, or another store that the installed mlflow can use; "" = MLFLOW_TRACKING_URI."""
     experiment: str = "matmix"
     name: str = ""
-    """Of the run; "" = that of its directory."""
+    """The name of the run; "" = that of its directory."""
 
     def __post_init__(self) -> None:
         check_installed("mlflow", "mlflow")
@@ -129,7 +129,7 @@ class _Sender(threading.Thread):
                 self._wake.clear()
 
     def _tell(self, error: Exception | None) -> None:
-        """Says it when the server begins to take no records, and when it takes them again."""
+        """Logs when the server begins to take no records, and when it takes them again."""
         if error is not None and not self._away:
             reason = " ".join(str(error).split())[:300]
             logger.warning(f"MLflow at {self._uri} takes no records now ({reason}); they wait, and training goes on")

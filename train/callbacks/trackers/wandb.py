@@ -31,7 +31,7 @@ class WandBOptions:
     entity: str = ""
     """Team or user; "" = your own default."""
     name: str = ""
-    """Of the run; "" = that of its directory."""
+    """The name of the run; "" = that of its directory."""
     group: str = ""
     tags: tuple[str, ...] = ()
     mode: Literal["", "online", "offline"] = ""
