@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from failures import each
+from nightly import nightly
 
 from matmix.data import tokenizer as tokenizer_module
 from matmix.data.manifest import Manifest
@@ -76,8 +78,7 @@ def test_empty_corpus(tmp_path, corpus, with_tokenizer):
     fails(options(tmp_path, "a.txt", "b.jsonl", **changes), "the corpus is empty: there is no text in 2 files")
 
 
-@pytest.mark.parametrize("with_tokenizer", [False, True])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(("with_tokenizer", "processes"), [(False, 1), (True, 2)])
 def test_not_utf8(tmp_path, corpus, with_tokenizer, processes):
     changes = {"processes": processes}
     if with_tokenizer:
@@ -210,7 +211,7 @@ def test_an_interrupt_while_a_tokenizer_is_trained(tmp_path, corpus, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.2])
+@pytest.mark.parametrize("moment", [0.0, nightly(0.2)])
 def test_an_interrupt_while_workers_start_leaves_no_tracebacks(moment, tmp_path):
     """Ctrl-C goes to all processes of the terminal, also to those that have not yet learned to leave it alone."""
     code = """
@@ -254,8 +255,8 @@ def test_killed_worker(tmp_path, corpus, monkeypatch):
     prepare(options(tmp_path, processes=2))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"inputs": ()}, "no inputs"),
         ({"out": ""}, "no output folder"),
@@ -276,8 +277,8 @@ def test_options(changes, message):
         PrepareConfig(**{"inputs": ("a",), "out": "b", **changes})
 
 
-@pytest.mark.parametrize(
-    ("text", "error", "message"),
+@each(
+    "text, error, message",
     [
         (None, FileNotFoundError, r"holds no manifest\.json"),
         ("{", ValueError, "is damaged"),

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from failures import each
 from nightly import nightly
 
 from matmix.data.manifest import Manifest
@@ -317,8 +318,8 @@ def begin_late(out):
     change_record(part(out, 3), change)
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
+@each(
+    "harm, message",
     [
         (cut_shard, r"part-00003-of-00005/train/shard\S+ is missing or damaged; delete .*part-00003"),
         (lambda out: (part(out, 4) / "part.json").unlink(), r"part-00004\S+/part.json is missing or damaged"),
@@ -329,6 +330,7 @@ def begin_late(out):
         (read_twice, r"part-00003-of-00005 begins at .*: records come twice"),
         (begin_late, r"part-00003-of-00005 begins at .*: records are lost"),
     ],
+    fresh="prepared",
 )
 def test_parts_that_do_not_fit(prepared, harm, message):
     harm(prepared)

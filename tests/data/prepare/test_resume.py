@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nightly import nightly
 
 from matmix.data.prepare import command as module
 from matmix.data.prepare.command import prepare
@@ -64,7 +65,7 @@ def interrupt_at(monkeypatch, number):
     return lambda: calls
 
 
-@pytest.mark.parametrize(("kind", "step"), [("mds", 1), ("webdataset", 2)])
+@pytest.mark.parametrize(("kind", "step"), [("mds", 6), ("webdataset", 7), nightly("mds", 1)])
 def test_stopped_at_any_write(tmp_path, monkeypatch, kind, step):
     """Stopped before each rename that a whole run makes, then once more soon after, then left to run."""
     write_corpus(tmp_path / "in.jsonl", 60)
@@ -123,7 +124,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [nightly(1), 2])
 def test_killed(tmp_path, processes):
     """Killed three times at unforeseen moments, each after some progress; workers end with their parent."""
     write_corpus(tmp_path / "in.jsonl", 4000)

@@ -128,9 +128,9 @@ def test_urls_that_cannot_be_used():
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_mistake_in_the_program_is_neither_tried_again_nor_taken_for_the_stores(folder, monkeypatch, patient):
+def test_a_mistake_in_the_program_is_neither_tried_again_nor_taken_for_the_stores(monkeypatch, patient):
     monkeypatch.setenv(remote.RETRY_VARIABLE, "60")
-    folder.patient, calls = patient, []
+    folder, calls = RemoteFolder("memory://mistakes/where", patient=patient), []
 
     def action(client, path):
         calls.append(path)

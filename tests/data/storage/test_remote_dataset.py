@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from nightly import nightly
 from object_store import running_store
 
 from matmix.data.config import DataConfig
@@ -83,7 +84,7 @@ def test_a_failed_upload_is_continued_by_the_same_command(store, tmp_path, capsy
     assert remote_files(store, "x") == local_files(tmp_path / "local")
 
 
-@pytest.mark.parametrize("format", ["mds", "webdataset"])
+@pytest.mark.parametrize("format", ["mds", nightly("webdataset")])
 def test_batches_from_a_store_equal_those_from_a_folder(store, tmp_path, format):
     prepare(options(tmp_path, str(tmp_path / "local"), format=format))
     prepare(options(tmp_path, f"{store.url}/x", format=format))

@@ -4,6 +4,7 @@ import shlex
 
 import numpy as np
 import pytest
+from nightly import nightly
 from pictures import encoded, pixels, prepare, samples, write_tar, write_tree
 
 from matmix.data.formats.base import unpack
@@ -50,9 +51,11 @@ def make(source, out, *, part="", **options):
     return prepare(source[0], out, part=part, **{"validation": (), **OPTIONS, **options})
 
 
-@pytest.mark.parametrize(("of", "form", "held_out"), [(27, "mds", False), (3, "webdataset", True)])
+@pytest.mark.parametrize(
+    ("of", "form", "held_out"), [(9, "mds", False), (3, "webdataset", True), nightly(27, "mds", False)]
+)
 def test_joined_parts_are_the_whole(source, tmp_path, of, form, held_out, capfd):
-    """Also with more parts than pictures, some of them without any for training, and with a source for validation."""
+    """Also with parts without pictures for training (by night, more parts than pictures), and held-out sources."""
     options = {"format": form}
     if held_out:
         options |= {"validation": source[1:], "validation_fraction": 0.0}

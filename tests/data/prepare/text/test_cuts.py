@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from failures import each
 
 from matmix.data.prepare.base import Position
 from matmix.data.prepare.text import ReadOptions, readers
@@ -64,7 +65,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@each("case", CASES)
 def test_parts_hold_each_record_once_and_in_order(tmp_path, case):
     names, chosen = CASES[case]
     for number, name in enumerate(names):

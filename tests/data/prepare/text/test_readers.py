@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from failures import each
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,8 +43,7 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(readers, "CHUNK_BYTES", 500)
 
 
-@pytest.mark.parametrize("compression", COMPRESS)
-@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+@each("suffix, compression", [(".jsonl", ""), (".txt", ""), (".txt", ".gz"), (".jsonl", ".xz"), (".txt", ".zst")])
 def test_text_formats(tmp_path, suffix, compression, small_chunks):
     path = tmp_path / f"a{suffix}{compression}"
     raw = jsonl(DOCUMENTS) if suffix == ".jsonl" else "\n".join(DOCUMENTS).encode()
@@ -66,7 +66,7 @@ TEXT_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", TEXT_TYPES, ids=str)
+@each("kind", TEXT_TYPES)
 def test_parquet_with_every_type_of_text(tmp_path, small_chunks, kind):
     path = tmp_path / "a.parquet"
     texts = [*DOCUMENTS, *DOCUMENTS[:7]]
@@ -76,7 +76,7 @@ def test_parquet_with_every_type_of_text(tmp_path, small_chunks, kind):
     assert last == Malformed(len(texts) + 1, "column 'text' is NoneType, not text")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.txt", "a.parquet"])
+@each("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.zst", "a.txt", "a.parquet"])
 def test_reading_goes_on_from_every_position(tmp_path, small_chunks, name):
     for part in ("1", "2"):
         path = tmp_path / f"{part}{name}"
@@ -104,8 +104,8 @@ def test_frames_in_a_row(tmp_path):
         assert documents([tmp_path / f"a.jsonl{suffix}"]) == DOCUMENTS
 
 
-@pytest.mark.parametrize(
-    ("mode", "raw", "expected"),
+@each(
+    "mode, raw, expected",
     [
         ("file", b"a\r\nb\n\nc\n", ["a\nb\n\nc\n"]),
         ("line", b"a\nb\r\n\nc", ["a", "b", "", "c"]),
@@ -147,7 +147,7 @@ def test_malformed_records(tmp_path):
     assert found[1].line == 2
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+@each("name", ["a.txt", "a.jsonl", "a.txt.gz"])
 def test_not_utf8(tmp_path, name):
     good = '{"text": "é"}\n'.encode()
     raw = good * 50 + b'{"text": "\xe9"}\n'
@@ -157,7 +157,7 @@ def test_not_utf8(tmp_path, name):
             documents([tmp_path / name], **options)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@each("suffix", [".gz", ".xz", ".zst"])
 def test_damaged_files(tmp_path, suffix):
     path = tmp_path / f"a.jsonl{suffix}"
     whole = COMPRESS[suffix](jsonl(DOCUMENTS))
