@@ -99,8 +99,8 @@ def test_other_ranks_and_other_engines_take_it_up(dataset, tmp_path):
 def test_the_estimate_of_memory_counts_what_it_keeps():
     config = ["--model.vocab-size", "300"]
     adamw, lion = (make_plan(load_config("debug_mru", [*config, *own]), 2) for own in ([], LION))
-    assert lion.moment_bytes == adamw.moment_bytes / 2 > 0
-    assert lion.weight_bytes == adamw.weight_bytes
+    assert lion.parts["moments"] == adamw.parts["moments"] / 2 > 0
+    assert lion.parts["weights"] == adamw.parts["weights"]
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,9 @@ def test_plans_count_what_it_keeps(capsys):
     shapes = {name: parameter.shape for name, parameter in build_model(config.model, device="meta").named_parameters()}
     matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and not name.startswith("embedding")]
     taken = sum(map(math.prod, matrices))
-    assert adamw.moment_bytes == 4 * 2 * adamw.parameters / 2
-    assert momentum.moment_bytes == 4 * (2 * adamw.parameters - taken) / 2
-    assert rows.moment_bytes == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
+    assert adamw.parts["moments"] == 4 * 2 * adamw.parameters / 2
+    assert momentum.parts["moments"] == 4 * (2 * adamw.parameters - taken) / 2
+    assert rows.parts["moments"] == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
     print_plan(config)
     said = capsys.readouterr().out
     assert "momentum, which keeps momentum, learning rate" in said

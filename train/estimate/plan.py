@@ -35,12 +35,7 @@ class Plan:
     steps: int
     ranks: int
     micro_batch_size: int
-    weight_bytes: float
-    gathered_bytes: float  # weights that are whole beside this rank's shards of them
-    moment_bytes: float
-    gradient_bytes: float
-    activation_bytes: float  # and temporaries
-    buffer_bytes: float  # that the engine keeps for itself
+    parts: dict[str, float]  # bytes by what they hold; gathered weights are whole beside this rank's shards of them
     computed_ops: int  # of forward and backward passes in a step, each of which launches a kernel or more
 
     @property
@@ -53,18 +48,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> float:
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        """Bytes by what they hold."""
-        return {
-            "weights": self.weight_bytes,
-            "gathered weights": self.gathered_bytes,
-            "moments": self.moment_bytes,
-            "gradients": self.gradient_bytes,
-            "activations": self.activation_bytes,
-            "buffers": self.buffer_bytes,
-        }
+        return sum(self.parts.values())
 
     def batch_words(self, config: RunConfig) -> str:
         """Says in words what a step reads."""
@@ -106,7 +90,7 @@ def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def vocabulary_words(config: RunConfig) -> str:
-    """The vocabulary that a plan counts with, and where its size is from."""
+    """Says which vocabulary a plan counts with, and where its size is from."""
     size = with_vocabulary(config).model.vocab_size
     if config.model.model_class.inputs != "tokens":
         return "no vocabulary"
@@ -125,7 +109,7 @@ def kept_tensors(config: RunConfig, model: Backbone) -> list[torch.Tensor]:
 
 
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
-    """The plan of `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
+    """Plans `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
 
     Raises ValueError where the batch does not divide.
     """
@@ -154,12 +138,14 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         steps=config.steps,
         ranks=ranks,
         micro_batch_size=micro,
-        weight_bytes=FLOAT * held.weights,
-        gathered_bytes=FLOAT * held.gathered,
-        moment_bytes=FLOAT * held.moments,
-        gradient_bytes=gradients + FLOAT * held.whole,
-        activation_bytes=activations,
-        buffer_bytes=FLOAT * held.buffers,
+        parts={
+            "weights": FLOAT * held.weights,
+            "gathered weights": FLOAT * held.gathered,
+            "moments": FLOAT * held.moments,
+            "gradients": gradients + FLOAT * held.whole,
+            "activations": activations,
+            "buffers": FLOAT * held.buffers,
+        },
         computed_ops=accumulation * memory.computed,
     )
 
@@ -191,7 +177,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     units = plan.units_per_step * plan.steps
     flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
-    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",

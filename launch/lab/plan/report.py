@@ -139,7 +139,7 @@ def _describe(
         parts = {name: value * config.positions for name, value in parts.items()}
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
     gib = 2**30
-    memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts().items() if size)
+    memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
     launching = f", launches {duration(one.launch_seconds)}" if one.launch_seconds else ""
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     units = plan.units_per_step * plan.steps

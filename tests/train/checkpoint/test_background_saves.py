@@ -6,6 +6,7 @@ import signal
 import threading
 
 import pytest
+from nightly import nightly
 from runs import losses, run_recipe
 
 from matmix.train.checkpoint import save as checkpoint_save
@@ -89,7 +90,7 @@ def test_an_error_while_saving(dataset, tmp_path, monkeypatch, held):
     assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("failing", [3, 4])
+@pytest.mark.parametrize("failing", [3, nightly(4)])
 def test_a_full_disk_while_saving(failing, dataset, tmp_path, monkeypatch, capsys):
     """Said once, and when the last step could not be saved the run says so instead of trying again at once."""
     write = checkpoint_save.write_manifest

@@ -167,6 +167,7 @@ def test_uploads_that_fail_until_the_end_leave_the_last_one_valid(store, url, da
     assert losses(local_folder(url)) == losses(straight)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, monkeypatch, straight, capsys):
     monkeypatch.setenv("MATMIX_RETRY_SECONDS", "120")
     real, started = RunSync.push, threading.Event()
@@ -247,6 +248,7 @@ def test_what_is_no_run_is_left_alone(store, url, dataset):
         run_recipe("debug_mru", dataset, other, *STEPS)
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_and_harms_nothing(store, url, dataset, monkeypatch, straight):
     from matmix.train import loop
 
