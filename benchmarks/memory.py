@@ -86,7 +86,7 @@ def compare(title: str, arguments: list[str], ranks: int = 1) -> Comparison:
     plan = make_plan(config, ranks)
     # On a CPU memory that is reserved and never written takes nothing; ZeRO 3 writes its gradients into the buffer.
     written = FLOAT * plan.parameters if config.engine.zero_stage == 3 else 0
-    unwritten = max(0.0, plan.buffer_bytes - written)
+    unwritten = max(0.0, plan.parts["buffers"] - written)
     return Comparison(title, plan.total_bytes - unwritten, measure(arguments, ranks))
 
 
