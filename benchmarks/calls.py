@@ -22,7 +22,7 @@ from matmix.kernels.backend import TRITON_FORMS
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
 from matmix.kernels.scan_layer.chunked import LayerForm
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
 BATCH, SEQLEN = 8, 8192
 _PLAIN = ScanForm()
@@ -197,11 +197,11 @@ def _run_scan(
         for reverse in (False, True)[:directions]
     )
     final_state, skip = states and directions == 1, factor(diagonal)
-    out = module.forward(v, sides, skip, form, cu_seqlens, None, final_state)
+    out = module.forward(ScanCall(v, sides, skip, form, cu_seqlens), final_state)
     # Backward passes are of linear scans: the registered op takes products and quotients apart first.
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
-    return out, module.backward(dy, out.row_sum, out.final, v, sides, skip, linear, cu_seqlens, None)
+    return out, module.backward(dy, out.row_sum, out.final, ScanCall(v, sides, skip, linear, cu_seqlens))
 
 
 def layer_calls(dtype: torch.dtype) -> Iterator[Call]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from matmix.kernels import semiseparable_scan
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
 HOW = {
     "mamba-ssm": "pip install --no-build-isolation mamba-ssm",
@@ -174,11 +174,11 @@ def compiled_scan() -> Callable[..., Tensor]:
         return forward, ScanSide(qb, kb, dt_backward * decay, dt_backward, None, True)
 
     def run_forward(v, *rest) -> Tensor:
-        return scan_forward(v, sides(*rest[:-1]), rest[-1], form, None, None, False).y
+        return scan_forward(ScanCall(v, sides(*rest[:-1]), rest[-1], form), False).y
 
     def run_backward(dy, v, *rest) -> tuple[Tensor, ...]:
         *_, dt_forward, dt_backward, decay, diagonal = rest
-        dv, (f, b), ddiagonal = scan_backward(dy, None, None, v, sides(*rest[:-1]), diagonal, form, None, None)
+        dv, (f, b), ddiagonal = scan_backward(dy, None, None, ScanCall(v, sides(*rest[:-1]), diagonal, form))
         steps = [d.input_scale + d.log_decay * decay for d in (f, b)]
         rates = (f.log_decay * dt_forward + b.log_decay * dt_backward).sum((0, 1))
         return dv, f.q, f.k, b.q, b.k, *steps, rates, ddiagonal

@@ -19,7 +19,7 @@ from matmix.kernels.checks import transformed
 
 
 def outside_autocast(function: Callable) -> Callable:
-    """Runs `function` with autocast off for the device of its first tensor.
+    """Runs `function` with autocast off for the device of its first tensor, or of the first one that begins a tuple.
 
     The PyTorch forms compute in float32 (or float64) whatever their inputs are; autocast would reach into them
     and round their products to bfloat16.
@@ -27,7 +27,8 @@ def outside_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*arguments, **options):
-        device = next(x.device.type for x in arguments if isinstance(x, torch.Tensor))
+        firsts = (x[0] if isinstance(x, tuple) else x for x in arguments)
+        device = next(x.device.type for x in firsts if isinstance(x, torch.Tensor))
         if device == "meta" or not torch.is_autocast_enabled(device):
             return function(*arguments, **options)
         with torch.autocast(device, enabled=False):

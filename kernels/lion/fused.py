@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.lion.elements import feature_gradients, features, gate_gradients, log_gates, row_gradients
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.slots import count_slots, slot_table
@@ -50,7 +50,7 @@ def forward(
         decays = torch.empty((2, *gates.shape), dtype=torch.float32, device=gates.device)
         _on_gates(log_gates, gates, form, cu_seqlens, (), tuple(decays))
     v, sides = _scan_arguments(rows_in_place(qkv), decays, form)
-    out = scan.forward(v, sides, None, form.scan, cu_seqlens, None, False)
+    out = scan.forward(ScanCall(v, sides, None, form.scan, cu_seqlens), False)
     assert out.row_sum is not None
     return out.y, out.row_sum, out.rest, decays
 
@@ -84,9 +84,8 @@ def backward(
     dfeatures = torch.empty(*qkv.shape[:2], 2, 2, form.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
     dq, dk = ([dfeatures[:, :, side, which] for side in (0, 1)] for which in (0, 1))
     dv = dqkv[..., vectors * headdim :].unflatten(-1, v.shape[2:])
-    _, (first, second), _ = scan.backward(
-        dn, drow_sum, None, v, sides, None, form.scan, cu_seqlens, None, Into(dv, tuple(dq), tuple(dk))
-    )
+    call = ScanCall(v, sides, None, form.scan, cu_seqlens)
+    _, (first, second), _ = scan.backward(dn, drow_sum, None, call, Into(dv, tuple(dq), tuple(dk)))
     x, dx = qkv.flatten(0, 1), dqkv.flatten(0, 1)
     _on_vectors(
         feature_gradients, x.shape[0] * vectors, headdim,

@@ -19,7 +19,7 @@ from matmix.kernels.gated_norm import fused as norm
 from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.scan_layer.steps import clear_edges, parameter_gradients, step_gradients, step_sizes
-from matmix.kernels.semiseparable.form import ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.short_conv import fused as conv
@@ -53,7 +53,7 @@ def forward(
     is given, all typed like projected."""
     mixed, product = _mixed(rows_in_place(projected), given, form, cu_seqlens)
     v, sides, diagonal = _scan_arguments(rows_in_place(projected), mixed, product, given, form, cu_seqlens)
-    y = scan.forward(v, sides, diagonal, form.scan, cu_seqlens, chunk_size, False).y
+    y = scan.forward(ScanCall(v, sides, diagonal, form.scan, cu_seqlens, chunk_size), False).y
     return y, mixed, product
 
 
@@ -108,10 +108,8 @@ def backward(
     dv, dq, dk = form.values_and_vectors(dmixed)
     if form.scan.shift:
         _clear_edges(dq, cu_seqlens)
-    _, side_gradients, ddiagonal = scan.backward(
-        dy.view(y.shape), None, None, v, sides, diagonal, form.scan, cu_seqlens, chunk_size,
-        Into(dv, tuple(dq), tuple(dk)),
-    )  # fmt: skip
+    call = ScanCall(v, sides, diagonal, form.scan, cu_seqlens, chunk_size)
+    _, side_gradients, ddiagonal = scan.backward(dy.view(y.shape), None, None, call, Into(dv, tuple(dq), tuple(dk)))
     projects = given.diagonal_weight is not None
     dproduct = torch.empty_like(product) if projects else None
     step_sums = _step_gradients(side_gradients, ddiagonal if projects else None, raw, given, form, draw, dproduct)

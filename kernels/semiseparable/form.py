@@ -48,6 +48,18 @@ class ScanSide(NamedTuple):
     reverse: bool
 
 
+class ScanCall(NamedTuple):
+    """The inputs of both passes of a scan, shaped as in `semiseparable_scan`."""
+
+    v: Tensor
+    sides: tuple[ScanSide, ...]
+    """One direction or two, the second in reverse."""
+    diagonal: Tensor | None
+    form: ScanForm
+    cu_seqlens: Tensor | None = None
+    chunk_size: int | None = None
+
+
 class SideGradients(NamedTuple):
     """Gradients of the tensors of a `ScanSide`, with their shapes and dtypes; None for tensors that were not given."""
 
@@ -56,6 +68,14 @@ class SideGradients(NamedTuple):
     log_decay: Tensor | None
     input_scale: Tensor | None
     initial_state: Tensor | None
+
+
+class ScanGradients(NamedTuple):
+    """Gradients of the tensors of a `ScanCall`, with their shapes and dtypes."""
+
+    v: Tensor
+    sides: tuple[SideGradients, ...]
+    diagonal: Tensor | None
 
 
 class ScanOutput(NamedTuple):

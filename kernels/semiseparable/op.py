@@ -15,7 +15,7 @@ from matmix.kernels.semiseparable.chunked.autograd import combined_backward, mov
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import scan_dtype, scan_flops
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide, check_form, check_scan, no_kernel
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, check_form, check_scan, no_kernel
 
 
 def semiseparable_scan(
@@ -101,8 +101,9 @@ class CausalInputs(NamedTuple):
     backend: str
 
     @property
-    def sides(self) -> tuple[ScanSide]:
-        return (ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False),)
+    def call(self) -> ScanCall:
+        side = ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False)
+        return ScanCall(self.v, (side,), self.diagonal, ScanForm(), self.cu_seqlens, self.chunk_size)
 
 
 class CausalOutputs(NamedTuple):
@@ -118,9 +119,7 @@ CAUSAL_FORMS = Forms("semiseparable_scan", "semiseparable.fused.launch", scan_fo
 def _causal_forward(given: CausalInputs) -> CausalOutputs:
     why_not = no_kernel(given.v, given.q)
     run = CAUSAL_FORMS.choose("forward", given.backend, given.v, why_not)
-    output = run(
-        given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size, given.final_state
-    )
+    output = run(given.call, given.final_state)
     return CausalOutputs(output.y, output.final)
 
 
@@ -137,9 +136,7 @@ def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOu
     run = CAUSAL_FORMS.choose("backward", given.backend, given.v, why_not)
     dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
     dfinal = cotangents.final if given.final_state else None
-    dv, (side,), ddiagonal = run(
-        dy, None, dfinal, given.v, given.sides, given.diagonal, ScanForm(), given.cu_seqlens, given.chunk_size
-    )
+    dv, (side,), ddiagonal = run(dy, None, dfinal, given.call)
     return {
         "v": dv, "q": side.q, "k": side.k, "log_decay": side.log_decay, "input_scale": side.input_scale,
         "diagonal": ddiagonal, "initial_state": side.initial_state,
@@ -261,7 +258,7 @@ class TwoSidedInputs(NamedTuple):
         return ScanForm(self.shift, self.combine, self.self_term, self.normalize, self.eps)
 
     @property
-    def sides(self) -> tuple[ScanSide, ScanSide]:
+    def call(self) -> ScanCall:
         forward = ScanSide(
             self.q_forward, self.k_forward, self.log_decay_forward, self.input_scale_forward,
             self.initial_state_forward, False,
@@ -270,7 +267,7 @@ class TwoSidedInputs(NamedTuple):
             self.q_backward, self.k_backward, self.log_decay_backward, self.input_scale_backward,
             self.initial_state_backward, True,
         )  # fmt: skip
-        return forward, backward
+        return ScanCall(self.v, (forward, backward), self.diagonal, self.form, self.cu_seqlens, self.chunk_size)
 
 
 class TwoSidedOutputs(NamedTuple):
@@ -286,7 +283,7 @@ TWO_SIDED_FORMS = Forms("quasiseparable_scan", "semiseparable.fused.launch", sca
 
 def _two_sided_forward(given: TwoSidedInputs) -> TwoSidedOutputs:
     run = TWO_SIDED_FORMS.choose("forward", given.backend, given.v, no_kernel(given.v, given.q_forward))
-    output = run(given.v, given.sides, given.diagonal, given.form, given.cu_seqlens, given.chunk_size, False)
+    output = run(given.call, False)
     return TwoSidedOutputs(output.y, output.row_sum, output.rest)
 
 
@@ -308,10 +305,7 @@ def _two_sided_backward(
     forward, backward = (
         TWO_SIDED_FORMS.choose(half, given.backend, given.v, why_not) for half in ("forward", "backward")
     )
-    dv, (first, second), ddiagonal = combined_backward(
-        forward, backward, dy, *outputs, given.v, given.sides,
-        given.diagonal, given.form, given.cu_seqlens, given.chunk_size,
-    )  # fmt: skip
+    dv, (first, second), ddiagonal = combined_backward(forward, backward, dy, *outputs, given.call)
     gradients = {"v": dv, "diagonal": ddiagonal}
     for name, side in (("forward", first), ("backward", second)):
         gradients |= {f"{field}_{name}": gradient for field, gradient in side._asdict().items()}

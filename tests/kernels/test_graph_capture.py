@@ -37,7 +37,7 @@ from matmix.kernels.lion import fused as fused_lion
 from matmix.kernels.scan_layer import fused as fused_layer
 from matmix.kernels.scan_layer.chunked import LayerForm
 from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
@@ -77,9 +77,9 @@ def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
         v, q, k = (inputs[name].to(dtype) for name in "vqk")
         bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
         side = ScanSide(q, k, inputs["log_decay"], inputs["input_scale"], inputs["initial_state"], False)
-        given = v, (side,), inputs["diagonal"], ScanForm(), bounds, None
-        out = fused.forward(*given, True)
-        dv, (found,), ddiagonal = fused.backward(out.y, None, out.final, *given)
+        call = ScanCall(v, (side,), inputs["diagonal"], ScanForm(), bounds)
+        out = fused.forward(call, True)
+        dv, (found,), ddiagonal = fused.backward(out.y, None, out.final, call)
         gradients = {"v": dv, "q": found.q, "k": found.k, "diagonal": ddiagonal} | found._asdict()
         for name, x in inputs.items():
             assert gradients[name].shape == x.shape
@@ -101,10 +101,10 @@ def test_the_bidirectional_scan_looks_at_no_value(form, dtype, as_packed):
         bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
         sides = sides_of(inputs, bounds, offset)
         v, diagonal = inputs["v"], inputs["diagonal"]
-        given = v, sides, diagonal, choices, bounds, None
-        out = fused.forward(*given, False)
+        call = ScanCall(v, sides, diagonal, choices, bounds)
+        out = fused.forward(call, False)
         dv, gradients, ddiagonal = combined_backward(
-            fused.forward, fused.backward, torch.empty_like(out.y), out.y, out.row_sum, out.rest, *given
+            fused.forward, fused.backward, torch.empty_like(out.y), out.y, out.row_sum, out.rest, call
         )
         assert (dv.shape, dv.dtype, ddiagonal.shape) == (v.shape, dtype, diagonal.shape)
         for side, found in zip(sides, gradients, strict=True):

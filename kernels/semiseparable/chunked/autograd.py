@@ -21,7 +21,8 @@ from matmix.kernels.documents import shift_left
 from matmix.kernels.functions import Function, gradient_of
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide, SideGradients
+from matmix.kernels.semiseparable.chunked.setup import reduce_like
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanGradients, ScanSide
 
 
 def combined_backward(
@@ -31,34 +32,29 @@ def combined_backward(
     y: Tensor | None,
     row_sum: Tensor | None,
     rest: Tensor | None,
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
-    """Gradients of a two-sided scan by a backend's `forward` and linear `backward`.
+    call: ScanCall,
+) -> ScanGradients:
+    """Returns the gradients of a two-sided scan by a backend's `forward` and linear `backward`.
 
-    y, row_sum and rest: what the forward pass gave; only needed with `form.normalize`.
+    y, row_sum and rest: results of the forward pass; only needed where the form normalises.
     """
+    v, _, diagonal, form, *_ = call
     exact = torch.promote_types(v.dtype, torch.float32)
     if form.normalize:
         # y = n / s, so dn = dy / s and ds = -dy . y / s.
         divided = (dy.to(exact) / (row_sum + form.eps).unsqueeze(-1)).to(v.dtype)
         drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
-        return backward(divided, drow_sum, None, v, sides, diagonal, form, cu_seqlens, chunk_size)
+        return backward(divided, drow_sum, None, call)
     if form.combine != "mult":
-        return backward(dy, None, None, v, sides, diagonal, form, cu_seqlens, chunk_size)
-    form = form._replace(combine="concat")
-    first, second = forward(v, sides, None, form, cu_seqlens, chunk_size, False).y.chunk(2, -1)
-    crossed = torch.cat([dy * second, dy * first], -1)
-    dv, gradients, _ = backward(crossed, None, None, v, sides, None, form, cu_seqlens, chunk_size)
+        return backward(dy, None, None, call)
+    apart = call._replace(diagonal=None, form=form._replace(combine="concat"))
+    first, second = forward(apart, False).y.chunk(2, -1)
+    gradients = backward(torch.cat([dy * second, dy * first], -1), None, None, apart)
     if diagonal is None:
-        return dv, gradients, None
-    dv = (dv.to(exact) + diagonal.to(exact).unsqueeze(-1) * dy).to(v.dtype)
+        return gradients
+    dv = (gradients.v.to(exact) + diagonal.to(exact).unsqueeze(-1) * dy).to(v.dtype)
     along = (dy.to(exact) * v).sum(-1)
-    return dv, gradients, (along.sum((0, 1)) if diagonal.dim() == 1 else along).to(diagonal.dtype)
+    return ScanGradients(dv, gradients.sides, reduce_like(along, diagonal))
 
 
 def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -74,8 +70,8 @@ class SemiseparableFunction(Function):
     @staticmethod
     def forward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
         side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        y, _, final, _ = scan_forward(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size, final_state)
-        return y, final
+        output = scan_forward(ScanCall(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size), final_state)
+        return output.y, output.final
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -95,7 +91,8 @@ def semiseparable_gradient(
     """The gradients of the tensors from v to initial_state."""
     dy = torch.zeros_like(v) if dy is None else dy
     side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-    dv, (dside,), ddiagonal = scan_backward(dy, None, dfinal, v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
+    call = ScanCall(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
+    dv, (dside,), ddiagonal = scan_backward(dy, None, dfinal, call)
     return dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state
 
 
@@ -103,8 +100,8 @@ class QuasiseparableFunction(Function):
     @staticmethod
     def forward(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
         sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        y, row_sum, _, rest = scan_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, False)
-        return y, row_sum, rest
+        output = scan_forward(ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size), False)
+        return output.y, output.row_sum, output.rest
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -125,9 +122,8 @@ def quasiseparable_gradient(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of the tensors from v to hb."""
     sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-    dv, (f, b), ddiagonal = combined_backward(
-        scan_forward, scan_backward, dy, y, row_sum, rest, v, sides, diagonal, form, cu_seqlens, chunk_size
-    )
+    call = ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size)
+    dv, (f, b), ddiagonal = combined_backward(scan_forward, scan_backward, dy, y, row_sum, rest, call)
     scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
     return dv, *scans, ddiagonal, f.initial_state, b.initial_state
 

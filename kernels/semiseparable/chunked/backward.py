@@ -32,7 +32,7 @@ from matmix.kernels.semiseparable.chunked.setup import (
     spread_heads,
     ungrouped_rows,
 )
-from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanForm, ScanSide, SideGradients
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanGradients, ScanSide, SideGradients
 
 
 class SideStates(NamedTuple):
@@ -67,45 +67,32 @@ def scan_backward(
     dy: Tensor,
     drow_sum: Tensor | None,
     dfinal: Tensor | None,
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
-    """Gradients of the linear scan, combined by "add" or "concat": of v, of each side's tensors, of the diagonal.
+    call: ScanCall,
+) -> ScanGradients:
+    """Returns the gradients of the linear scan, combined by "add" or "concat".
 
     dy: cotangent of the output before any normalisation; drow_sum (batch, seqlen, nheads): of the sums of the
     mixer's rows, or None; dfinal: of the final state, or None.
     """
-    if form.combine == "concat" and len(sides) == 2:
-        parts = [
-            linear_backward(half, None, v, (side,), diagonal, form, cu_seqlens, chunk_size)
-            for half, side in zip(dy.chunk(2, -1), sides, strict=True)
-        ]
-        (dv, (dfirst,), ddiagonal), (dv_other, (dsecond,), ddiagonal_other) = parts
-        return dv + dv_other, (dfirst, dsecond), None if ddiagonal is None else ddiagonal + ddiagonal_other
+    if call.form.combine == "concat" and len(call.sides) == 2:
+        first, second = (
+            linear_backward(half, None, call._replace(sides=(side,)))
+            for half, side in zip(dy.chunk(2, -1), call.sides, strict=True)
+        )
+        ddiagonal = None if first.diagonal is None else first.diagonal + second.diagonal
+        return ScanGradients(first.v + second.v, first.sides + second.sides, ddiagonal)
     if drow_sum is None:
-        return linear_backward(dy, dfinal, v, sides, diagonal, form, cu_seqlens, chunk_size)
-    exact = scan_dtype(v)
+        return linear_backward(dy, dfinal, call)
+    exact = scan_dtype(call.v)
     dy = torch.cat([dy.to(exact), drow_sum.to(exact).unsqueeze(-1)], -1)
-    dv, gradients, ddiagonal = linear_backward(dy, dfinal, with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size)
-    return dv[..., :-1].to(v.dtype, memory_format=torch.contiguous_format), gradients, ddiagonal
+    gradients = linear_backward(dy, dfinal, call._replace(v=with_ones(call.v)))
+    return gradients._replace(v=gradients.v[..., :-1].to(call.v.dtype, memory_format=torch.contiguous_format))
 
 
-def linear_backward(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
-    """Gradients of `linear_forward`."""
-    setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, dfinal is not None)
+def linear_backward(dy: Tensor, dfinal: Tensor | None, call: ScanCall) -> ScanGradients:
+    """Returns the gradients of `linear_forward`."""
+    v, sides, diagonal, *_, cu_seqlens, _ = call
+    setup = set_up_scan(call, dfinal is not None)
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
     states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
@@ -125,7 +112,7 @@ def linear_backward(
     )
     if ddiagonal is not None:
         ddiagonal = reduce_like(layout.join(ddiagonal), diagonal)
-    return layout.join(dv), gradients, ddiagonal
+    return ScanGradients(layout.join(dv), gradients, ddiagonal)
 
 
 def side_states(

@@ -18,7 +18,7 @@ from matmix.kernels.semiseparable.chunked.setup import (
     spread_heads,
     ungrouped_rows,
 )
-from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanForm, ScanOutput, ScanSide
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanOutput
 
 
 class ChunkMatrices(NamedTuple):
@@ -114,30 +114,24 @@ def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int
 
 
 @outside_autocast
-def scan_forward(
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    final_state: bool,
-) -> ScanOutput:
-    """The scan of one direction or two as `form` says; `final_state` asks for the first side's last state."""
+def scan_forward(call: ScanCall, final_state: bool) -> ScanOutput:
+    """Computes the scan of one direction or two; `final_state` asks for the first side's last state."""
+    v, sides, diagonal, form, *_ = call
     if form.normalize:
-        y, _ = linear_forward(with_ones(v), sides, diagonal, form, cu_seqlens, chunk_size, False)
+        y, _ = linear_forward(call._replace(v=with_ones(v)), False)
         row_sum = y[..., -1].contiguous()
         exact = y[..., :-1] / (row_sum + form.eps).unsqueeze(-1)
         y = exact.to(v.dtype)
         return ScanOutput(y, row_sum, None, None if y.dtype == exact.dtype else (exact - y).to(v.dtype))
     if form.combine == "add" or len(sides) == 1:
-        y, final = linear_forward(v, sides, diagonal, form, cu_seqlens, chunk_size, final_state)
+        y, final = linear_forward(call, final_state)
         return ScanOutput(y, None, final)
     if form.combine == "concat":
-        halves = [linear_forward(v, (side,), diagonal, form, cu_seqlens, chunk_size, False)[0] for side in sides]
+        halves = [linear_forward(call._replace(sides=(side,)), False)[0] for side in sides]
         return ScanOutput(torch.cat(halves, -1), None, None)
     exact = v.to(scan_dtype(v))
-    y, other = (linear_forward(exact, (side,), None, form, cu_seqlens, chunk_size, False)[0] for side in sides)
+    alone = call._replace(v=exact, diagonal=None)
+    y, other = (linear_forward(alone._replace(sides=(side,)), False)[0] for side in sides)
     y.mul_(other)
     if diagonal is not None:
         y.addcmul_(diagonal.to(y.dtype).unsqueeze(-1), exact)
@@ -150,20 +144,12 @@ def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
 
 
-def linear_forward(
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    final_state: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The sum of all sides: output (as v) and, if asked for, the final state of the first side."""
-    setup = set_up_scan(v, sides, form, cu_seqlens, chunk_size, final_state)
+def linear_forward(call: ScanCall, final_state: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns the sum of all sides, shaped like v, and, if asked for, the final state of the first side."""
+    setup = set_up_scan(call, final_state)
     layout, dtype = setup.layout, setup.dtype
-    heads = v.shape[2]
-    chunks = layout.split(v)
+    heads = call.v.shape[2]
+    chunks = layout.split(call.v)
     states: list[Tensor | None] = []
     final = None
     for number, carries in enumerate(setup.carries):
@@ -171,7 +157,7 @@ def linear_forward(
         entering, end = entering_states(chunks, setup, number) if carries or wanted else (None, None)
         states.append(entering)
         final = end if wanted else final
-    diagonal = spread_heads(diagonal, layout, dtype)
+    diagonal = spread_heads(call.diagonal, layout, dtype)
     y = torch.empty_like(chunks, memory_format=torch.contiguous_format)
     for at in chunk_blocks(setup):
         values = chunks[at].to(dtype).transpose(1, 2).contiguous()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, growth, side_decay
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
 
 class ScanSetup(NamedTuple):
@@ -52,15 +52,9 @@ def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
     return 64
 
 
-def set_up_scan(
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    final_state: bool,
-) -> ScanSetup:
-    """Both directions of one linear scan: of `form`, only `shift` and `self_term` matter here."""
+def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
+    """Sets up both directions of one linear scan: of its form, only `shift` and `self_term` matter here."""
+    v, sides, _, form, cu_seqlens, chunk_size = call
     batch, seqlen, heads, headdim = v.shape
     exclusive, both = form.shift, len(sides) == 2
     own_weight = 0.0 if exclusive or not both else 0.5 if form.self_term == "mean" else 1.0

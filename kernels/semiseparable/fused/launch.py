@@ -13,7 +13,7 @@ from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
-from matmix.kernels.semiseparable.form import ScanForm, ScanOutput, ScanSide, SideGradients
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanGradients, ScanOutput, ScanSide, SideGradients
 from matmix.kernels.semiseparable.fused.mix import mix
 from matmix.kernels.semiseparable.fused.pairs import pair_gradients
 from matmix.kernels.semiseparable.fused.scan import (
@@ -178,16 +178,9 @@ def summed(parts: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Ten
 __all__ = ["backward", "configurations", "force_configuration", "forward"]
 
 
-def forward(
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    final_state: bool,
-) -> ScanOutput:
+def forward(call: ScanCall, final_state: bool) -> ScanOutput:
     """See `scan_forward` of the PyTorch form."""
+    v, sides, diagonal, form, cu_seqlens, chunk_size = call
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, False)
     v, sides = rows_in_place(v), tuple(map(readable, sides))
     sums = sum_decays(scan, sides)
@@ -237,15 +230,11 @@ def backward(
     dy: Tensor,
     drow_sum: Tensor | None,
     dfinal: Tensor | None,
-    v: Tensor,
-    sides: tuple[ScanSide, ...],
-    diagonal: Tensor | None,
-    form: ScanForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
+    call: ScanCall,
     into: Into | None = None,
-) -> tuple[Tensor, tuple[SideGradients, ...], Tensor | None]:
+) -> ScanGradients:
     """See `scan_backward` of the PyTorch form. `into`: where the gradients of v, q and k are to be written."""
+    v, sides, diagonal, form, cu_seqlens, chunk_size = call
     scan = set_up(v, sides[0].q, cu_seqlens, chunk_size, True)
     # The scan is linear here; states need sums of rows where the cotangent of those is given.
     form, given = form._replace(normalize=drow_sum is not None), sides
@@ -280,8 +269,5 @@ def backward(
         da = None if da is None else reduce_like(da, side.log_decay)
         dw = None if dw is None else dw.to(side.input_scale.dtype)
         finished.append(SideGradients(dq, dk, da, dw, initial))
-    return (
-        gradients_of_all.v,
-        tuple(finished),
-        None if diagonal is None else reduce_like(gradients_of_all.along, diagonal),
-    )
+    ddiagonal = None if diagonal is None else reduce_like(gradients_of_all.along, diagonal)
+    return ScanGradients(gradients_of_all.v, tuple(finished), ddiagonal)

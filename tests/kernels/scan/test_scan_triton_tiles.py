@@ -14,7 +14,7 @@ from test_quasiseparable import FORMS, make_for
 from test_semiseparable import make
 
 from matmix.kernels import quasiseparable_scan, semiseparable_scan
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import scan
 from matmix.kernels.semiseparable.fused.scan import MEASURED, choose
@@ -153,7 +153,7 @@ def test_layouts_of_cotangents(interpreter, dtype):
         ):
             dy = dy.transpose(1, 2)
             got, wanted = (
-                fused.backward(x, None, None, v, sides, diagonal, form, None, None) for x in (dy, dy.contiguous())
+                fused.backward(x, None, None, ScanCall(v, sides, diagonal, form)) for x in (dy, dy.contiguous())
             )
             for x, y in zip(flat(got), flat(wanted), strict=True):
                 assert torch.equal(x, y)
