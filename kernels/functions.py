@@ -27,7 +27,7 @@ def outside_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(*arguments, **options):
-        firsts = (x[0] if isinstance(x, tuple) else x for x in arguments)
+        firsts = (x[0] if isinstance(x, tuple) and x else x for x in arguments)
         device = next(x.device.type for x in firsts if isinstance(x, torch.Tensor))
         if device == "meta" or not torch.is_autocast_enabled(device):
             return function(*arguments, **options)

@@ -305,7 +305,7 @@ def _two_sided_backward(
     forward, backward = (
         TWO_SIDED_FORMS.choose(half, given.backend, given.v, why_not) for half in ("forward", "backward")
     )
-    dv, (first, second), ddiagonal = combined_backward(forward, backward, dy, *outputs, given.call)
+    dv, (first, second), ddiagonal = combined_backward(forward, backward, dy, None, *outputs, given.call)
     gradients = {"v": dv, "diagonal": ddiagonal}
     for name, side in (("forward", first), ("backward", second)):
         gradients |= {f"{field}_{name}": gradient for field, gradient in side._asdict().items()}

@@ -104,7 +104,7 @@ def test_the_bidirectional_scan_looks_at_no_value(form, dtype, as_packed):
         call = ScanCall(v, sides, diagonal, choices, bounds)
         out = fused.forward(call, False)
         dv, gradients, ddiagonal = combined_backward(
-            fused.forward, fused.backward, torch.empty_like(out.y), out.y, out.row_sum, out.rest, call
+            fused.forward, fused.backward, torch.empty_like(out.y), None, out.y, out.row_sum, out.rest, call
         )
         assert (dv.shape, dv.dtype, ddiagonal.shape) == (v.shape, dtype, diagonal.shape)
         for side, found in zip(sides, gradients, strict=True):

@@ -13,6 +13,7 @@ Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +30,16 @@ def combined_backward(
     forward: Callable,
     backward: Callable,
     dy: Tensor,
+    dfinal: Tensor | None,
     y: Tensor | None,
     row_sum: Tensor | None,
     rest: Tensor | None,
     call: ScanCall,
 ) -> ScanGradients:
-    """Returns the gradients of a two-sided scan by a backend's `forward` and linear `backward`.
+    """Returns the gradients of a scan by a backend's `forward` and linear `backward`.
 
-    y, row_sum and rest: results of the forward pass; only needed where the form normalises.
+    dfinal: of the final state, or None. y, row_sum and rest: results of the forward pass, only needed where the form
+    normalises.
     """
     v, _, diagonal, form, *_ = call
     exact = torch.promote_types(v.dtype, torch.float32)
@@ -46,7 +49,7 @@ def combined_backward(
         drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
         return backward(divided, drow_sum, None, call)
     if form.combine != "mult":
-        return backward(dy, None, None, call)
+        return backward(dy, None, dfinal, call)
     apart = call._replace(diagonal=None, form=form._replace(combine="concat"))
     first, second = forward(apart, False).y.chunk(2, -1)
     gradients = backward(torch.cat([dy * second, dy * first], -1), None, None, apart)
@@ -66,66 +69,46 @@ def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | 
     return shift_left(log_decay, cu_seqlens)
 
 
-class SemiseparableFunction(Function):
+def scan_call(
+    form: ScanForm, chunk_size: int | None, v: Tensor, diagonal: Tensor | None, cu_seqlens: Tensor | None, *parts: Any
+) -> ScanCall:
+    """Puts a call together from its options and tensors. parts: those of the first side, then of the second, if any."""
+    sides = tuple(ScanSide(*parts[start : start + 5], start > 0) for start in range(0, len(parts), 5))
+    return ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size)
+
+
+class ScanFunction(Function):
+    """`scan_forward` of the call that `scan_call` makes of all arguments but the first."""
+
     @staticmethod
-    def forward(v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, final_state, chunk_size):
-        side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-        output = scan_forward(ScanCall(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size), final_state)
-        return output.y, output.final
+    def forward(final_state, *arguments):
+        return tuple(scan_forward(scan_call(*arguments), final_state))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *tensors, _, ctx.chunk_size = inputs
-        ctx.save_for_backward(*tensors)
+        _, form, chunk_size, *tensors = inputs
+        y, row_sum, _, rest = output
+        ctx.save_for_backward(y if form.normalize else None, row_sum, rest, *tensors)
+        ctx.mark_non_differentiable(*(x for x in (row_sum, rest) if x is not None))
         ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, dy, dfinal):
-        gradients = gradient_of(semiseparable_gradient, dy, dfinal, *ctx.saved_tensors, ctx.chunk_size)
-        return *gradients, None, None, None
-
-
-def semiseparable_gradient(
-    dy, dfinal, v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, chunk_size
-) -> tuple[Tensor | None, ...]:
-    """The gradients of the tensors from v to initial_state."""
-    dy = torch.zeros_like(v) if dy is None else dy
-    side = ScanSide(q, k, log_decay, input_scale, initial_state, False)
-    call = ScanCall(v, (side,), diagonal, ScanForm(), cu_seqlens, chunk_size)
-    dv, (dside,), ddiagonal = scan_backward(dy, None, dfinal, call)
-    return dv, dside.q, dside.k, dside.log_decay, dside.input_scale, ddiagonal, dside.initial_state
-
-
-class QuasiseparableFunction(Function):
-    @staticmethod
-    def forward(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size):
-        sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-        output = scan_forward(ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size), False)
-        return output.y, output.row_sum, output.rest
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, form, chunk_size = inputs
-        y, *sums = output
-        ctx.save_for_backward(y if form.normalize else None, *sums, *tensors)
-        ctx.mark_non_differentiable(*(x for x in sums if x is not None))
         ctx.options = form, chunk_size
 
     @staticmethod
-    def backward(ctx, dy, *_):
-        gradients = gradient_of(quasiseparable_gradient, dy, *ctx.saved_tensors, *ctx.options)
-        return *gradients, None, None, None
+    def backward(ctx, dy, _drow_sum, dfinal, _drest):
+        y, row_sum, rest, *tensors = ctx.saved_tensors
+        return None, None, None, *gradient_of(scan_gradient, dy, dfinal, y, row_sum, rest, *ctx.options, *tensors)
 
 
-def quasiseparable_gradient(
-    dy, y, row_sum, rest, v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, hf, hb, cu_seqlens, form, chunk_size
+def scan_gradient(
+    dy: Tensor | None, dfinal: Tensor | None, y: Tensor | None, row_sum: Tensor | None, rest: Tensor | None, *arguments
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of the tensors from v to hb."""
-    sides = (ScanSide(qf, kf, af, wf, hf, False), ScanSide(qb, kb, ab, wb, hb, True))
-    call = ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size)
-    dv, (f, b), ddiagonal = combined_backward(scan_forward, scan_backward, dy, y, row_sum, rest, call)
-    scans = (f.q, f.k, b.q, b.k, f.log_decay, b.log_decay, f.input_scale, b.input_scale)
-    return dv, *scans, ddiagonal, f.initial_state, b.initial_state
+    """Returns the gradients of the tensors of `scan_call`, in its order."""
+    call = scan_call(*arguments)
+    if dy is None:
+        width = 2 if call.form.combine == "concat" else 1
+        dy = call.v.new_zeros(*call.v.shape[:-1], width * call.v.shape[-1])
+    dv, sides, ddiagonal = combined_backward(scan_forward, scan_backward, dy, dfinal, y, row_sum, rest, call)
+    return dv, ddiagonal, None, *(gradient for side in sides for gradient in side)
 
 
 def semiseparable_chunked(
@@ -142,9 +125,8 @@ def semiseparable_chunked(
     chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`semiseparable_scan` in PyTorch, without argument checks; see there."""
-    y, final = SemiseparableFunction.apply(
-        v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
-    )
+    side = (q, k, log_decay, input_scale, initial_state)
+    y, _, final, _ = ScanFunction.apply(return_final_state, ScanForm(), chunk_size, v, diagonal, cu_seqlens, *side)
     return (y, final) if return_final_state else y
 
 
@@ -172,21 +154,9 @@ def quasiseparable_chunked(
     chunk_size: int | None = None,
 ) -> Tensor:
     """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
-    y, *_ = QuasiseparableFunction.apply(
-        v,
-        q_forward,
-        k_forward,
-        q_backward,
-        k_backward,
-        log_decay_forward,
-        move_gates(log_decay_backward, gate_offset, cu_seqlens),
-        input_scale_forward,
-        input_scale_backward,
-        diagonal,
-        initial_state_forward,
-        initial_state_backward,
-        cu_seqlens,
-        ScanForm(shift, combine, self_term, normalize is not None, eps),
-        chunk_size,
-    )
-    return y
+    log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
+    return ScanFunction.apply(
+        False, ScanForm(shift, combine, self_term, normalize is not None, eps), chunk_size, v, diagonal, cu_seqlens,
+        q_forward, k_forward, log_decay_forward, input_scale_forward, initial_state_forward,
+        q_backward, k_backward, log_decay_backward, input_scale_backward, initial_state_backward,
+    )[0]  # fmt: skip
