@@ -28,7 +28,6 @@ MAIN = _select(lambda case: True)
 ALIGNED = _select(lambda case: case.kind.sequence_aligned)
 CAUSAL = _select(lambda case: case.causal, variants_by_day=True)
 ANY_LENGTH = _select(lambda case: not case.kind.fixed_length)
-OF_LOW_RANK = _select(lambda case: case.kind.block_rank(case.config) is not None)
 
 
 @pytest.fixture
@@ -49,15 +48,23 @@ def _assert_close(y, expected, tolerance=1e-5):
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
 
 
-def test_facts_are_stated():
-    for name, kind in MIXERS.items():
-        assert kind.name == name
-        assert kind.causal_form or kind.bidirectional_form, name
-        assert kind.complexity in COMPLEXITIES, name
-        # What grows with the data alone knows no length of its own, and the other way round.
-        assert not (kind.sequence_aligned and kind.fixed_length), name
-        assert kind.data_dependent or not kind.sequence_aligned, name
-        assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind.Config)), name
+@pytest.mark.parametrize("name", MAIN)
+def test_facts_are_as_stated(make, name):
+    kind = CASES[name].kind
+    assert kind.name == CASES[name].mixer
+    assert kind.causal_form or kind.bidirectional_form
+    assert kind.complexity in COMPLEXITIES
+    # What grows with the data alone knows no length of its own, and the other way round.
+    assert not (kind.sequence_aligned and kind.fixed_length)
+    assert kind.data_dependent or not kind.sequence_aligned
+    assert all(field.default is not dataclasses.MISSING for field in dataclasses.fields(kind.Config))
+    check_causality(make, name)
+    check_dependence_on_the_data(make, name)
+    check_cost(name)
+    if kind.block_rank(CASES[name].config) is not None:
+        check_block_rank(make(name, torch.float64, max_seqlen=32))
+    if kind.fixed_length:
+        check_fixed_length(make(name, max_seqlen=8))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -70,8 +77,7 @@ def test_forward_is_matrix_times_values(make, name):
         _assert_close(mixer(x), expected, 1e-8 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_causality_is_as_stated(make, name):
+def check_causality(make, name):
     """Which tokens an output depends on, by the Jacobian."""
     length = 7
     mixer = make(name, torch.float64, max_seqlen=length)
@@ -93,11 +99,10 @@ def test_causality_is_as_stated(make, name):
     assert (influence[seen] > 1e-12).all()
 
 
-def test_the_matrix_depends_on_the_data_as_stated(make):
-    for name in CASES:
-        mixer = make(name, torch.float64, max_seqlen=9)
-        one, other = (mixer.matrix(_draw(1, 9)) for _ in range(2))
-        assert torch.equal(one, other) is not mixer.data_dependent, name
+def check_dependence_on_the_data(make, name):
+    mixer = make(name, torch.float64, max_seqlen=9)
+    one, other = (mixer.matrix(_draw(1, 9)) for _ in range(2))
+    assert torch.equal(one, other) is not mixer.data_dependent
 
 
 @pytest.mark.parametrize("name", ALIGNED)
@@ -114,9 +119,7 @@ def test_the_matrix_is_aligned_with_the_sequence(make, name):
     _assert_close(whole, prefix, 1e-6)
 
 
-@pytest.mark.parametrize("name", OF_LOW_RANK)
-def test_blocks_off_the_diagonal_have_at_most_the_stated_rank(make, name):
-    mixer = make(name, torch.float64, max_seqlen=32)
+def check_block_rank(mixer):
     bound = mixer.block_rank(mixer.config)
     m = mixer.matrix(_draw(1, 32))
     for block in (m[..., 16:, :16], *([] if mixer.causal else [m[..., :16, 16:]])):
@@ -126,8 +129,13 @@ def test_blocks_off_the_diagonal_have_at_most_the_stated_rank(make, name):
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_every_parameter_gets_a_gradient(name):
-    """In the second step from the initial weights, some of which may be zero in the first."""
+def test_parameters_and_the_input_get_their_gradients(make, name):
+    check_gradients_of_parameters(name)
+    check_gradient_of_the_input(make, name)
+
+
+def check_gradients_of_parameters(name):
+    """Looks at the second step from the initial weights: some of them may be zero in the first."""
     mixer = CASES[name].build(max_seqlen=11).train()
     torch.manual_seed(1)
     x, cotangent = _draw(2, 11, dtype=torch.float32), _draw(2, 11, dtype=torch.float32)
@@ -148,8 +156,7 @@ def test_every_parameter_gets_a_gradient(name):
         assert gradient.abs().max() > 0, key
 
 
-@pytest.mark.parametrize("name", MAIN)
-def test_the_input_gets_the_right_gradient(make, name):
+def check_gradient_of_the_input(make, name):
     mixer = make(name, torch.float64, max_seqlen=5)
     x, direction = _draw(1, 5).requires_grad_(), _draw(1, 5)
     cotangent = _draw(1, 5)
@@ -217,12 +224,6 @@ def test_padded_rows_equal_rows_alone(name, randomize):
         _assert_close(padded[1], model(ids[1:])[0])
 
 
-def test_a_fixed_length_is_kept(make):
-    for name, case in CASES.items():
-        if case.kind.fixed_length:
-            check_fixed_length(make(name, max_seqlen=8))
-
-
 def check_fixed_length(mixer):
     assert mixer(_draw(1, 8, dtype=torch.float32)).shape == (1, 8, D_MODEL)
     for length in (7, 9):
@@ -264,11 +265,6 @@ def check_weights_of_bfloat16(name):
     assert (y.float() - exact).norm() < 0.05 * exact.norm()
 
 
-def test_cost_grows_as_stated():
-    for name in CASES:
-        check_cost(name)
-
-
 def check_cost(name):
     case, costs = CASES[name], []
     for length in (256, 1024, 4096):
@@ -276,10 +272,10 @@ def check_cost(name):
         with FlopCount() as count:
             mixer(torch.empty(1, length, D_MODEL, device="meta"))
         costs.append(count)
-    assert cost_class([count.total for count in costs]) == case.complexity, name
+    assert cost_class([count.total for count in costs]) == case.complexity
     # What is planned with: a least estimate (causal attention needs half of its scores, scans need no chunks).
     stated = 4096 * case.kind.flops_per_token(D_MODEL, case.config, 4096, case.causal)
-    assert 0.35 * costs[-1].products < stated < 1.15 * costs[-1].total, name
+    assert 0.35 * costs[-1].products < stated < 1.15 * costs[-1].total
 
 
 # -- facts of single mixers ------------------------------------------------------------------------------------------
