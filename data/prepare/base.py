@@ -297,13 +297,15 @@ class PrepareOptions(abc.ABC):
 
     def of_contents(self) -> dict[str, Any]:
         """Returns the options that decide what comes out."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.without_effect}
+        left_out = (*self.without_effect, self.kind().most_broken)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in left_out}
 
 
 class Preparation(abc.ABC):
     """A kind of data on its way into shards. Class methods work without the input, for joining parts."""
 
-    kind: ClassVar[str]
+    name: ClassVar[str]
+    """Name of the kind of data."""
     verb: ClassVar[str]
     unit: ClassVar[str] = "documents"
     record: ClassVar[str] = "lines"

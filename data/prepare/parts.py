@@ -163,11 +163,11 @@ class Parts:
                     write_atomic(path, json.dumps(make(), indent=indent).encode(), alone=False)
 
     def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        path, kind = self.folder / name, self.kind.kind
+        path, kind = self.folder / name, self.kind.name
         try:
             raw = parse_json(path.read_bytes(), name)
             kind = raw.get("options", {}).get("kind", "text") if name == "options.json" else kind
-            if kind == self.kind.kind:
+            if kind == self.kind.name:
                 check(raw)
         except FileNotFoundError:
             make = shell_line(*self.kind.verb.split(), "INPUT", "--out", self.out, "--part", "k/n")
@@ -176,7 +176,7 @@ class Parts:
             raise ValueError(
                 f"{path} is damaged ({one_line(error)}); delete {self.folder} and prepare the parts again"
             ) from None
-        if kind != self.kind.kind:
+        if kind != self.kind.name:
             raise ValueError(f"{self.out} holds parts of {one_line(kind)}, which {self.kind.verb} does not join")
         return raw
 

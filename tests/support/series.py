@@ -53,14 +53,14 @@ class SeriesFile(ListedSource):
 
 
 class SeriesPreparation(Preparation):
-    kind = "series"
+    name = "series"
     verb = PrepareSeries.verb
     unit = "series"
     record = "series"
     most_broken = "max_broken"
 
     def __init__(self, config: PrepareSeries) -> None:
-        super().__init__(config, [SeriesFile(path) for path in config.inputs], kind=self.kind)
+        super().__init__(config, [SeriesFile(path) for path in config.inputs], kind=self.name)
 
     def dtype(self) -> str:
         return "float32"

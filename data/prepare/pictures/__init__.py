@@ -17,10 +17,7 @@ class PrepareImagesConfig(PrepareOptions):
     """Files of pictures to shards."""
 
     verb: ClassVar[str] = "matmix prepare-images"
-    without_effect: ClassVar[Sequence[str]] = (
-        *PrepareOptions.without_effect,
-        *("validation", "labels", "classes", "max_corrupt"),
-    )
+    without_effect: ClassVar[Sequence[str]] = (*PrepareOptions.without_effect, "validation", "labels", "classes")
 
     validation: tuple[str, ...] = ()
     """Inputs whose pictures are the validation split, in place of a share of the others."""

@@ -35,7 +35,7 @@ _LEVELS = np.arange(256, dtype=np.int64)
 class PicturePreparation(Preparation):
     """Files of pictures on their way to shards."""
 
-    kind = "images"
+    name = "images"
     verb = PrepareImagesConfig.verb
     unit = "pictures"
     record = "pictures"
@@ -49,7 +49,7 @@ class PicturePreparation(Preparation):
         sources = find_sources(config.inputs, config)
         held_out = find_sources(config.validation, config) if config.validation else []
         self.classes = Classes.find(sources, config.classes)
-        facts = {"kind": self.kind, "validation": [], "classes": list(self.classes.names)}
+        facts = {"kind": self.name, "validation": [], "classes": list(self.classes.names)}
         super().__init__(config, sources, held_out, **facts)
 
     def dtype(self) -> str:

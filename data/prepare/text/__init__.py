@@ -44,10 +44,7 @@ class PrepareConfig(PrepareOptions, ReadOptions):
     """Text files to shards of tokens."""
 
     verb: ClassVar[str] = "matmix prepare"
-    without_effect: ClassVar[Sequence[str]] = (
-        *PrepareOptions.without_effect,
-        *("tokenizer", "max_line_megabytes", "max_malformed"),
-    )
+    without_effect: ClassVar[Sequence[str]] = (*PrepareOptions.without_effect, "tokenizer", "max_line_megabytes")
 
     tokenizer: str = ""
     """An existing sentencepiece .model, tokenizer.json, or folder with one of them. Empty: train a sentencepiece model

@@ -54,7 +54,7 @@ _CHUNKS = 64
 class TextPreparation(Preparation):
     """Text files on their way to shards of tokens. The sums are the tokens' counts in the training split."""
 
-    kind = "text"
+    name = "text"
     verb = PrepareConfig.verb
     doing = "tokenising"
     counted = "tokens"
