@@ -50,6 +50,7 @@ def test_every_engine_on_two_ranks(reference):
             assert_same_run(run, reference)
 
 
+@pytest.mark.slow
 def test_four_ranks_and_hybrid_sharding(reference):
     runs = [(HSDP, STEPS, 2), (ENGINES["fsdp2"], 5, 1), (ENGINES["zero3"], 5, 1)]
     for found in run_distributed(scenarios.losses_of_all, 4, arguments=(runs,)):

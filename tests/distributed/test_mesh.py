@@ -5,6 +5,7 @@ import json
 import mesh_scenario
 import pytest
 from harness import run_distributed
+from nightly import nightly
 from runs import records, weights
 from test_generated_tasks import RECIPE
 
@@ -49,7 +50,8 @@ def expected(options, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "toys", [("parts of batches and weights", ""), ("", "parts of batches"), ("parts of gradients", "")]
+    "toys",
+    [("parts of batches and weights", ""), nightly(("", "parts of batches")), nightly(("parts of gradients", ""))],
 )
 def test_a_dimension_more_changes_no_number(toys, options, expected, tmp_path):
     """The first steps with the toy, on two data ranks times two, and the others without it, or the other way round."""

@@ -80,6 +80,15 @@ def assert_same(found, expected, tolerance=1e-5):
             assert values == pytest.approx(expected_weights[name], abs=tolerance), name
 
 
+def test_sharded_engines_on_two_ranks(reference):
+    names = ("fsdp2", "zero2", "zero3")
+    runs = [(ENGINES[name], STEPS, 2) for name in names]
+    for found in run_distributed(rules_scenario.losses_of_all, 2, arguments=(runs,)):
+        for run in found:
+            assert_same(run, reference)
+
+
+@pytest.mark.slow
 def test_every_engine_on_two_ranks(reference, on_two_ranks):
     assert reference[0] != scenarios.losses_of({"name": "fsdp2"}, STEPS, 1)[0]
     for rank, found in enumerate(on_two_ranks[0]):

@@ -74,6 +74,7 @@ def test_training_goes_on_while_it_is_written(tmp_path):
     assert max(held) < 1.5 * min(held)
 
 
+@pytest.mark.slow
 def test_copies_of_shards(tmp_path):
     for found in run_distributed(
         saving_scenarios.in_background_all, 4, arguments=(["hsdp"], str(tmp_path)), timeout=300

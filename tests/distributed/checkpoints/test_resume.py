@@ -33,6 +33,7 @@ def test_other_number_of_ranks(tmp_path):
                     assert got == pytest.approx(want, abs=2e-5), (name, ranks)
 
 
+@pytest.mark.slow
 def test_engine_may_change_within_its_kind(tmp_path):
     """Sharded or not, any stage of ZeRO: the same content."""
     found = run_distributed(scenarios.resume_with_another_layout, 2, arguments=(str(tmp_path),))
