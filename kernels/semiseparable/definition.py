@@ -186,45 +186,23 @@ def quasiseparable_definition(
 
     def both(v: Tensor) -> tuple[Tensor, Tensor]:
         forward = semiseparable_definition(
-            v,
-            q_forward,
-            k_forward,
-            log_decay_forward,
-            input_scale=input_scale_forward,
-            initial_state=initial_state_forward,
-            cu_seqlens=cu_seqlens,
-        )
+            v, q_forward, k_forward, log_decay_forward, input_scale=input_scale_forward,
+            initial_state=initial_state_forward, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         backward = semiseparable_definition(
-            flip(v),
-            flip(q_backward),
-            flip(k_backward),
-            flip(gates),
-            input_scale=flip(input_scale_backward),
-            initial_state=initial_state_backward,
-            cu_seqlens=cu_seqlens,
-        )
+            flip(v), flip(q_backward), flip(k_backward), flip(gates), input_scale=flip(input_scale_backward),
+            initial_state=initial_state_backward, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         return (moved(forward), flip(moved(backward))) if shift else (forward, flip(backward))
 
     v, diagonal = _in_float64(v, diagonal)
     if normalize or (self_term == "mean" and not shift):
         matrix = quasiseparable_matrix(
-            q_forward,
-            k_forward,
-            q_backward,
-            k_backward,
-            log_decay_forward,
-            log_decay_backward,
-            heads=v.shape[2],
-            input_scale_forward=input_scale_forward,
-            input_scale_backward=input_scale_backward,
-            diagonal=diagonal,
-            shift=shift,
-            self_term=self_term,
-            normalize=normalize,
-            eps=eps,
-            gate_offset=gate_offset,
+            q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward, heads=v.shape[2],
+            input_scale_forward=input_scale_forward, input_scale_backward=input_scale_backward, diagonal=diagonal,
+            shift=shift, self_term=self_term, normalize=normalize, eps=eps, gate_offset=gate_offset,
             cu_seqlens=cu_seqlens,
-        )
+        )  # fmt: skip
         y = torch.einsum("bhts,bshp->bthp", matrix, v)
         if initial_state_forward is None and initial_state_backward is None:
             return y
