@@ -215,14 +215,9 @@ def mru_step(
         )
     if w_down is not None:
         y, state = mru_mixer(
-            elements.unsqueeze(1),
-            w_down,
-            w_up=w_up,
-            construction=construction,
-            initial_state=state,
-            return_final_state=True,
-            backend=backend,
-        )
+            elements.unsqueeze(1), w_down, w_up=w_up, construction=construction, initial_state=state,
+            return_final_state=True, backend=backend,
+        )  # fmt: skip
         return y.squeeze(1), state
     check_finite(op, elements=elements, state=state, w_up=w_up)
     x = state_matrices(made_elements(elements, w_up, construction), construction, order).unsqueeze(1)

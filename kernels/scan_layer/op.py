@@ -178,15 +178,9 @@ def _form(given: ScanInputs | Inputs, inner: int) -> LayerForm:
     """The form from the options of a registered op."""
     high = math.inf if given.high is None else given.high
     return LayerForm(
-        given.nheads,
-        inner // given.nheads,
-        given.ngroups,
-        given.d_state,
-        given.directions,
-        given.shift,
-        given.low,
+        given.nheads, inner // given.nheads, given.ngroups, given.d_state, given.directions, given.shift, given.low,
         high,
-    )
+    )  # fmt: skip
 
 
 def _parameters(given: ScanInputs | Inputs) -> NamedTuple:
@@ -325,12 +319,6 @@ _conv_and_scan = register(
     flops=lambda given, backward: _scan_flops(given, given.inner(given.conv_weight[0]), backward=backward),
 )  # fmt: skip
 _scan_layer = register(
-    "scan_layer",
-    _forward,
-    _like,
-    Inputs,
-    Output,
-    backward=_backward,
-    flops=_flops,
-    without_gradient=("scanned", "mixed", "product"),
-)
+    "scan_layer", _forward, _like, Inputs, Output, backward=_backward, flops=_flops, without_gradient=("scanned",
+    "mixed", "product"),
+)  # fmt: skip

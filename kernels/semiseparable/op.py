@@ -65,15 +65,9 @@ def semiseparable_scan(
     """
     op = "semiseparable_scan"
     check_scan(
-        op,
-        v,
-        {"q": q, "k": k},
-        {"log_decay": log_decay},
-        {"input_scale": input_scale},
-        diagonal,
-        {"initial_state": initial_state},
-        cu_seqlens,
-    )
+        op, v, {"q": q, "k": k}, {"log_decay": log_decay}, {"input_scale": input_scale}, diagonal, {"initial_state":
+        initial_state}, cu_seqlens,
+    )  # fmt: skip
     check_chunk_size(op, chunk_size)
     check_backend(op, backend, v, no_kernel(v, q))
     y, final = _semiseparable(

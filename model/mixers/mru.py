@@ -316,15 +316,9 @@ class MRU(Mixer):
         inputs, w_up = self.inputs(x, before)
         if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
-                inputs,
-                self.read_out(),
-                w_up=w_up,
-                construction=self.config.construction,
-                initial_state=state,
-                return_final_state=True,
-                return_log_norms=True,
-                cu_seqlens=cu_seqlens,
-            )
+                inputs, self.read_out(), w_up=w_up, construction=self.config.construction, initial_state=state,
+                return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens,
+            )  # fmt: skip
             return self.finish(y, x), final
         elements = inputs if w_up is None else self.from_chunks(inputs, w_up)
         states, final = self.mixed(elements, cu_seqlens, state)

@@ -86,18 +86,9 @@ def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
     budget = 3 << 20 if v.device.type == "cpu" else 1 << 28
     chunks_at_once = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
     return ScanSetup(
-        layout,
-        dtype,
-        groups,
-        exclusive,
-        own_weight,
-        tuple(chunks),
-        tuple(scales),
-        tuple(decays),
-        tuple(masks),
-        tuple(carries),
-        chunks_at_once,
-    )
+        layout, dtype, groups, exclusive, own_weight, tuple(chunks), tuple(scales), tuple(decays), tuple(masks),
+        tuple(carries), chunks_at_once,
+    )  # fmt: skip
 
 
 def chunk_blocks(setup: ScanSetup) -> list[slice]:

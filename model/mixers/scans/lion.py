@@ -190,14 +190,9 @@ class LionLit(Mixer):
         qkv = self.qkv(x)
         if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(qkv, self.nheads):
             y = lion_mixer(
-                qkv,
-                self.gate_logits(x, cu_seqlens),
-                nheads=self.nheads,
-                feature_map=self.config.feature_map,
-                **self.gate_offsets,
-                eps=self.config.eps,
-                cu_seqlens=cu_seqlens,
-            )
+                qkv, self.gate_logits(x, cu_seqlens), nheads=self.nheads, feature_map=self.config.feature_map,
+                **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens,
+            )  # fmt: skip
             return self.proj(y)
         q, k, v = self.split(qkv)
         form = LION_FORMS[self.form(x.shape[1], cu_seqlens)]
@@ -216,14 +211,9 @@ class LionLit(Mixer):
         logits = self.logits_in_orders(x, places)
         if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(read, self.nheads):
             y, sums = lion_mixer(
-                read,
-                logits,
-                nheads=self.nheads,
-                feature_map=self.config.feature_map,
-                **self.gate_offsets,
-                eps=self.config.eps,
-                return_row_sums=True,
-            )
+                read, logits, nheads=self.nheads, feature_map=self.config.feature_map, **self.gate_offsets,
+                eps=self.config.eps, return_row_sums=True,
+            )  # fmt: skip
             y = y.to(sums.dtype).unflatten(-1, (self.nheads, -1)) * (sums + self.config.eps).unsqueeze(-1)
         else:
             exact = torch.promote_types(x.dtype, torch.float32)

@@ -189,23 +189,11 @@ class ScanBlock(Mixer):
     def mix_projected(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""
         y = scan_layer(
-            projected,
-            *conv_weights(self.conv1d),
-            self.dt_bias,
-            self.A_log,
-            weight_of(self.norm),
-            nheads=self.nheads,
-            ngroups=self.config.ngroups,
-            d_state=self.config.d_state,
-            directions=self.directions,
-            shift=self.shift,
-            dt_limits=self.dt_limits,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.config.chunk_size or None,
-            **self.diagonal_options(),
-            **self.norm_options,
-            **self.layer_options(),
-        )
+            projected, *conv_weights(self.conv1d), self.dt_bias, self.A_log, weight_of(self.norm), nheads=self.nheads,
+            ngroups=self.config.ngroups, d_state=self.config.d_state, directions=self.directions, shift=self.shift,
+            dt_limits=self.dt_limits, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size or None,
+            **self.diagonal_options(), **self.norm_options, **self.layer_options(),
+        )  # fmt: skip
         return self.out_proj(y)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:

@@ -112,19 +112,9 @@ class Quasiseparable(MatrixMixer):
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
         k, q = (part.to(v.dtype).unsqueeze(2) for part in (B, C))
         return quasiseparable_scan(
-            v,
-            q,
-            k,
-            q,
-            k,
-            log_decay[..., 0, :],
-            log_decay[..., 1, :],
-            input_scale_forward=dt[..., 0, :],
-            input_scale_backward=dt[..., 1, :],
-            diagonal=self.diagonal(v),
-            shift=True,
-            cu_seqlens=cu_seqlens,
-        )
+            v, q, k, q, k, log_decay[..., 0, :], log_decay[..., 1, :], input_scale_forward=dt[..., 0, :],
+            input_scale_backward=dt[..., 1, :], diagonal=self.diagonal(v), shift=True, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
 
 
 class QuasiseparableDI(Quasiseparable):
