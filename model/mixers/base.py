@@ -149,6 +149,8 @@ class Mixer(Called):
     static_step: ClassVar[bool] = False
     """The state has the same shapes after every token, and `step_in_place` reads nothing back from the device: a CUDA
     graph can replay it."""
+    rank_option: ClassVar[str | None] = None
+    """The option that bounds the rank of blocks of M strictly below or above the diagonal; None where none does."""
     takes_in_place: ClassVar[bool] = False
     """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
     monitor_limits: ClassVar[dict[str, float]] = {}
@@ -212,7 +214,7 @@ class Mixer(Called):
     @classmethod
     def block_rank(cls, config: Any) -> int | None:
         """The largest rank that blocks of M strictly below or above the diagonal can have; None = no bound."""
-        return None
+        return None if cls.rank_option is None else getattr(config, cls.rank_option)
 
     @classmethod
     def halo(cls, config: Any) -> int:

@@ -199,13 +199,10 @@ class SmaCausal(MaskedAttention):
     causal_form = True
     bidirectional_form = False
     sequence_aligned = True
+    rank_option = "headdim"
     complexity = "O(L)"
     static_step = True
     takes_in_place = True
-
-    @classmethod
-    def block_rank(cls, config: MaskedAttentionConfig) -> int:
-        return config.headdim
 
     @classmethod
     def linear_flops(cls, headdim: int, seqlen: int) -> float:

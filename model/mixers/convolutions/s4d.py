@@ -56,6 +56,8 @@ class S4D(Mixer):
     causal_form = True
     bidirectional_form = True
     sequence_aligned = False
+    # A pair of conjugate exponentials is a real sequence of order 2.
+    rank_option = "d_state"
     complexity = "O(L log L)"
     static_step = True
     data_dependent = False
@@ -89,11 +91,6 @@ class S4D(Mixer):
         if config.spectrum not in ("lin", "inv"):
             raise ValueError(f"model.mixers.{cls.name}.spectrum = {config.spectrum!r}; known: lin, inv")
         check_initial_steps(cls.name, config)
-
-    @classmethod
-    def block_rank(cls, config: S4DConfig) -> int:
-        # A pair of conjugate exponentials is a real sequence of order 2.
-        return config.d_state
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:

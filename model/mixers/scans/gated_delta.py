@@ -68,6 +68,7 @@ class GatedDelta(Mixer):
     causal_form = True
     bidirectional_form = False
     sequence_aligned = True
+    rank_option = "qk_dim"
     complexity = "O(L)"
     static_step = True
 
@@ -108,10 +109,6 @@ class GatedDelta(Mixer):
             raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be from 2 to 9")
         check_initial_steps(cls.name, config)
         check_inner_width(cls.name, d_model, config)
-
-    @classmethod
-    def block_rank(cls, config: GatedDeltaConfig) -> int:
-        return config.qk_dim
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:

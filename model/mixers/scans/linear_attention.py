@@ -44,6 +44,7 @@ class LinearAttention(Mixer):
     causal_form = True
     bidirectional_form = False
     sequence_aligned = True
+    rank_option = "headdim"
     complexity = "O(L)"
     static_step = True
     takes_in_place = True
@@ -82,10 +83,6 @@ class LinearAttention(Mixer):
         inner = head_count(d_model, config) * config.headdim
         # Write and read take 2 multiply-adds per state element; the normaliser is one more column of the state.
         return 2.0 * (4 * d_model * inner + 2 * inner * (config.headdim + config.normalize))
-
-    @classmethod
-    def block_rank(cls, config: LinearAttentionConfig) -> int:
-        return config.headdim
 
     def feature(self, x: Tensor) -> Tensor:
         """phi(x), elementwise, in x's dtype."""

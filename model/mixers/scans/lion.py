@@ -100,6 +100,7 @@ class LionLit(Mixer):
     causal_form = False
     bidirectional_form = True
     sequence_aligned = True
+    rank_option = "headdim"
     complexity = "O(L)"
     row_normalized = True
 
@@ -129,10 +130,6 @@ class LionLit(Mixer):
                 f"model.mixers.{cls.name}.gate_sets = {sets}: the second set is that of the second of two orders of "
                 'images (model.image.scan = "snake" or "both"); set it to 1'
             )
-
-    @classmethod
-    def block_rank(cls, config: LionConfig) -> int:
-        return config.headdim
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:

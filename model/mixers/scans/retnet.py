@@ -47,6 +47,7 @@ class RetNet(Mixer):
     causal_form = True
     bidirectional_form = True
     sequence_aligned = True
+    rank_option = "headdim"
     complexity = "O(L)"
     static_step = True
     takes_in_place = True
@@ -79,10 +80,6 @@ class RetNet(Mixer):
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         scan = (1 if causal else 2) * 3 * inner * config.expand * config.headdim
         return 2.0 * (projections + scan)
-
-    @classmethod
-    def block_rank(cls, config: RetNetConfig) -> int:
-        return config.headdim
 
     def log_decay(self, like: Tensor) -> Tensor:
         """log gamma_h (H,), float32 at least."""

@@ -64,6 +64,7 @@ class RWKV7(Mixer):
     causal_form = True
     bidirectional_form = False
     sequence_aligned = True
+    rank_option = "headdim"
     complexity = "O(L)"
     static_step = True
 
@@ -116,10 +117,6 @@ class RWKV7(Mixer):
             raise ValueError(
                 f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide d_model = {d_model}; change one"
             )
-
-    @classmethod
-    def block_rank(cls, config: RWKV7Config) -> int:
-        return config.headdim
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:

@@ -59,6 +59,7 @@ class ScanBlock(Mixer):
 
     Config = ScanBlockConfig
     sequence_aligned = True
+    rank_option = "d_state"
     complexity = "O(L)"
 
     directions: ClassVar[int]
@@ -149,10 +150,6 @@ class ScanBlock(Mixer):
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         scan = cls.directions * 3 * d_inner * config.d_state
         return 2.0 * (projections + conv_dim * config.d_conv + scan)
-
-    @classmethod
-    def block_rank(cls, config: Any) -> int:
-        return config.d_state
 
     @property
     def form(self) -> LayerForm:

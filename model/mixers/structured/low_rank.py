@@ -26,11 +26,8 @@ class LowRank(QueryKeyMixer):
 
     Config = LowRankConfig
     complexity = "O(L)"
+    rank_option = "qk_dim"
     knows_documents = True
-
-    @classmethod
-    def block_rank(cls, config: LowRankConfig) -> int:
-        return config.qk_dim
 
     @classmethod
     def mixing_flops(cls, d_inner: int, nheads: int, config: LowRankConfig, seqlen: int) -> float:

@@ -53,6 +53,7 @@ class Quasiseparable(MatrixMixer):
 
     Config = QuasiseparableConfig
     complexity = "O(L)"
+    rank_option = "d_state"
     data_dependent = True  # the diagonal is, in either form
     skip = False
     knows_documents = True
@@ -73,10 +74,6 @@ class Quasiseparable(MatrixMixer):
     def check(cls, d_model: int, config: QuasiseparableConfig) -> None:
         super().check(d_model, config)
         check_initial_steps(cls.name, config)
-
-    @classmethod
-    def block_rank(cls, config: QuasiseparableConfig) -> int:
-        return config.d_state
 
     @classmethod
     def mixing_flops(cls, d_inner: int, nheads: int, config: QuasiseparableConfig, seqlen: int) -> float:
