@@ -29,14 +29,14 @@ def read_vector(path: Path, dtype: str, where: object, *, length: int | None = N
     another kind, or has not `length` elements.
     """
     try:
-        found = np.lib.format.open_memmap(path, mode="r")
+        array = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:
         raise
     except Exception as error:  # the header is Python's syntax: what it makes of a damaged one has many kinds
         reason = str(error).partition("\n")[0][:200]
         raise ValueError(f"{where} is damaged ({reason})") from None
-    if found.dtype != np.dtype(dtype) or found.ndim != 1:
+    if array.dtype != np.dtype(dtype) or array.ndim != 1:
         raise ValueError(f"{where} is not a list of {np.dtype(dtype).name}")
-    if length is not None and len(found) != length:
-        raise ValueError(f"{where} has {len(found):,} elements instead of {length:,}")
-    return np.asarray(found)  # a plain view: memmap objects are slow to index
+    if length is not None and len(array) != length:
+        raise ValueError(f"{where} has {len(array):,} elements instead of {length:,}")
+    return np.asarray(array)  # a plain view: memmap objects are slow to index

@@ -89,13 +89,13 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
         lines = Path(path).read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    found = []
+    values = []
     for line in lines:
         try:
-            found.append(parse_json(line, path))
+            values.append(parse_json(line, path))
         except ValueError:  # cut off by a kill or a full disk
             continue
-    return [value for value in found if isinstance(value, dict)]
+    return [value for value in values if isinstance(value, dict)]
 
 
 def one_line(text: object) -> str:

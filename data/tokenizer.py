@@ -149,11 +149,11 @@ class SentencePieceTokenizer(Tokenizer):
         sp = self.processor
         known = {"pad": sp.pad_id(), "unk": sp.unk_id(), "bos": sp.bos_id(), "eos": sp.eos_id()}
         for name in SPECIAL_NAMES:
-            found: int | None = known.get(name, -1)
-            if found == -1:
+            index: int | None = known.get(name, -1)
+            if index == -1:
                 ids = (sp.piece_to_id(piece) for piece in _COMMON_NAMES[name])
-                found = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
-            self.special[name] = found
+                index = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
+            self.special[name] = index
         if not any(sp.is_byte(i) for i in range(self.vocab_size)):  # there is one for each byte, or none
             self.unknown_id = sp.unk_id()
         silent = (i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i))
@@ -220,11 +220,11 @@ class FastTokenizer(Tokenizer):
             # RoBERTa and its kin: the sentence marks serve as [CLS] and [SEP].
             self.special["cls"], self.special["sep"] = self.special["bos"], self.special["eos"]
         self._known, self._renamed = set(vocabulary.values()), {vocabulary[name]: old for old, name in new.items()}
-        found = None if unknown is None else self.backend.token_to_id(unknown)
+        index = None if unknown is None else self.backend.token_to_id(unknown)
         # Files exist in which, for example, the end of a text stands for what is unknown as well.
         others = {index for role, index in self.special.items() if role != "unk"}
-        self._ambiguous = found if found in others else None
-        self.unknown_id = None if found in others else found
+        self._ambiguous = index if index in others else None
+        self.unknown_id = None if index in others else index
         self.special_ids = sorted({*ids.values()} - {self.unknown_id})
 
     @cached_property
@@ -232,7 +232,7 @@ class FastTokenizer(Tokenizer):
         return set(range(self.vocab_size)) - self._known
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        found: list[list[int]] = []
+        tokenised: list[list[int]] = []
         try:
             with panics_as_errors():
                 for text in texts:
@@ -240,11 +240,11 @@ class FastTokenizer(Tokenizer):
                     if self._ambiguous is not None and self._ambiguous in ids:
                         name = self.piece(self._ambiguous)
                         raise ValueError(f"{name} stands for what the vocabulary lacks, and is a special token as well")
-                    found.append(ids)
+                    tokenised.append(ids)
         except Exception as error:  # the library raises plain Exception
-            which = f"the text that begins with {texts[len(found)][:40]!a}"
+            which = f"the text that begins with {texts[len(tokenised)][:40]!a}"
             raise ValueError(f"{self.path} cannot tokenise {which}: {one_line(error)}") from error
-        return found
+        return tokenised
 
     def decode(self, ids: Iterable[int]) -> str:
         with panics_as_errors():
@@ -326,15 +326,15 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 def _explain(message: str, vocab_size: int) -> str:
     """Returns the trainer's complaint as a sentence."""
-    if found := re.search(r"set it to a value <= (\d+)", message):
+    if bound := re.search(r"set it to a value <= (\d+)", message):
         return (
             f"a vocabulary of {vocab_size:,} is larger than this text supports: the largest possible is "
-            f"{int(found[1]):,}; lower the vocabulary size or give more text"
+            f"{int(bound[1]):,}; lower the vocabulary size or give more text"
         )
-    if found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+    if bound := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
         return (
             f"a vocabulary of {vocab_size:,} is too small for the characters of this text: it needs at least "
-            f"{int(found[1]):,} with the special tokens and bytes; raise the vocabulary size or lower the "
+            f"{int(bound[1]):,} with the special tokens and bytes; raise the vocabulary size or lower the "
             "character coverage"
         )
     return f"sentencepiece could not train a tokenizer: {message}"

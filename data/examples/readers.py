@@ -89,7 +89,7 @@ def _read(
         known = ", ".join(filter(None, _READERS))
         raise ValueError(f"{path} is no file of examples: give {known}, or a folder with a folder for each class")
     there, records = _READERS[kind](path, form)
-    found = {}
+    parts_of = {}
     for role, name in names:
         parts = [part.strip() for part in name.split(",")]
         if missing := [part for part in parts if part not in there]:
@@ -98,15 +98,15 @@ def _read(
             has = ", ".join(there) or "none"
             hint = f'columns = {{{role} = "..."}} in [data.examples] says which one holds it'
             raise ValueError(f'{path} has no column "{missing[0]}" (it has {has}); {hint}')
-        found[role] = parts
-    columns: dict[str, list[Any]] = {role: [] for role in found}
+        parts_of[role] = parts
+    columns: dict[str, list[Any]] = {role: [] for role in parts_of}
     lines, left_out = [], []
     for line, record in records:
         if record is None:
             left_out.append(line)
             continue
         lines.append(line)
-        for role, parts in found.items():
+        for role, parts in parts_of.items():
             values = [record.get(part) for part in parts]
             if values[0] is None and role in needed:
                 raise ValueError(f"{path}, row {line}: no {parts[0]}")
@@ -170,16 +170,16 @@ def _text_lines(path: Path) -> Iterator[str]:
 
 
 def _jsonl(path: Path, form: _Form) -> _Records:
-    found = []
+    records = []
     for number, line in enumerate(_text_lines(path), start=1):
         if line.strip():
             record = parse_json(line, f"{path}, row {number}")
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, row {number}: not a JSON object")
-            found.append((number, record))
-    if not found:
+            records.append((number, record))
+    if not records:
         raise ValueError(f"{path} is empty")
-    return list(dict.fromkeys(name for _, record in found for name in record)), iter(found)
+    return list(dict.fromkeys(name for _, record in records for name in record)), iter(records)
 
 
 def _parquet(path: Path, form: _Form) -> _Records:

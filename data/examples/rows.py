@@ -67,12 +67,12 @@ class ExampleRows:
     @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         numbers = [self.example_of(sample) for sample in samples]
-        found = [None if number < 0 else self.examples[number] for number in numbers]
-        return self._batch(found, numbers)
+        chosen = [None if number < 0 else self.examples[number] for number in numbers]
+        return self._batch(chosen, numbers)
 
-    def _batch(self, found: Sequence[Example | None], numbers: Sequence[int]) -> Batch:
+    def _batch(self, chosen: Sequence[Example | None], numbers: Sequence[int]) -> Batch:
         filler = Example((self.examples.encoder.padding,) * self.examples.documents, self.examples.nothing)
-        documents = [document for example in found for document in (example or filler).documents]
+        documents = [document for example in chosen for document in (example or filler).documents]
         lengths = np.array([len(document.ids) for document in documents])
         longest = int(lengths.max())
         if self.packing == "concat":
@@ -91,7 +91,7 @@ class ExampleRows:
             cu_seqlens = torch.from_numpy(borders.astype(np.int32))
         elif self.packing == "document":
             attention_mask = torch.from_numpy(np.arange(width) < lengths[:, None])
-        labels, owners, select = _targets(found, numbers, starts[:: self.examples.documents], self.examples)
+        labels, owners, select = _targets(chosen, numbers, starts[:: self.examples.documents], self.examples)
         return Batch(
             inputs=torch.from_numpy(ids),
             labels=torch.from_numpy(labels),
@@ -99,22 +99,22 @@ class ExampleRows:
             attention_mask=attention_mask,
             max_seqlen=self.seqlen if self.packing == "rows" else longest,
             select=select,
-            n_tokens=sum(len(document.ids) for example in found if example for document in example.documents),
+            n_tokens=sum(len(document.ids) for example in chosen if example for document in example.documents),
             extra={"token_type_ids": torch.from_numpy(types)} if self.token_types else {},
             examples=torch.from_numpy(owners),
         )
 
 
 def _targets(
-    found: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
+    chosen: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
     """Returns the labels, the number of the example that each output belongs to, and the positions of the outputs,
     where they are not one for each document."""
     nothing = examples.nothing
     if not examples.by_position:
-        labels = [nothing if example is None else example.labels for example in found]
+        labels = [nothing if example is None else example.labels for example in chosen]
         return np.concatenate(labels), np.repeat(np.array(numbers, np.int64), examples.documents), None
-    real = [(example, number, start) for example, number, start in zip(found, numbers, starts, strict=True) if example]
+    real = [(example, number, start) for example, number, start in zip(chosen, numbers, starts, strict=True) if example]
     labels = [nothing[:0], *(example.labels for example, _, _ in real)]
     counts = [len(example.positions) for example, _, _ in real]
     owners = np.repeat(np.array([number for _, number, _ in real], np.int64), counts)

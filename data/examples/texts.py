@@ -59,10 +59,10 @@ class MultiLabelTexts(Texts):
         cell = self.cell("label", number)
         if cell is None:
             return self.nothing
-        found = np.zeros((1, len(self.classes)), np.float32)
+        labels = np.zeros((1, len(self.classes)), np.float32)
         for value in as_list(cell, ","):
-            found[0, self.classes.number(value, partial(self.rows.where, number))] = 1
-        return found
+            labels[0, self.classes.number(value, partial(self.rows.where, number))] = 1
+        return labels
 
     @property
     def nothing(self) -> np.ndarray:

@@ -104,21 +104,21 @@ class ImageRows:
         for row, sample in enumerate(samples):
             if self.limit is not None and sample >= self.limit:
                 continue
-            found = self._read(sample, read)
-            if isinstance(found, DamagedShard):
+            loaded = self._read(sample, read)
+            if isinstance(loaded, DamagedShard):
                 n_damaged += 1
-                damaged.setdefault(found.where, str(found))
+                damaged.setdefault(loaded.where, str(loaded))
                 continue
-            inputs[row], labels[row] = self._mixed(sample, found, read) if soft else (found[0], found[1])
+            inputs[row], labels[row] = self._mixed(sample, loaded, read) if soft else (loaded[0], loaded[1])
             owners[row] = self._place(sample)[3]
             n_images += 1
         return image_batch(inputs, labels, n_images, n_damaged=n_damaged, damaged=damaged, examples=owners)
 
     def _mixed(
-        self, sample: int, found: _Read, read: dict[int, _Read | DamagedShard]
+        self, sample: int, loaded: _Read, read: dict[int, _Read | DamagedShard]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the picture and the target of a sample that is to be learned."""
-        image, label = found
+        image, label = loaded
         target = soft_target(label, self.classes, self.config.smoothing)
         partner = partner_of(sample, self.global_batch, self.config.repeats) if self.config.mixes else None
         mix = Mix(1.0) if partner is None else draw_mix(self.config, self.seed, sample, self.global_batch)
@@ -160,7 +160,7 @@ class ImageRows:
         """Returns the dataset of a sample, shard, its number there, and its number in the splits of all datasets."""
         repeats = self.config.repeats if self.training else 1
         group, copy = divmod(sample, repeats)
-        dataset, turn, rest = (int(found[0]) for found in self.mixture.locate(np.array([group])))
+        dataset, turn, rest = (int(part[0]) for part in self.mixture.locate(np.array([group])))
         epoch, slot = divmod((turn * self.sizes[dataset] + rest) * repeats + copy, self.sizes[dataset])
         block, place = self.orders[dataset].place(epoch, slot // repeats)
         shard, index = int(block.shard[place]), int(block.index[place])

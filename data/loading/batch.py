@@ -24,16 +24,16 @@ class Batch:
     """int64 (B, L): the token to predict at each position (for causal models already shifted), -100 = none; or float32
     (B, L, ...): the values to predict, NaN = none. Labelled examples have (n, ...) for n outputs, which may be those of
     documents."""
-    cu_seqlens: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None = None
     """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
     row begins a new one; padding behind the last token of a row counts as a document of its own."""
-    attention_mask: torch.Tensor | None
+    attention_mask: torch.Tensor | None = None
     """bool (B, L): True where there is a token, False where there is padding."""
-    max_seqlen: int
+    max_seqlen: int = 0
     """Tokens of the longest document (piece) in the micro-batch."""
-    select: torch.Tensor | None
+    select: torch.Tensor | None = None
     """int64 (n,): flattened positions that have a label, ascending; None for causal models."""
-    n_tokens: int
+    n_tokens: int = 0
     """Real tokens (positions), without padding."""
     n_damaged: int = 0
     """Rows that are padding because a shard they need cannot be used."""
@@ -95,16 +95,7 @@ def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: 
 def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None = None, **more: Any) -> Batch:
     """Returns a batch of images (B, C, H, W), which have no positions: labels int64 (B,) or float32 (B, classes),
     `n_images` of them real (None = all), and `more` fields of `Batch`."""
-    return Batch(
-        inputs=images,
-        labels=labels,
-        cu_seqlens=None,
-        attention_mask=None,
-        max_seqlen=0,
-        select=None,
-        n_tokens=len(images) if n_images is None else n_images,
-        **more,
-    )
+    return Batch(inputs=images, labels=labels, n_tokens=len(images) if n_images is None else n_images, **more)
 
 
 def has_target(labels: np.ndarray) -> np.ndarray:
@@ -122,26 +113,23 @@ def _batch(
     packing: str,
     select: np.ndarray | None,
 ) -> Batch:
-    seqlen = inputs.shape[1]
-    cu_seqlens = attention_mask = None
-    max_seqlen = seqlen
+    max_seqlen = seqlen = inputs.shape[1]
+    further = {"select": select}
     if packing == "document":
         # A row without a token (it fills up the last batch) keeps one: no model meets an empty document.
-        attention_mask = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
+        further["attention_mask"] = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
         max_seqlen = max(int(counts.max()), 1)
     elif packing == "concat":
         borders = begins.copy()
         borders[:, 0] = True
         short = np.flatnonzero(counts < seqlen)
         borders[short, counts[short]] = True
-        cu_seqlens = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
-        max_seqlen = int(np.diff(cu_seqlens).max())
+        further["cu_seqlens"] = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
+        max_seqlen = int(np.diff(further["cu_seqlens"]).max())
     return Batch(
         inputs=torch.from_numpy(inputs),
         labels=torch.from_numpy(labels),
-        cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
-        attention_mask=None if attention_mask is None else torch.from_numpy(attention_mask),
+        **{name: torch.from_numpy(array) for name, array in further.items() if array is not None},
         max_seqlen=max_seqlen,
-        select=None if select is None else torch.from_numpy(select),
         n_tokens=int(counts.sum()),
     )

@@ -198,17 +198,17 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: 
         )
 
 
-def _first_difference(saved: Any, found: Any, name: str) -> tuple[str, Any, Any] | None:
+def _first_difference(saved: Any, current: Any, name: str) -> tuple[str, Any, Any] | None:
     """Returns where two values of JSON first differ: dotted name, the one value and the other; None where they are
     equal."""
-    if saved == found:
+    if saved == current:
         return None
     pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(saved, dict) and isinstance(found, dict):
-        pairs = [(f"{name}.{key}", saved.get(key), found.get(key)) for key in sorted(saved.keys() | found.keys())]
-    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found) == 1:
-        pairs = [(name, saved[0], found[0])]
-    elif isinstance(saved, list) and isinstance(found, list) and len(saved) == len(found):
-        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(saved, found, strict=True))]
+    if isinstance(saved, dict) and isinstance(current, dict):
+        pairs = [(f"{name}.{key}", saved.get(key), current.get(key)) for key in sorted(saved.keys() | current.keys())]
+    elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current) == 1:
+        pairs = [(name, saved[0], current[0])]
+    elif isinstance(saved, list) and isinstance(current, list) and len(saved) == len(current):
+        pairs = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(saved, current, strict=True))]
     differences = (_first_difference(a, b, where) for where, a, b in pairs)
-    return next((difference for difference in differences if difference), (name, saved, found))
+    return next((difference for difference in differences if difference), (name, saved, current))

@@ -128,8 +128,8 @@ class Pictures(Modality):
         return Opened(rows, facts, fingerprint)
 
 
-def _check_classes(path: str, found: tuple[str, ...], classes: tuple[str, ...], first: str) -> None:
-    if found != classes:
+def _check_classes(path: str, theirs: tuple[str, ...], classes: tuple[str, ...], first: str) -> None:
+    if theirs != classes:
         raise ValueError(f"{path} has other classes than {first}; prepare both with the same --classes")
 
 
@@ -143,7 +143,7 @@ def _pixels(infos: Sequence[ImagesInfo], weights: list[float], channels: int) ->
         means, spreads = (np.array([getattr(info, name)[which] for info in infos]) for name in ("mean", "std"))
         mixed = (shares * means).sum(0)
         squares = (shares * (spreads**2 + means**2)).sum(0)
-        found = (mixed, np.sqrt(np.maximum(squares - mixed**2, 0.0)))
-        mean, std = (tuple(round(float(value), 6) for value in values) for values in found)
+        statistics = (mixed, np.sqrt(np.maximum(squares - mixed**2, 0.0)))
+        mean, std = (tuple(round(float(value), 6) for value in values) for values in statistics)
     # A channel that is the same everywhere has no spread to divide by.
     return mean, tuple(value or 1.0 for value in std)

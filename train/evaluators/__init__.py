@@ -41,7 +41,7 @@ def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]
         if entry.name in named:
             raise ValueError(f'evaluation.evaluator: "{entry.name}" is named twice')
         named[entry.name] = entry
-    found = []
+    evaluators = []
     for name in [*EVALUATORS, *(name for name in named if name not in EVALUATORS)]:
         entry = named.get(name)
         kind = find_part(name, EVALUATORS, "evaluator", Evaluator)
@@ -53,8 +53,8 @@ def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]
         every = entry.every if entry else None
         if every is None:
             every = 0 if name in _AT_THE_END else config.evaluation.every
-        found.append((kind(config, task, options), every))
-    return found
+        evaluators.append((kind(config, task, options), every))
+    return evaluators
 
 
 @torch.no_grad()

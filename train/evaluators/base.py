@@ -63,9 +63,9 @@ class Evaluation:
         """Returns the sum of what the ranks have of their batches; tensor: on the engine's device."""
         return self.engine.sum_over_batches(tensor)
 
-    def gather(self, found: list[Any]) -> list[Any]:
+    def gather(self, parts: list[Any]) -> list[Any]:
         """Returns what the ranks have found in their batches, one after the other, on every rank."""
-        return [one for part in gather_objects(found if self.engine.mesh.is_counted else []) for one in part]
+        return [one for part in gather_objects(parts if self.engine.mesh.is_counted else []) for one in part]
 
 
 class Evaluator:

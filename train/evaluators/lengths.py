@@ -58,9 +58,9 @@ def multiples(config: RunConfig) -> list[int]:
 
 def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
     """Returns a sentence with the accuracies of `AccuracyByLength`."""
-    found = {1: metrics["accuracy"]}
-    found |= {int(key.removeprefix("accuracy_x")): metrics[key] for key in metrics if key.startswith("accuracy_x")}
-    listed = ", ".join(f"{value:.1%} at {multiple * seqlen:,}" for multiple, value in sorted(found.items()))
+    shares = {1: metrics["accuracy"]}
+    shares |= {int(key.removeprefix("accuracy_x")): metrics[key] for key in metrics if key.startswith("accuracy_x")}
+    listed = ", ".join(f"{value:.1%} at {multiple * seqlen:,}" for multiple, value in sorted(shares.items()))
     return f"Accuracy by tokens in a sample: {listed}; the best constant guess has {metrics['chance_accuracy']:.1%}."
 
 

@@ -24,16 +24,16 @@ class ValidationLoss(Evaluator):
         self.targets = 0
 
     def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
-        found = [costs.loss, *(costs.sums[name] for name in self.task.recorded)]
-        self.sums += torch.stack([values.sum() for values in found]).double()
+        costs_by_name = [costs.loss, *(costs.sums[name] for name in self.task.recorded)]
+        self.sums += torch.stack([values.sum() for values in costs_by_name]).double()
         self.targets += targets
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         sums = evaluation.sum_over_ranks(torch.cat([self.sums, self.sums.new_tensor([self.targets])]))
-        *found, count = sums.tolist()
+        *totals, count = sums.tolist()
         if count == 0:
             raise ValueError("the validation split holds no target to evaluate; prepare more validation data")
-        means = dict(zip(("loss", *self.task.recorded), (value / count for value in found), strict=True))
+        means = dict(zip(("loss", *self.task.recorded), (value / count for value in totals), strict=True))
         return self.task.measures(means, evaluation.loader)
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
@@ -53,14 +53,14 @@ class Scores(Evaluator):
         return isinstance(task, ExampleTask)
 
     def begin(self, evaluation: Evaluation) -> None:
-        self.found: list[Predicted] = []
+        self.parts: list[Predicted] = []
 
     def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
         assert costs.predicted is not None
-        self.found.append(Predicted(*(values.cpu().numpy() for values in costs.predicted)))
+        self.parts.append(Predicted(*(values.cpu().numpy() for values in costs.predicted)))
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
-        predicted = in_order(evaluation.gather(self.found))
+        predicted = in_order(evaluation.gather(self.parts))
         examples = evaluation.loader.facts.examples
         return self.task.scores(predicted, examples) | as_controls(self.task.control(predicted, examples))
 

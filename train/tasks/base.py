@@ -106,10 +106,7 @@ class Task:
         return Batch(
             inputs=inputs,
             labels=inputs.clone(),
-            cu_seqlens=None,
-            attention_mask=None,
             max_seqlen=inputs.shape[1],
-            select=None,
             n_tokens=inputs.shape[0] * inputs.shape[1],
         )
 
@@ -147,8 +144,8 @@ class Task:
     @torch.no_grad()
     def costs(self, model: nn.Module, batch: Batch) -> Costs:
         """Like `loss`, but with a value for each prediction where the task can tell them apart."""
-        found = self.loss(model, batch)
-        return Costs(found.loss.reshape(1), {name: value.reshape(1) for name, value in found.sums.items()})
+        _, loss, sums = self.loss(model, batch)
+        return Costs(loss.reshape(1), {name: value.reshape(1) for name, value in sums.items()})
 
     def outputs(self, data: DataConfig) -> Outputs:
         """Returns what the outputs of a classifier that was trained on `data` stand for."""

@@ -39,8 +39,8 @@ class ImageClassification(Task):
         return 0.0  # of positions: the model knows that it has one output for each image
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        found = image_costs(self.forward(model, batch).float(), batch.labels)
-        loss, *sums = (values.sum() for values in found)
+        costs = image_costs(self.forward(model, batch).float(), batch.labels)
+        loss, *sums = (values.sum() for values in costs)
         return Loss(loss, loss.detach(), dict(zip(self.recorded, sums, strict=True)))
 
     @torch.no_grad()
@@ -68,8 +68,8 @@ def image_controls(counts: np.ndarray) -> dict[str, float]:
     """Returns the scores of the most frequent classes as the answer to all pictures; counts (classes,): the pictures of
     each. The score of five says nothing where there are no more, and is left out."""
     shares = np.sort(counts)[::-1] / counts.sum()
-    found = {"accuracy": float(shares[0]), "top5": float(shares[:_TOP].sum())}
-    return found if len(counts) > _TOP else {"accuracy": found["accuracy"]}
+    scores = {"accuracy": float(shares[0]), "top5": float(shares[:_TOP].sum())}
+    return scores if len(counts) > _TOP else {"accuracy": scores["accuracy"]}
 
 
 def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,5 +86,5 @@ def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]
         right = torch.where(there, labels, 0)
         loss = F.cross_entropy(logits, right, reduction="none") * there
     likeliest = logits.detach().topk(min(_TOP, logits.shape[1]), dim=1).indices
-    found = (likeliest == right[:, None]) & there[:, None]
-    return loss, found[:, 0].float(), found.any(1).float()
+    hits = (likeliest == right[:, None]) & there[:, None]
+    return loss, hits[:, 0].float(), hits.any(1).float()

@@ -78,9 +78,9 @@ class ExampleTask(Task):
     @torch.no_grad()
     def costs(self, model: nn.Module, batch: Batch) -> Costs:
         outputs = self.forward(model, batch).float()
-        found = self.cost(outputs, batch)
-        sums = {name: value.reshape(1) for name, value in found.sums.items()}
-        return Costs(found.loss.reshape(1), sums, self.predictions(outputs, batch))
+        _, loss, sums = self.cost(outputs, batch)
+        sums = {name: value.reshape(1) for name, value in sums.items()}
+        return Costs(loss.reshape(1), sums, self.predictions(outputs, batch))
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

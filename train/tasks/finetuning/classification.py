@@ -62,12 +62,12 @@ class SequenceClassification(ExampleTask):
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
-        found = values.argmax(1)
+        predictions = values.argmax(1)
         several = {"average": "macro", "labels": range(values.shape[1])} if values.shape[1] > 2 else {}
         return {
-            "accuracy": float(metrics.accuracy_score(labels, found)),
-            "f1": float(metrics.f1_score(labels, found, zero_division=0, **several)),
-            "matthews": float(metrics.matthews_corrcoef(labels, found)),
+            "accuracy": float(metrics.accuracy_score(labels, predictions)),
+            "f1": float(metrics.f1_score(labels, predictions, zero_division=0, **several)),
+            "matthews": float(metrics.matthews_corrcoef(labels, predictions)),
             "calibration_error": calibration_error(values, labels),
         }
 
@@ -133,11 +133,11 @@ class MultiLabel(ExampleTask):
         from sklearn import metrics
 
         values, labels = with_labels(predicted)
-        found, labels = values >= self.options.threshold, labels > 0
+        predictions, labels = values >= self.options.threshold, labels > 0
         return {
-            "f1_micro": float(metrics.f1_score(labels, found, average="micro", zero_division=0)),
-            "f1_macro": float(metrics.f1_score(labels, found, average="macro", zero_division=0)),
-            "accuracy": float(metrics.accuracy_score(labels, found)),
+            "f1_micro": float(metrics.f1_score(labels, predictions, average="micro", zero_division=0)),
+            "f1_macro": float(metrics.f1_score(labels, predictions, average="macro", zero_division=0)),
+            "accuracy": float(metrics.accuracy_score(labels, predictions)),
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
@@ -145,9 +145,9 @@ class MultiLabel(ExampleTask):
         classes as give the largest F1 over all labels; and all classes, whose mean F1 no fewer ones reach."""
         given, counts = np.unique(labels > 0, axis=0, return_counts=True)
         yield given[counts.argmax()].astype(float)
-        found = (labels > 0).sum(0)
-        order = np.argsort(-found, kind="stable")
-        f1 = 2 * np.cumsum(found[order]) / (len(labels) * np.arange(1, len(order) + 1) + found.sum())
+        frequencies = (labels > 0).sum(0)
+        order = np.argsort(-frequencies, kind="stable")
+        f1 = 2 * np.cumsum(frequencies[order]) / (len(labels) * np.arange(1, len(order) + 1) + frequencies.sum())
         yield np.isin(np.arange(len(order)), order[: f1.argmax() + 1]).astype(float)
         yield np.ones(len(order))
 
@@ -155,8 +155,8 @@ class MultiLabel(ExampleTask):
         """Yields lists of names of classes, and the probability of each class under "values"."""
 
         names = examples.classes.names
-        found = (predicted.values >= self.options.threshold).tolist()
-        for (number, values, label), given in zip(each(predicted), found, strict=True):
+        chosen = (predicted.values >= self.options.threshold).tolist()
+        for (number, values, label), given in zip(each(predicted), chosen, strict=True):
             row = {"predicted": list(compress(names, given))}
             yield number, {**row, "label": None if label is None else list(compress(names, label)), "values": values}
 
@@ -204,8 +204,8 @@ class Regression(ExampleTask):
     def prediction_rows(self, predicted: Predicted, examples: ValueTexts) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields numbers, or lists of them where an example has several."""
         for number, values in zip(predicted.numbers.tolist(), predicted.values.tolist(), strict=True):
-            found = {"predicted": values, "label": examples.values(number)}
-            yield number, {name: one[0] if one and len(one) == 1 else one for name, one in found.items()}
+            row = {"predicted": values, "label": examples.values(number)}
+            yield number, {name: one[0] if one and len(one) == 1 else one for name, one in row.items()}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

@@ -68,11 +68,11 @@ class QuestionAnswering(ExampleTask):
         reach = reach.triu() & reach.tril(self.options.longest_answer - 1)
         reach[0] = False
         values = logits.new_zeros(windows, 4)
-        for window, found in enumerate(logits):
-            scores = (found[:, None, 0] + found[None, :, 1]).masked_fill(~reach, -torch.inf)
+        for window, pair in enumerate(logits):
+            scores = (pair[:, None, 0] + pair[None, :, 1]).masked_fill(~reach, -torch.inf)
             best = int(scores.argmax())
             values[window] = torch.stack(
-                [scores.new_tensor(best // width), scores.new_tensor(best % width), scores.max(), found[0].sum()]
+                [scores.new_tensor(best // width), scores.new_tensor(best % width), scores.max(), pair[0].sum()]
             )
         starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)[: len(batch.examples)]  # there may be none
         return Predicted(batch.examples[starts], values, batch.labels)

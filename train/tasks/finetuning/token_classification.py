@@ -96,10 +96,10 @@ class TokenClassification(ExampleTask):
         for number in range(len(examples)):
             words, kept = examples.words(number)
             begin, end = np.searchsorted(predicted.numbers, [number, number + 1])
-            found = np.full(len(words), -1)
-            found[kept] = predicted.values[begin:end]
+            classes = np.full(len(words), -1)
+            classes[kept] = predicted.values[begin:end]
             label = examples.cell("label", number)
-            row = {"words": words, "predicted": names[found].tolist()}
+            row = {"words": words, "predicted": names[classes].tolist()}
             yield number, {**row, "label": None if label is None else [name_of(one) for one in as_list(label)]}
 
     def example_batch(self, inputs: Tensor) -> Batch:
@@ -124,7 +124,7 @@ def entity_scores(labels: list[list[str]], predicted: list[list[str]], *, strict
     from seqeval.scheme import IOB2
 
     options = {"average": "micro", "zero_division": 0}
-    found = (
+    scores = (
         by_scheme(labels, predicted, scheme=IOB2, **options) if strict else by_conlleval(labels, predicted, **options)
     )
-    return dict(zip(("entity_precision", "entity_recall", "entity_f1"), map(float, found[:3]), strict=True))
+    return dict(zip(("entity_precision", "entity_recall", "entity_f1"), map(float, scores[:3]), strict=True))
