@@ -80,6 +80,28 @@ def test_it_is_sharded_saved_converted_and_resumed_at_other_numbers_of_ranks(dat
 
 
 @pytest.mark.slow
+def test_deepspeed_takes_it_up(dataset, tmp_path):
+    """From FSDP2 to ZeRO-2 and ZeRO-3 and back, on two ranks: the curve of an uninterrupted run."""
+    optimizer, recipe = ["--optimizer.name", "momentum"], "debug_mru"
+    optimizer_scenario.train_all([(recipe, options_of(tmp_path / "whole", dataset, *optimizer))])
+    legs = [
+        ("a", "fsdp2", "2", "2"),
+        ("b", "deepspeed", "2", "3"),
+        ("c", "deepspeed", "3", "5"),
+        ("d", "ddp", "2", "6"),
+    ]
+    for number, (name, engine, stage, stop) in enumerate(legs):
+        if number:
+            convert_run(tmp_path / legs[number - 1][0], tmp_path / name)
+            recipe = str(tmp_path / name)
+        own = ["--engine.name", engine, "--engine.zero-stage", stage, "--stop-step", stop]
+        runs = [(recipe, options_of(tmp_path / name, dataset, *optimizer, *own))]
+        run_distributed(optimizer_scenario.train_all, 2, arguments=(runs,))
+        assert kept(tmp_path / name)["blocks.0.mlp.up.weight"] == {"momentum"}
+    assert losses(tmp_path / "d") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+@pytest.mark.slow
 def test_entries_may_have_other_shapes_and_types(dataset, tmp_path):
     travel(dataset, tmp_path, "whole", ["fsdp2", "ddp"])
     for engine in ("fsdp2", "ddp"):
