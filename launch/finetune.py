@@ -58,7 +58,7 @@ class Finetune:
 
     def begin(self) -> int:
         """Prepares a process of its own for training; returns an exit code, 0 = go on."""
-        from matmix.launch.many.processes import begin_alone, is_one_of_several
+        from matmix.launch.many.runs import begin_alone, is_one_of_several
         from matmix.train.entry import Train
 
         trains = not (self.dry_run or self.seeds or self.write_recipe)
@@ -68,7 +68,7 @@ class Finetune:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Trains and returns the exit code (`matmix.train.process.exits`)."""
-        from matmix.launch.many.processes import check_alone, is_one_of_several
+        from matmix.launch.many.runs import check_alone, is_one_of_several
         from matmix.train.command import train_phases
         from matmix.train.process import logs
         from matmix.train.process.distributed import rank_and_world_size
@@ -92,8 +92,8 @@ class Finetune:
         return train_phases([config], dry_run=self.dry_run)
 
     def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
-        from matmix.launch.many.processes import check_parallel
-        from matmix.launch.many.seeds import tasks_of_seeds, train_seeds
+        from matmix.launch.many.runs import check_parallel
+        from matmix.launch.many.scores import tasks_of_seeds, train_seeds
         from matmix.train.command import train_phases
 
         if any(word.partition("=")[0] == "--seed" for word in rest):

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from matmix.launch.glue.settings import Column
+from matmix.launch.glue import Column
 from matmix.train.arguments import check_overrides
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
 
 if TYPE_CHECKING:
-    from matmix.launch.glue.check import Found
-    from matmix.launch.glue.plan import Plan
+    from matmix.launch.glue.plan import Found, Plan
 
 _OURS = {"--seed": "--seeds", "--run-dir": "--out", "--data.examples.train": "DIR", "--data.examples.validation": "DIR"}
 """Options of recipes that differ between runs, and which of this verb's says them."""
@@ -61,20 +60,16 @@ class Glue:
 
     def begin(self) -> int:
         """Prepares a process of its own; returns an exit code, 0 = go on."""
-        from matmix.launch.many.processes import begin_alone
+        from matmix.launch.many.runs import begin_alone
 
         return begin_alone()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks, trains or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
-        from matmix.launch.glue.check import look, notes_on
-        from matmix.launch.glue.plan import plan_text
-        from matmix.launch.glue.results import collect
-        from matmix.launch.glue.table import write_table
-        from matmix.launch.glue.training import train
-        from matmix.launch.many.failures import describe_failures
-        from matmix.launch.many.processes import check_alone, check_parallel, listening, say
-        from matmix.launch.many.settings import check_directories
+        from matmix.launch.glue.plan import look, notes_on, plan_text
+        from matmix.launch.glue.results import collect, train, write_table
+        from matmix.launch.many.runs import check_alone, check_parallel, describe_failures, listening, say
+        from matmix.launch.many.task import check_directories
         from matmix.train.config import RunConfig
 
         check_alone("matmix glue")
@@ -106,8 +101,7 @@ class Glue:
 
     def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
         """Returns the files and the plan of the runs. Raises FileNotFoundError or ValueError (one line)."""
-        from matmix.launch.glue.check import whole
-        from matmix.launch.glue.plan import Plan, check_options
+        from matmix.launch.glue.plan import Plan, check_options, whole
         from matmix.launch.glue.tasks import named
 
         check_options(rest, _OURS)

@@ -1,5 +1,6 @@
-"""The eight tasks of GLUE (arXiv 1804.07461, without WNLI): their files in the public download, their recipes, and what
-of each stands in the table."""
+"""The eight tasks of GLUE (arXiv 1804.07461, without WNLI): their files in the public download, their recipes,
+published settings other than those of the recipes, and what of each stands in the table.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.config import ExamplesConfig
+from matmix.launch.glue import Column
 from matmix.train.recipe import config_from_dict
 from matmix.train.recipe_files import find_recipe, read_toml
 
@@ -105,3 +107,39 @@ def named(names: Sequence[str], option: str = "--tasks") -> list[GlueTask]:
 
 def _plain(name: str) -> str:
     return name.lower().replace("-", "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settings:
+    """What differs between tasks."""
+
+    lr: float
+    weight_decay: float
+    epochs: int
+    batch: int
+
+
+BERT = {
+    "MNLI": Settings(5e-5, 5e-6, 3, 48),
+    "RTE": Settings(1e-5, 1e-5, 3, 16),
+    "QQP": Settings(3e-5, 3e-6, 5, 16),
+    "QNLI": Settings(1e-5, 1e-6, 10, 16),
+    "SST-2": Settings(3e-5, 3e-6, 3, 16),
+    "STS-B": Settings(3e-5, 3e-6, 10, 32),
+    "MRPC": Settings(8e-5, 8e-6, 10, 32),
+    "CoLA": Settings(5e-5, 5e-6, 10, 32),
+}
+LION_LR = 1e-5
+
+
+def overrides(column: Column, task: str, given: Sequence[str] = ()) -> list[str]:
+    """Options for the recipe of a task, where the recipe does not have them, and after them those that are `given`."""
+    if column == "hydra":
+        return [*given]
+    if column == "lion":
+        return ["--optimizer.lr", repr(LION_LR), *given]
+    own = BERT[task]
+    rates = ["--optimizer.lr", repr(own.lr), "--optimizer.weight-decay", repr(own.weight_decay)]
+    by_steps = any(word.partition("=")[0] == "--steps" for word in given)
+    epochs = [] if by_steps else ["--epochs", str(own.epochs)]
+    return [*rates, *epochs, "--global-batch-size", str(own.batch), *given]

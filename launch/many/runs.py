@@ -7,24 +7,209 @@ RUN/train.log   what the process printed
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
+import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from matmix.launch.many import progress
-from matmix.launch.many.failures import Ended, Failure
-from matmix.launch.many.processes import gpu, start
+import torch
+
+from matmix.data.artifacts import read_json_lines
+from matmix.data.processes import cores, threads_of_each
 from matmix.launch.many.task import Task
-from matmix.train.process import stop
-from matmix.train.process.exits import EXIT_STOPPED
+from matmix.train.process import launched, stop
+from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import MovedError, Place
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """A run that ended without its last step."""
+
+    task: Task
+    code: int
+    lines: list[str]  # the last that it printed
+
+    @property
+    def reason(self) -> str:
+        """The error that the run reported, or the last line that it printed."""
+        errors = [line for line in self.lines if line.startswith("matmix: error: ")]
+        words = (errors or self.lines or [""])[-1].removeprefix("matmix: error: ")
+        return words or f"ended with exit code {self.code} and without a word"
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another process holds the run, which is no failure of it."""
+        return self.code == EXIT_USER and "is in use by another job (" in self.reason
+
+    @property
+    def words(self) -> str:
+        """The failure in one line."""
+        if not self.is_busy:
+            return f"{self.task.title}: FAILED: {self.reason}"
+        owner = self.task.run.lock().owner()
+        return f"{self.task.title}: is being trained by process {owner.get('pid')} on {owner.get('host')}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """How runs ended that were trained side by side."""
+
+    failures: list[Failure]
+    stopped: bool
+    """A signal came; the runs that were going on have been saved."""
+
+    def then(self, later: Ended) -> Ended:
+        """How these runs ended and others after them."""
+        return Ended([*self.failures, *later.failures], self.stopped or later.stopped)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether another process trains one of the runs."""
+        return any(failure.is_busy for failure in self.failures)
+
+    @property
+    def code(self) -> int:
+        """The exit code of a command that trained them."""
+        if not self.stopped and not all(failure.is_busy for failure in self.failures):
+            return EXIT_FAILED
+        return EXIT_STOPPED if self.stopped or self.is_busy else EXIT_OK
+
+
+def describe_failures(failures: Sequence[Failure]) -> str:
+    """What went wrong, run by run, with the last lines of each."""
+    lines = [failure.words for failure in failures if failure.is_busy]
+    if failed := [failure for failure in failures if not failure.is_busy]:
+        runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+        lines.append(f"{runs} failed; the same command tries again:")
+    for failure in failed:
+        lines.append(f"  {failure.task.title}: {failure.reason} (exit code {failure.code}, {failure.task.log})")
+        lines += [f"    | {line}" for line in failure.lines]
+    return "\n".join(lines)
+
+
+EVERY_SECONDS = 60.0
+
+
+class Clock:
+    """Guesses how long the rest will take: as long as the runs so far, on average."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel, self.total, self.runs = parallel, 0.0, 0
+
+    def count(self, seconds: float) -> None:
+        self.total += seconds
+        self.runs += 1
+
+    def left(self, running: Sequence[float], waiting: int) -> str:
+        mean = self.total / self.runs
+        seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
+        return duration(seconds / min(self.parallel, max(1, len(running) + waiting)))
+
+
+def run_words(run: Path, last_step: int | None) -> str:
+    """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
+    if not (records := training_records(run / "metrics.jsonl")) or last_step is None:
+        return "no step recorded yet"
+    record = records[-1]
+    left = duration((last_step - record["step"]) * record["seconds_per_step"])
+    loss = "all steps of the last record skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    return f"step {record['step']:,} of {last_step:,}, {loss}, about {left} left"
+
+
+def training_records(path: Path) -> list[dict[str, Any]]:
+    """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
+    return [record for record in read_json_lines(path) if record.get("kind") == "train"]
+
+
+def say(text: str) -> None:
+    """Prints, also to a terminal that was closed: what runs were trained is saved nevertheless."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+def check_parallel(parallel: int) -> None:
+    """Raises ValueError (one line) for a number of runs at a time that the cores are too few for."""
+    if not 1 <= parallel <= cores():
+        raise ValueError(f"--parallel must lie between 1 and the {cores()} cores here, got {parallel}")
+
+
+def is_one_of_several() -> bool:
+    """Whether a launcher such as torchrun has started this process as one of several ranks."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def begin_alone() -> int:
+    """What comes first in a process of a command that is not for several ranks; exit code, 0 = go on.
+
+    Where it is one of several, it outlives the signal by which the launcher ends the others when the first of them has
+    found that out: rank 0 is the one that says it.
+    """
+    if is_one_of_several():
+        stop.listen()
+    return 0
+
+
+def check_alone(words: str) -> None:
+    """Raises ValueError (one line) in one of several ranks; words: what starts processes of its own."""
+    if is_one_of_several():
+        raise ValueError(f"{words} starts a process for each run: do not start it on several ranks itself")
+
+
+def threads(parallel: int = 1) -> int:
+    """Threads of each of so many processes at a time: the user's OMP_NUM_THREADS, else a share of the cores."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) else threads_of_each(parallel)
+
+
+def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
+    """`python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone, which
+    passes it on. The module calls `begin_process` first, so that it ends when this process does.
+
+    device: the GPU, as CUDA_VISIBLE_DEVICES names it.
+    """
+    own = {"OMP_NUM_THREADS": str(threads(parallel)), launched.LAUNCHER_VARIABLE: str(os.getpid())}
+    if device:
+        own["CUDA_VISIBLE_DEVICES"] = device
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, str(argument)],
+        env={**os.environ, **own},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **options,
+    )
+
+
+def gpu(place: int) -> str:
+    """The GPU, as CUDA_VISIBLE_DEVICES names it, of the run at this place; "" without GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    return names[place % len(names)] if names else ""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Notes the signals that stop a run, and SIGHUP (a closed terminal) unless it is ignored, as under nohup."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.during_run())
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            before = signal.getsignal(signal.SIGHUP)
+            if before is not signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
+                stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL if before is None else before)
+        yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +231,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
         return Ended([], stopped=bool(stop.received()))
     running: list[_Process] = []
     failures: list[Failure] = []
-    clock = progress.Clock(parallel)
+    clock = Clock(parallel)
     told = time.monotonic()
     home = Place(Path(os.path.commonpath([task.run.path.parent.absolute() for task in tasks])))
     home.given.mkdir(parents=True, exist_ok=True)
@@ -79,7 +264,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
                 elif not (stop.received() and failure.code == EXIT_STOPPED):
                     failures.append(failure)
                     logger.info(f"{failure.words}; about {left} left")
-            if running and time.monotonic() - told >= progress.EVERY_SECONDS:
+            if running and time.monotonic() - told >= EVERY_SECONDS:
                 told = time.monotonic()
                 done = len(tasks) - len(waiting) - len(running) - len(failures)
                 logger.info(_progress_line([process.task for process in running], done, len(tasks)))
@@ -145,7 +330,7 @@ class _Process:
 
 
 def _progress_line(running: Sequence[Task], done: int, runs: int) -> str:
-    words = [f"{task.title}: {progress.run_words(task.run.path, task.last_step)}" for task in running]
+    words = [f"{task.title}: {run_words(task.run.path, task.last_step)}" for task in running]
     return f"{' | '.join(words)} | {done} of {runs} runs done"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.many.progress import Clock
+from matmix.launch.many.runs import Clock
 from matmix.studies.mru.runs import run
 from matmix.studies.mru.variants import RATES, configs
 

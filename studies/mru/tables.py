@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, state_elements
-from matmix.launch.many.spread import spread
+from matmix.launch.many.scores import spread
 from matmix.studies.mru.grid import FOLLOWED, PART, Result, best_runs
 from matmix.studies.mru.growth import LENGTH, ORDER
 from matmix.studies.mru.variants import NONE, RATES

@@ -23,9 +23,7 @@ from matmix.launch.cli import TREE, VERBS
 from matmix.launch.jobs.slurm.options import slurm_options
 from matmix.launch.jobs.slurm.prepare import plan_preparation
 from matmix.launch.jobs.sweep import parse_sweep
-from matmix.launch.lab.compare.config import read_comparison
-from matmix.launch.lab.compare.overrides import given_values
-from matmix.launch.lab.compare.tasks import tasks_of
+from matmix.launch.lab.compare.config import given_values, read_comparison, tasks_of
 from matmix.train.arguments import BorrowedOptions, field_names
 from matmix.train.config import RunConfig
 from matmix.train.recipe import find_recipe, load_phases

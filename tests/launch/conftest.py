@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from matmix.launch.glue import training
+from matmix.launch.glue import results
 from matmix.launch.lab.compare import downstream
-from matmix.launch.lab.compare import training as compare_training
+from matmix.launch.many import runs
 from matmix.train.loop import train
 
 
@@ -20,8 +20,8 @@ def in_this_process(monkeypatch) -> list[str]:
             if not task.is_finished():
                 titles.append(task.title)
                 train(task.config)
-        return training.Ended([], stopped=False)
+        return runs.Ended([], stopped=False)
 
-    for module in (training, compare_training, downstream):
+    for module in (results, runs, downstream):
         monkeypatch.setattr(module, "run_tasks", run_tasks)
     return titles

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from matmix.launch.glue.settings import Column
+from matmix.data.artifacts import shell_line
+from matmix.launch.glue import Column
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords
 from matmix.train.arguments import Recipe, check_overrides
+from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 
-_LEFT_OUT = " (--report leaves this run out)"
+if TYPE_CHECKING:
+    from matmix.launch.lab.compare.config import Comparison
+    from matmix.launch.lab.compare.downstream import Finetuned
+    from matmix.launch.many.task import Task
+
 _SPEED = tyro.conf.create_mutex_group(required=False)
 
 
@@ -61,21 +67,18 @@ class Compare:
 
     def begin(self) -> int:
         """Prepares a process of its own; returns an exit code, 0 = go on."""
-        from matmix.launch.many.processes import begin_alone
+        from matmix.launch.many.runs import begin_alone
 
         return begin_alone()
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
-        from matmix.launch.lab.compare.config import read_comparison
-        from matmix.launch.lab.compare.downstream import read_downstream
-        from matmix.launch.lab.compare.finetuned_glue import GlueSettings, glue_options
-        from matmix.launch.lab.compare.report import write_report
-        from matmix.launch.lab.compare.tasks import tasks_of
-        from matmix.launch.lab.compare.training import describe, submit, train
+        from matmix.launch.lab.compare.config import read_comparison, tasks_of
+        from matmix.launch.lab.compare.downstream import GlueSettings, glue_options, plan_of_downstream, read_downstream
+        from matmix.launch.lab.compare.report import plan_text, write_report
         from matmix.launch.lab.compare.width import matched
-        from matmix.launch.many.processes import check_alone, check_parallel
-        from matmix.launch.many.settings import check_directories
+        from matmix.launch.many.runs import check_alone, check_parallel
+        from matmix.launch.many.task import check_directories
         from matmix.train.config import RunConfig
 
         check_alone("matmix compare")
@@ -89,17 +92,72 @@ class Compare:
         tasks = tasks_of(comparison, self.only)
         if self.report:
             print(write_report(comparison))
-            return 0
-        check_directories(tasks, _LEFT_OUT)
+            return EXIT_OK
+        check_directories(tasks, " (--report leaves this run out)")
         glue = GlueSettings(
             settings=self.glue_settings, tasks=self.glue_tasks, seeds=self.glue_seeds, options=tuple(options)
         )
         downstream = read_downstream(self.finetune, comparison, glue)
+        plan = "\n".join([plan_text(comparison), *([plan_of_downstream(downstream, tasks)] if downstream else [])])
         if self.slurm:
             if downstream:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
-            return submit(comparison, tasks, self, typed)
+            return self._submit(comparison, tasks, plan, typed)
         if self.dry_run:
-            print(describe(comparison, tasks, downstream))
-            return 0
-        return train(comparison, tasks, downstream, self)
+            print(plan)
+            return EXIT_OK
+        return self._train(comparison, tasks, plan, downstream)
+
+    def _train(self, comparison: Comparison, tasks: list[Task], plan: str, downstream: list[Finetuned]) -> int:
+        """Trains, fine-tunes, measures and tabulates on this host; returns the exit code."""
+        from matmix.launch.lab.compare.config import keep_recipe
+        from matmix.launch.lab.compare.downstream import keep_downstream, train_downstream
+        from matmix.launch.lab.compare.report import write_report
+        from matmix.launch.lab.compare.speed import is_measured, measure_all
+        from matmix.launch.many.runs import describe_failures, listening, run_tasks, say
+        from matmix.launch.many.task import check_data
+
+        check_data(tasks)
+        with listening():
+            say(f"{plan}\n")
+            keep_recipe(comparison)
+            keep_downstream(downstream)
+            ended = run_tasks(tasks, self.parallel)
+            if downstream and not ended.stopped:
+                pretrained = [task for task in tasks if task.is_finished()]
+                ended = ended.then(train_downstream(downstream, pretrained, self.parallel))
+            if ended.stopped:
+                say("Stopped; what was running is saved. The same command goes on from there.")
+                return EXIT_STOPPED
+            unwanted = self.no_speed or self.only or ended.is_busy  # another process takes the cores
+            if (self.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison):
+                say("Stopped while speed was measured; no run was going on. The same command goes on from there.")
+                return EXIT_STOPPED
+        say("\n" + write_report(comparison))
+        if ended.failures:
+            say("\n" + describe_failures(ended.failures))
+        return ended.code
+
+    def _submit(self, comparison: Comparison, tasks: list[Task], plan: str, typed: list[str]) -> int:
+        """Submits the runs that are not finished as an array, a task each; returns the exit code."""
+        from matmix.launch.jobs.launches import launch_home
+        from matmix.launch.jobs.slurm.options import slurm_options
+        from matmix.launch.jobs.slurm.submit import plan_configs
+        from matmix.launch.lab.compare.config import keep_recipe
+
+        waiting = [task.config for task in tasks if not task.is_finished()]
+        if not waiting:
+            print("Nothing to submit: all runs are finished")
+            return EXIT_OK
+        home = launch_home(str(comparison.home))
+        scripts = plan_configs(home, waiting, slurm_options(self.profile, self.slurm_options), typed, is_sweep=True)
+        if self.dry_run:
+            print(*scripts.scripts.values(), end="")
+            return EXIT_OK
+        print(plan)
+        keep_recipe(comparison)
+        job = scripts.submit()
+        print(f"Submitted job {job.job} ({job.tasks} tasks): {scripts.folder / 'job.sbatch'}")
+        print(f"Follow it:     {shell_line('matmix', 'launch', 'status', home)}")
+        print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")
+        return EXIT_OK

@@ -7,7 +7,7 @@
     model.layers = ["toeplitz_dd"]
 
 An entry is the recipe with the keys that stand beside its name; what the command line gives goes to all entries. With
-variants, such as several tasks, every entry is trained on each of them:
+variants, such as several tasks, every entry is trained on each of them, in COMPARISON/<entry>/<variant>/seed-0:
 
     [[comparison.variant]]
     name = "characters"
@@ -16,24 +16,138 @@ variants, such as several tasks, every entry is trained on each of them:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import difflib
+import functools
+import operator
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
-from matmix.launch.lab.compare.controls import Control, control_of, missing_controls
-from matmix.launch.lab.compare.overrides import given_values, put, remove
-from matmix.train.arguments import unknown_key
+from matmix.launch.many.task import Task
+from matmix.model.config import NO_MIXER, ModelConfig
+from matmix.model.mixers import MIXERS
+from matmix.model.mixers.convolutions.short import Convolution
+from matmix.train.arguments import field_names, key_types, parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
-from matmix.train.recipe import config_from_dict, merged
+from matmix.train.recipe import config_from_dict, merged, plain
 from matmix.train.recipe_files import find_recipe, read_toml
+
+Control = Literal["no mixer", "convolution only"]
+"""What a control is, and the name of the entry that is added."""
+
+
+def control_of(model: ModelConfig) -> Control | None:
+    """Which control a model is, if any."""
+    mixers = model.mixer_names()
+    if not mixers:
+        return "no mixer"
+    return "convolution only" if mixers == [Convolution.name] else None
+
+
+def missing_controls(models: Sequence[ModelConfig]) -> dict[Control, dict[str, Any]]:
+    """Name -> overrides of the controls that a comparison of these models lacks: "convolution only" where any of them
+    has a mixer with a convolution in front, whose options it takes."""
+    present = {control_of(model) for model in models}
+    found: dict[Control, dict[str, Any]] = {}
+    if "no mixer" not in present:
+        found["no mixer"] = {"model": {"layers": [NO_MIXER]}}
+    if "convolution only" not in present and (fronts := list(_fronts(models))):
+        options = next((values for values in fronts if values is not None), {})
+        found["convolution only"] = {"model": {"layers": [Convolution.name], "mixers": {Convolution.name: options}}}
+    return found
+
+
+def _fronts(models: Sequence[ModelConfig]) -> Iterable[dict[str, Any] | None]:
+    """For each mixer with a convolution in front the options that the control takes from it; None where it cannot: of a
+    causal one in an encoder, or a wider one than it knows."""
+    names = [field.name for field in dataclasses.fields(Convolution.Config)]
+    for model in models:
+        for name in model.mixer_names():
+            given = model.mixer_config(name)
+            if not MIXERS[name].has_convolution(given):
+                continue
+            options = {key: getattr(given, key) for key in names if hasattr(given, key)}
+            try:
+                Convolution.check(model.d_model, Convolution.Config(**options))
+            except ValueError:
+                yield None
+            else:
+                yield options if model.mixer_is_causal(name) == model.causal else None
+
+
+Key = tuple[str, ...]
+"""The names of nested tables down to a value."""
+_SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float, "controls": bool}
+PREFIX = "--comparison."
+
+
+def given_values(words: Sequence[str]) -> dict[Key, Any]:
+    """Path of each key that is given -> its value, of the right type. Raises ValueError (one line)."""
+    paths = list(dict.fromkeys(_path(word) for word in words if word.startswith("--")))
+    if not words:
+        return {}
+    values = dataclasses.asdict(
+        parse_arguments(_only_given(paths), list(words), prog="matmix compare RECIPE")  # type: ignore[type-var]
+    )
+    return {path: plain(functools.reduce(operator.getitem, path, values)) for path in paths}
+
+
+def put(table: dict[str, Any], path: Key, value: Any) -> None:
+    """Sets a key of nested tables."""
+    for part in path[:-1]:
+        if not isinstance(table.get(part), dict):  # what else is there is refused by whoever reads it
+            table[part] = {}
+        table = table[part]
+    table[path[-1]] = copy.deepcopy(value)
+
+
+def remove(table: dict[str, Any], path: Key) -> None:
+    """Removes a key of nested tables, if it is there."""
+    for part in path[:-1]:
+        table = table.get(part, {})
+        if not isinstance(table, dict):
+            return
+    table.pop(path[-1], None)
+
+
+def _path(word: str) -> Key:
+    key = word[2:].split("=", 1)[0].replace("-", "_")
+    if word.startswith(PREFIX):
+        name = key.removeprefix("comparison.")
+        if name not in _SETTINGS:
+            raise ValueError(f"--{key}: of [comparison], {', '.join(_SETTINGS)} can be given; the rest is the recipe's")
+    elif key not in field_names(RunConfig):
+        raise unknown_key(key, RunConfig, "command line")
+    return tuple(key.split("."))
+
+
+def _only_given(paths: Sequence[Key]) -> type:
+    """A config class that has these keys only, so that their values are read without checks of what they go with."""
+    hints = {**typing.get_type_hints(RunConfig), "comparison": _SETTINGS}
+    return _table("Given", hints, paths)
+
+
+def _table(name: str, hints: Mapping[str, Any], paths: Sequence[Key]) -> type:
+    fields = []
+    for key in dict.fromkeys(path[0] for path in paths):
+        hint, inner = hints[key], [path[1:] for path in paths if path[0] == key]
+        if isinstance(hint, Mapping) or dataclasses.is_dataclass(hint):
+            if () in inner:
+                raise ValueError(f"command line: {key} is a table; give its keys one by one, as in --{key}.KEY VALUE")
+            hint = _table(key, hint if isinstance(hint, Mapping) else key_types(hint), inner)
+        fields.append((key, hint))
+    return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
+
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
@@ -285,3 +399,31 @@ def _named_rows(rows: Sequence[Mapping[str, Any]], kind: type[EntryConfig]) -> t
         require(isinstance(name, str), f"comparison.{kind.kind} number {number} has no name, which should be a string")
         found.append(kind(name=name, overrides={key: row[key] for key in row if key != "name"}))
     return tuple(found)
+
+
+def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
+    """All runs, seed by seed, so that every entry has a first result early.
+
+    only: names of entries and of variants to which they are restricted. Raises ValueError for others.
+    """
+    entries = {entry.name for entry in comparison.entries}
+    variants = {entry.variant for entry in comparison.entries}
+    for name in only:
+        if name not in entries | variants:
+            known = sorted(entries | variants - {""})
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
+            raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
+    entries, variants = entries & set(only) or entries, variants & set(only) or variants
+    return [
+        Task(
+            entry=entry.title,
+            seed=seed,
+            config=dataclasses.replace(
+                entry.config, seed=seed, run_dir=str(comparison.home / entry.folder / f"seed-{seed}")
+            ),
+        )
+        for seed in comparison.settings.seeds
+        for entry in comparison.entries
+        if entry.name in entries and entry.variant in variants
+    ]

@@ -1,38 +1,319 @@
-"""Tables and the picture of a comparison: COMPARISON/report/{table.md, table.csv, plot.png}."""
+"""The results of a comparison, read from its runs: COMPARISON/report/{table.md, table.csv, plot.png}."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import io
+import math
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.lab.compare.config import Comparison
-from matmix.launch.lab.compare.downstream import kept_downstream, score_columns
-from matmix.launch.lab.compare.finetuned import ScoreColumn
-from matmix.launch.lab.compare.picture import picture
-from matmix.launch.lab.compare.results import (
-    EntryResult,
-    RunResult,
-    accuracy_metrics,
-    collect,
-    gain_over_no_mixer,
-    metrics_of,
-    unnamed_folders,
+from matmix.launch.figures import panels, png_of
+from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_of
+from matmix.launch.lab.compare.downstream import (
+    Finetuned,
+    ScoreColumn,
+    Scores,
+    kept_downstream,
+    score_columns,
+    scores_of,
 )
-from matmix.launch.lab.compare.settings import changed_headdims, words_on_differences
 from matmix.launch.lab.compare.speed import current_rows, speed_words
-from matmix.launch.lab.compare.tasks import tasks_of
-from matmix.launch.lab.compare.width import headdims
-from matmix.launch.many.spread import mean_in_words, metric_in_words, spread
-from matmix.launch.many.table import markdown
+from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
+from matmix.launch.many.runs import training_records
+from matmix.launch.many.scores import markdown, mean_in_words, metric_in_words, spread
+from matmix.launch.many.task import Task, other_settings
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """One run."""
+
+    seed: int
+    state: Literal["finished", "unfinished", "missing", "other settings"]
+    validation: dict[str, float]
+    """Metrics of the last step; {} unless finished."""
+    curve: list[tuple[int, float]]
+    """(step, training loss) of each record; [] of a run with other settings."""
+    others: str = ""
+    """In which settings it differs from what is compared here."""
+    finetuned: Scores = dataclasses.field(default_factory=dict)
+    """Its scores on tasks, those of each of its fine-tunings."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All that is known of it; of scores on tasks the mean over its fine-tunings."""
+        return {**self.validation, **{name: fmean(values) for name, values in self.finetuned.items()}}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EntryResult:
+    """One entry with all its seeds."""
+
+    entry: Entry
+    runs: list[RunResult]
+    tokens_per_second: float | None
+    peak_bytes: float | None
+
+    def values(self, metric: str) -> list[float]:
+        """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
+        found = []
+        for run in self.runs:
+            found += run.finetuned.get(metric, [run.validation[metric]] if metric in run.validation else [])
+        return found
+
+    def mean(self, metric: str) -> float | None:
+        """Its mean over seeds; None where no finished run has it."""
+        found = spread(self.values(metric))
+        return None if found is None else found.mean
+
+    def ranked_loss(self) -> float | None:
+        """Its mean loss, to sort by: NaN, from states that overflow on some text, is infinite and so the worst."""
+        loss = self.mean("loss")
+        return math.inf if loss is not None and math.isnan(loss) else loss
+
+    @property
+    def is_finished(self) -> bool:
+        return all(run.state == "finished" for run in self.runs)
+
+
+def collect(comparison: Comparison) -> list[EntryResult]:
+    """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
+    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
+    speeds = current_rows(comparison)
+    tasks, downstream = tasks_of(comparison), kept_downstream(comparison.home)
+    found = []
+    for entry in comparison.entries:
+        speed = speeds.get(entry.name, {})
+        result = EntryResult(
+            entry=entry,
+            runs=[read_run(task, downstream) for task in tasks if task.entry == entry.title],
+            tokens_per_second=speed.get("tokens_per_second"),
+            peak_bytes=speed.get("peak_bytes"),
+        )
+        found.append(result)
+    accuracies = accuracy_metrics(found).values()
+
+    def place(result: EntryResult) -> tuple[float, ...]:
+        if not result.values("loss"):
+            return (1.0,)
+        return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), result.ranked_loss()
+
+    return sorted(found, key=place)
+
+
+def accuracy_metrics(results: Sequence[EntryResult]) -> dict[int, str]:
+    """Length as a multiple of the training length -> accuracy there, of generated tasks; {} for what is no such task,
+    where chance is not known."""
+    metrics = metrics_of(results)
+    if "chance_accuracy" not in metrics:
+        return {}
+    found = {int(match[1] or 1): match[0] for name in metrics if (match := re.fullmatch(r"accuracy(?:_x(\d+))?", name))}
+    return dict(sorted(found.items()))
+
+
+def position_metrics(results: Sequence[EntryResult]) -> dict[str, str]:
+    """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
+    names = [name for name in metrics_of(results) if name.startswith("position_loss/")]
+    found = {name.removeprefix("position_loss/"): name for name in names}
+    return dict(sorted(found.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
+
+
+def metrics_of(results: Sequence[EntryResult]) -> list[str]:
+    """All metrics of the finished runs, in the order in which they are recorded."""
+    return list(dict.fromkeys(name for result in results for run in result.runs for name in run.metrics))
+
+
+def gain_over_no_mixer(result: EntryResult, results: Sequence[EntryResult]) -> float | None:
+    """Mean loss of the control without mixers minus the entry's own; None of a control and where either is missing."""
+    without = next((other.mean("loss") for other in results if other.entry.control == "no mixer"), None)
+    own = result.mean("loss")
+    return None if without is None or own is None or result.entry.control == "no mixer" else without - own
+
+
+def unnamed_folders(comparison: Comparison) -> list[str]:
+    """Folders of runs that lie there and that the recipe does not name: other entries, other seeds."""
+    named = {task.run.path for task in tasks_of(comparison)}
+    depths = ("*/seed-*/config.toml", "*/*/seed-*/config.toml")
+    found = {path.parent for depth in depths for path in comparison.home.glob(depth)} - named
+    return sorted(str(path.relative_to(comparison.home)) for path in found)
+
+
+def read_run(task: Task, downstream: Sequence[Finetuned]) -> RunResult:
+    """A run as it stands, with its scores on tasks. One with other settings has no numbers here: they belong to another
+    comparison."""
+    if others := other_settings(task):
+        return RunResult(seed=task.seed, state="other settings", validation={}, curve=[], others=others)
+    finished = task.is_finished()
+    summary = task.run.read_summary() if finished else None
+    begun = (task.run.path / "metrics.jsonl").is_file()
+    return RunResult(
+        seed=task.seed,
+        state="finished" if finished else "unfinished" if begun else "missing",
+        validation={} if summary is None else summary["validation"],
+        curve=[
+            (record["step"], record["loss"])
+            for record in training_records(task.run.path / "metrics.jsonl")
+            if record["loss"] is not None  # every step of it was skipped
+        ],
+        finetuned=scores_of(task, downstream) if finished else {},
+    )
+
+
+_SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
+_NAME_WIDTH = 26  # characters of a name on a line
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_MARKS = 8  # of a curve
+_CONTROLS: dict[Control, dict[str, Any]] = {
+    "no mixer": {"color": "0.5", "marker": "x"},
+    "convolution only": {"color": "black", "marker": "+"},
+}
+
+Panel = tuple[Callable[..., None], int]
+"""What draws results into axes, and its width."""
+
+
+def picture(results: Sequence[Sequence[EntryResult]]) -> bytes:
+    """A PNG; results: those of each variant."""
+    rows = [_panels(found) for found in results]
+    widths = [width for _, width in max(rows, key=len)]
+    height = 1.8 + 0.34 * max(8, len(results[0]))
+    size = 2.6 * sum(widths), height * len(rows)
+    figure, grid = panels(size, len(rows), len(widths), width_ratios=widths)
+    names = [entry.name for entry in sorted((r.entry for r in results[0]), key=lambda e: (bool(e.control), e.name))]
+    for found, drawn, axes in zip(results, rows, grid, strict=True):
+        looks = [style(names.index(result.entry.name), result.entry.control) for result in found]
+        for (draw, _), one in zip(drawn, axes, strict=False):
+            draw(one, found, looks)
+        for one in axes[len(drawn) :]:
+            one.set_axis_off()
+        axes[0].set_title(found[0].entry.variant)
+    return png_of(figure)
+
+
+def _panels(results: Sequence[EntryResult]) -> list[Panel]:
+    panels: list[Panel] = [(_draw_accuracies if accuracy_metrics(results) else _draw_losses, 2), (_draw_curves, 3)]
+    return [*panels, (_draw_positions, 2)] if len(position_metrics(results)) > 1 else panels
+
+
+def _draw_losses(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
+    """Every seed and the mean."""
+    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
+        losses = spread(result.values("loss"))
+        if losses is not None:
+            axes.errorbar(losses.mean, place, xerr=losses.deviation, capsize=4, linestyle="", **look)
+            axes.plot(result.values("loss"), [place] * losses.count, "|", markersize=9, color=look["color"])
+    axes.set_yticks(range(len(results)), [_wrapped(result.entry.label) for result in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=5)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.set_xlabel(f"validation loss ({_unit(results)}):\nmean, standard deviation, each seed")
+
+
+def _draw_accuracies(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
+    """The mean over seeds at each length, and chance."""
+    lengths = accuracy_metrics(results)
+    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
+        found = {length: mean for length, metric in lengths.items() if (mean := result.mean(metric)) is not None}
+        accuracies = [100 * mean for mean in found.values()]
+        axes.plot(list(found), accuracies, **line(place, result, len(results)), **look)
+    chance = [value for result in results for value in result.values("chance_accuracy")]
+    axes.axhline(100 * sum(chance) / len(chance), color="0.5", linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(lengths), [f"{length}x" for length in lengths])
+    axes.set_ylim(-2, 102)
+    axes.set_xlabel("length, as a multiple of that in training\n(dotted: chance)")
+    axes.set_ylabel("accuracy (%), mean over seeds")
+
+
+def _draw_curves(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
+    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
+        if curve := mean_curve(result):
+            apart = max(1, len(curve) // _MARKS)
+            marks = (round(apart * place / len(results)) % apart, apart)  # not on top of each other
+            axes.plot(*zip(*curve, strict=True), **line(place, result, len(results)), markevery=marks, **look)
+            axes.lines[-1].set_label(_wrapped(label(result)))
+    axes.ticklabel_format(style="plain", useOffset=False)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"training loss ({_unit(results)}),\nrunning mean, over seeds")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, ncols=2)
+
+
+def _draw_positions(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
+    """The mean over seeds in each bin."""
+    bins = position_metrics(results)
+    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
+        means = [(number, result.mean(metric)) for number, metric in enumerate(bins.values())]
+        if known := [(number, mean) for number, mean in means if mean is not None]:
+            axes.plot(*zip(*known, strict=True), **line(place, result, len(results)), **look)
+    axes.set_xticks(range(len(bins)), list(bins), rotation=45)
+    axes.set_xlabel("position in the document (tokens)")
+    axes.set_ylabel(f"validation loss ({_unit(results)}),\nmean over seeds")
+
+
+def _unit(results: Sequence[EntryResult]) -> str:
+    """Of the loss."""
+    return results[0].entry.config.task().loss_metric.unit
+
+
+def style(place: int, control: Control | None = None) -> dict[str, Any]:
+    """Colour and marker: no two of the first 16 places are alike; controls have their own."""
+    from matplotlib import colormaps
+
+    if control is not None:
+        return {**_CONTROLS[control], "markersize": 5}
+    colours = colormaps["Dark2"].colors
+    return {
+        "color": colours[place % len(colours)],
+        "marker": _MARKERS[(place + place // len(colours)) % len(_MARKERS)],
+        "markersize": 5,
+    }
+
+
+def line(place: int, result: EntryResult, entries: int) -> dict[str, Any]:
+    """How a curve is drawn: the later ones thinner, so that those below them are seen; controls dashed, and dotted what
+    is not finished."""
+    return {
+        "linewidth": 3.2 - 2.2 * place / max(1, entries - 1),
+        "linestyle": ":" if not result.is_finished else "--" if result.entry.control else "-",
+    }
+
+
+def label(result: EntryResult) -> str:
+    """What the legend says; of runs that are not finished also how many are."""
+    name = result.entry.label
+    if result.is_finished:
+        return name
+    done = sum(run.state == "finished" for run in result.runs)
+    return f"{name} ({done} of {len(result.runs)} finished)"
+
+
+def mean_curve(result: EntryResult) -> list[tuple[int, float]]:
+    """(step, training loss): the mean over seeds at the steps that all begun runs recorded, then a running mean."""
+    curves = [dict(run.curve) for run in result.runs if run.curve]
+    if not curves:
+        return []
+    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    means = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+    window = max(1, round(_SMOOTH * len(means)))
+    smooth = [sum(part) / len(part) for part in (means[max(0, i - window + 1) : i + 1] for i in range(len(means)))]
+    return list(zip(steps, smooth, strict=True))
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name.replace("$", r"\$"), _NAME_WIDTH)
+
 
 Row = TypeVar("Row")
 Columns = dict[str, Callable[[EntryResult], str]]

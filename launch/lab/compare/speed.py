@@ -26,7 +26,7 @@ from matmix.data.loading.batch import Batch
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.launch.lab.measuring import environment, peak_memory, prepare, random_batch
-from matmix.launch.many.processes import start, threads
+from matmix.launch.many.runs import start, threads
 from matmix.train.config import RunConfig
 from matmix.train.engine import build_engine
 from matmix.train.process import stop

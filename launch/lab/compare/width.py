@@ -1,5 +1,5 @@
 """Fits the entries of a comparison to each other: the width at which a model has as many parameters as another one, and
-the rules of the recipe (`[[optimizer.rule]]`) that its model can have.
+the rules of the recipe (`[[optimizer.rule]]`) that its model can have; and says how entries differ in more than mixers.
 
 Of the model only `d_model` is chosen, and the `headdim` of mixers that have one where theirs does not divide at that
 width.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.model.build import build_model, count_parameters
@@ -19,6 +20,7 @@ from matmix.model.mixers import MIXERS
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.optim.config import RuleConfig
 from matmix.train.optim.groups import matches_any, parameter_groups
+from matmix.train.recipe import config_to_dict, differences
 
 HEADDIM_FACTOR = 1.5
 """How far from the recipe's a headdim may be, either way."""
@@ -212,3 +214,57 @@ def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
     if patterns == rule.patterns:
         return rule
     return dataclasses.replace(rule, match=patterns) if patterns else None
+
+
+def differing_keys(entries: Sequence[Entry]) -> list[str]:
+    """Keys outside of `[model]` in which entries differ: with any of them they are not trained alike."""
+    return sorted(key for key in _values(entries) if not key.startswith("model."))
+
+
+def words_on_differences(entries: Sequence[Entry]) -> list[str]:
+    """How the entries of a table differ in more than their mixers, and at which learning rates they are compared: one
+    line for each subject."""
+    lines = [_words_on_rates(entries)]
+    if keys := [key for key in differing_keys(entries) if key != "optimizer.lr"]:
+        lines.append(f"Not alike in all entries: {', '.join(keys)}.")
+    if changed := [f"{entry.name} {pairs}" for entry in entries if (pairs := changed_headdims(entry))]:
+        lines.append(f"Headdim other than the recipe's, for equal parameters: {', '.join(changed)}.")
+    for key, values in sorted(_values(entries).items()):
+        if key.startswith("model.") and not key.startswith(("model.layers", "model.mixers.", "model.d_model")):
+            lines.append(f"{key}: {_by_value([entry.name for entry in entries], values)}.")
+    return lines
+
+
+def _words_on_rates(entries: Sequence[Entry]) -> str:
+    rates = [f"{entry.config.optimizer.lr:g}" for entry in entries]
+    if len(set(rates)) == 1:
+        return (
+            f"Learning rate {rates[0]}, the same for all entries and tuned for none: at another one their order may be "
+            "another."
+        )
+    return f"Learning rate: {_by_value([entry.name for entry in entries], rates)}."
+
+
+def changed_headdims(entry: Entry) -> str:
+    """As in "16 -> 20"; "" where the recipe's is kept."""
+    pairs = [(entry.own_headdims.get(name, headdim), headdim) for name, headdim in headdims(entry.config.model).items()]
+    return ", ".join(f"{own} -> {headdim}" for own, headdim in pairs if own != headdim)
+
+
+def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
+    """Key -> its value in each entry, of the keys in which entries differ."""
+    first = entries[0].config
+    changes = [
+        {key: (old, new) for key, old, new in differences(config_to_dict(first), entry.config)} for entry in entries
+    ]
+    firsts = {key: old for change in changes for key, (old, _) in change.items()}
+    return {key: [change.get(key, (None, old))[1] for change in changes] for key, old in firsts.items()}
+
+
+def _by_value(names: Sequence[str], values: Sequence[Any]) -> str:
+    """The entries that have each value; the most frequent value stands last, without their names."""
+    owners: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=True):
+        owners.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(name)
+    *few, (usual, _) = sorted(owners.items(), key=lambda item: len(item[1]))
+    return "; ".join([*(f"{value} in {', '.join(who)}" for value, who in few), f"{usual} in the others"])

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 
 from matmix.launch.glue.plan import Plan
-from matmix.launch.glue.results import RunScores, TaskScores, average, control_average
-from matmix.launch.glue.table import table_csv, table_text, write_table
+from matmix.launch.glue.results import (
+    RunScores,
+    TaskScores,
+    average,
+    control_average,
+    table_csv,
+    table_text,
+    write_table,
+)
 from matmix.launch.glue.tasks import TASKS
 
 VALUES = {  # task -> scores of two seeds

@@ -10,10 +10,9 @@ import pytest
 from comparisons import finish
 from labelled import MODEL
 
-from matmix.launch.many.finetunings import read_scores, scores_json, scores_text, summarize
 from matmix.launch.many.runs import _finished_line
-from matmix.launch.many.settings import other_settings
-from matmix.launch.many.task import Task
+from matmix.launch.many.scores import read_scores, scores_json, scores_text, summarize
+from matmix.launch.many.task import Task, other_settings
 from matmix.train.recipe import load_config
 
 BEST = ["--evaluation.best", "accuracy", "--evaluation.patience", "2"]

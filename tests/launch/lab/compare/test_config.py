@@ -6,12 +6,9 @@ import pytest
 import torch
 from comparisons import ENTRIES, TINY, VARIANTS
 
-from matmix.launch.lab.compare.config import keep_recipe, read_comparison
-from matmix.launch.lab.compare.controls import missing_controls
-from matmix.launch.lab.compare.settings import differing_keys, words_on_differences
-from matmix.launch.lab.compare.tasks import tasks_of
-from matmix.launch.lab.compare.width import headdims, match_width, matched
-from matmix.launch.many.settings import matters
+from matmix.launch.lab.compare.config import keep_recipe, missing_controls, read_comparison, tasks_of
+from matmix.launch.lab.compare.width import differing_keys, headdims, match_width, matched, words_on_differences
+from matmix.launch.many.task import matters
 from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS

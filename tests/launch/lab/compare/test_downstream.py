@@ -11,12 +11,11 @@ from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from labelled import texts, write_jsonl
 
 from matmix.launch.cli import main
-from matmix.launch.lab.compare.config import keep_recipe, read_comparison
+from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
 from matmix.launch.lab.compare.downstream import keep_downstream, read_downstream
 from matmix.launch.lab.compare.report import write_report
-from matmix.launch.lab.compare.tasks import tasks_of
 from matmix.launch.lab.compare.width import matched
-from matmix.launch.many.settings import other_settings
+from matmix.launch.many.task import other_settings
 from matmix.train.loop import train
 from matmix.train.recipe import write_config
 from matmix.use.finetuning import planned_config

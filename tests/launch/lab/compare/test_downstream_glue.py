@@ -12,10 +12,8 @@ from glue_files import write_glue
 
 from matmix.launch.cli import main
 from matmix.launch.glue.tasks import TASKS
-from matmix.launch.lab.compare.config import keep_recipe, read_comparison
-from matmix.launch.lab.compare.downstream import keep_downstream
-from matmix.launch.lab.compare.finetuned_glue import FinetunedGlue, GlueSettings
-from matmix.launch.lab.compare.tasks import tasks_of
+from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
+from matmix.launch.lab.compare.downstream import FinetunedGlue, GlueSettings, keep_downstream
 from matmix.launch.lab.compare.width import matched
 from matmix.use.finetuning import planned_config
 

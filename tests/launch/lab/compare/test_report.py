@@ -7,12 +7,19 @@ import pytest
 from comparisons import ENTRIES, TINY, VARIANTS, finish
 
 from matmix.launch.cli import main
-from matmix.launch.lab.compare import picture, speed
-from matmix.launch.lab.compare.config import keep_recipe, read_comparison
-from matmix.launch.lab.compare.picture import line, style
-from matmix.launch.lab.compare.report import plan_text, table_csv, write_report
-from matmix.launch.lab.compare.results import accuracy_metrics, collect, gain_over_no_mixer, position_metrics
-from matmix.launch.lab.compare.tasks import tasks_of
+from matmix.launch.lab.compare import report, speed
+from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
+from matmix.launch.lab.compare.report import (
+    accuracy_metrics,
+    collect,
+    gain_over_no_mixer,
+    line,
+    plan_text,
+    position_metrics,
+    style,
+    table_csv,
+    write_report,
+)
 from matmix.launch.lab.compare.width import matched
 
 CONTROLLED = ENTRIES.replace("controls = false", "")
@@ -235,7 +242,7 @@ def test_images_are_what_losses_and_speeds_of_their_models_count(compared, monke
     words += ["--model.image.size", "8", "--model.image.patch", "4"]
     comparison = compared(IMAGES, lambda entry, seed: {"loss": 1.0, "accuracy": 0.5}, *words)
     figures = []
-    monkeypatch.setattr(picture, "png_of", figures.append)
+    monkeypatch.setattr(report, "png_of", figures.append)
     picture.picture([collect(comparison)])
     losses, curves = figures[0].axes
     assert "validation loss (nats per image)" in losses.get_xlabel()

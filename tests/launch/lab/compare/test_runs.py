@@ -19,14 +19,11 @@ from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.submit import plan_configs
 from matmix.launch.jobs.status import runs_of
 from matmix.launch.lab.compare import speed
-from matmix.launch.lab.compare.config import read_comparison
-from matmix.launch.lab.compare.report import write_report
-from matmix.launch.lab.compare.results import collect
-from matmix.launch.lab.compare.tasks import tasks_of
+from matmix.launch.lab.compare.config import read_comparison, tasks_of
+from matmix.launch.lab.compare.report import collect, write_report
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.runs import run_tasks
-from matmix.launch.many.settings import check_directories
-from matmix.launch.many.task import Task, check_data
+from matmix.launch.many.task import Task, check_data, check_directories
 from matmix.model.build import count_parameters
 from matmix.train.loop import train
 from matmix.train.process import stop

@@ -1,18 +1,65 @@
-"""Scores of fine-tunings that are alike but for their seeds: those of the best evaluations where `evaluation.best` says
-which these are, else those of the last ones."""
+"""Scores over runs that differ in their seeds, and the runs of one config with several seeds."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from matmix.data.artifacts import read_json_lines
-from matmix.launch.many.spread import metric_in_words, spread
-from matmix.launch.many.table import markdown
-from matmix.launch.many.task import Task
+from matmix.data.storage.files import write_atomic
+from matmix.data.storage.remote import is_url
+from matmix.launch.many.runs import describe_failures, listening, run_tasks, say
+from matmix.launch.many.task import Task, check_directories
+from matmix.train.config import RunConfig
+from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
 from matmix.train.tasks.metrics import control_of, control_words
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, and sample standard deviation where there are several values."""
+
+    mean: float
+    deviation: float | None
+    count: int
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None where there are no values. Where one is no finite number, neither is the mean, and there is no deviation."""
+    if not values:
+        return None
+    several = len(values) > 1 and all(map(math.isfinite, values))
+    return Spread(statistics.fmean(values), statistics.stdev(values) if several else None, len(values))
+
+
+def mean_in_words(values: Sequence[float], digits: int, *, scale: float = 1) -> str:
+    """As in "1.2345 ± 0.0012"; without a deviation where there is none, "" without values. scale: a factor."""
+    found = spread([scale * value for value in values])
+    if found is None:
+        return ""
+    text = f"{found.mean:.{digits}f}"
+    return text if found.deviation is None else f"{text} ± {found.deviation:.{digits}f}"
+
+
+def metric_in_words(values: Sequence[float], metric: Metric) -> str:
+    """The same of a metric, shares in percent, as its heading says."""
+    return mean_in_words(values, metric.digits, scale=100 if metric.unit == "%" else 1)
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns stand below each other also as plain text."""
+    rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    lines = [columns, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,3 +153,52 @@ def _summary(task: Task) -> dict[str, Any]:
     summary = task.run.read_summary()
     assert summary is not None, "the run is finished"
     return summary
+
+
+SCORES = "seeds.json"
+
+
+def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[Task]:
+    """The runs of `config` with each seed, in folders of their own in its run directory.
+
+    Raises ValueError (one line) for seeds that cannot be, and a run directory that holds something else.
+    """
+    if any(seed < 0 for seed in seeds):
+        raise ValueError(f"--seeds: seeds are integers >= 0, got {min(seeds)}")
+    if doubled := [seed for seed in seeds if seeds.count(seed) > 1]:
+        raise ValueError(f"--seeds: {doubled[0]} is given twice")
+    home = Path(config.run_dir)
+    if is_url(config.run_dir):
+        raise ValueError(f"--run-dir {config.run_dir}: runs with several seeds lie in a folder of this machine")
+    if home.exists() and not home.is_dir():
+        raise ValueError(f"run_dir {home} is a file; choose another --run-dir")
+    if RunDirectory(home).config_path.is_file():
+        raise ValueError(f"{home} is a run, and not a folder for the runs of several seeds: give another --run-dir")
+    tasks = [
+        Task(
+            entry=home.name,
+            seed=seed,
+            config=dataclasses.replace(config, seed=seed, run_dir=str(home / f"seed-{seed}")),
+        )
+        for seed in seeds
+    ]
+    check_directories(tasks)
+    return tasks
+
+
+def train_seeds(tasks: Sequence[Task], home: Path, parallel: int) -> int:
+    """Trains what is not finished, prints the scores of what is, and writes them into `home`; returns the exit code."""
+    with listening():
+        ended = run_tasks(tasks, parallel)
+    if ended.stopped:
+        say("Stopped; what was running is saved. The same command goes on from there.")
+        return ended.code
+    scores = read_scores(tasks)
+    if scores.tasks:
+        write_atomic(home / SCORES, json.dumps(scores_json(scores), indent=2) + "\n")
+        say(f"\n{scores_text(scores)}\n{home / SCORES}")
+    if missing := [str(task.seed) for task in tasks if task not in scores.tasks]:
+        say(f"Not finished: seed {', '.join(missing)}.")
+    if ended.failures:
+        say("\n" + describe_failures(ended.failures))
+    return ended.code
