@@ -243,7 +243,7 @@ def test_images_are_what_losses_and_speeds_of_their_models_count(compared, monke
     comparison = compared(IMAGES, lambda entry, seed: {"loss": 1.0, "accuracy": 0.5}, *words)
     figures = []
     monkeypatch.setattr(report, "png_of", figures.append)
-    picture.picture([collect(comparison)])
+    report.picture([collect(comparison)])
     losses, curves = figures[0].axes
     assert "validation loss (nats per image)" in losses.get_xlabel()
     assert "training loss (nats per image)" in curves.get_ylabel()
