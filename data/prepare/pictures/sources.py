@@ -17,7 +17,7 @@ from matmix.data.prepare.pictures.files import (
     read_member,
     read_table,
 )
-from matmix.data.prepare.pictures.packed import PACKAGED, ParquetFile
+from matmix.data.prepare.pictures.packed import PACKAGED, PackagedPictures, ParquetFile
 
 _SHARDS = (".tar", ".parquet")
 _MOST_CLASSES = 1 << 20
@@ -31,7 +31,7 @@ def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Pic
     sources: dict[str, PictureSource] = {}
     for item in inputs:
         if item in PACKAGED:
-            sources.setdefault(item, PACKAGED[item](item))
+            sources.setdefault(item, PackagedPictures(item))
             continue
         for path in _expand(item):
             if (key := str(path.resolve())) not in sources:
