@@ -17,6 +17,7 @@ from matmix.launch.lab.show_mixer.matrices import choose_heads, is_per_channel
 from matmix.launch.lab.show_mixer.pictures import (
     DPI,
     INK,
+    MARGIN,
     PALE,
     POSITIVE,
     ROBUST,
@@ -24,9 +25,9 @@ from matmix.launch.lab.show_mixer.pictures import (
     UNSEEN,
     Fonts,
     colour_range,
-    draw_colour_keys,
     save_page,
     wrapped,
+    write_words,
 )
 from matmix.launch.lab.show_mixer.subject import ImageSubject
 from matmix.model.backbone import Backbone
@@ -171,7 +172,7 @@ def _distances(heads: Sequence[PatchHead]) -> str:
 
 _CHOSEN = "#00b3a4"
 """The outline of the chosen patch."""
-_SIDE, _GAP, _ABOVE, _MARGIN = 2.7, 0.25, 0.52, 0.35  # of panels, inches
+_SIDE, _GAP, _ABOVE = 2.7, 0.25, 0.52  # of panels, inches
 _EXPLAINED = (
     "A head's panel holds the weights with which the patches enter the output of the chosen position: its row of M. "
     "Grey is where the mixer never looks. Colours have a range for each head, which ends at the "
@@ -248,12 +249,12 @@ def draw_patch_page(page: PatchPage, path: Path) -> Path:
 
     first = 1 + len(page.orders)
     columns = max(first, min(len(page.heads), 4), 2)
-    width = 2 * _MARGIN + columns * (_SIDE + _GAP) - _GAP
+    width = 2 * MARGIN + columns * (_SIDE + _GAP) - _GAP
     letters = int(columns * _SIDE / 0.055)  # that fit into a line of small text
     fonts = Fonts.for_texts([page.subtitle, *page.notes])
     notes = [line for note in page.notes for line in wrapped(fonts.drawable(note), letters)]
     footer = textwrap.wrap(_EXPLAINED, letters)
-    top = _MARGIN + 0.62 + 0.17 * len(notes)
+    top = MARGIN + 0.62 + 0.17 * len(notes)
     rows = 1 + -(-len(page.heads) // columns)
     height = top + rows * (_ABOVE + _SIDE) + 1.0 + 0.15 * len(footer)
     style = {"font.family": fonts.families, "axes.edgecolor": PALE, "axes.linewidth": 0.6, "text.parse_math": False}
@@ -261,7 +262,7 @@ def draw_patch_page(page: PatchPage, path: Path) -> Path:
         figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
 
         def panel(row: int, column: int, name: str, words: str) -> Any:
-            x, y = _MARGIN + column * (_SIDE + _GAP), height - top - (row + 1) * (_ABOVE + _SIDE)
+            x, y = MARGIN + column * (_SIDE + _GAP), height - top - (row + 1) * (_ABOVE + _SIDE)
             axes = figure.add_axes((x / width, y / height, _SIDE / width, _SIDE / height))
             axes.set_xticks([])
             axes.set_yticks([])
@@ -282,14 +283,7 @@ def draw_patch_page(page: PatchPage, path: Path) -> Path:
         for number, head in enumerate(page.heads):
             row, column = divmod(number, columns)
             _draw_head(panel(1 + row, column, head.name, _head_words(head)), page.picture, head)
-        x, y = _MARGIN / width, 1 - _MARGIN / height
-        figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
-        figure.text(x, y - 0.32 / height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
-        figure.text(x, y - 0.54 / height, "\n".join(notes), fontsize=8, color=INK, va="top", linespacing=1.35)
-        signs = {head.signed for head in page.heads}
-        draw_colour_keys(figure, signs, (width, height), _MARGIN, _MARGIN + 0.15 * len(footer) + 0.3)
-        place = x, _MARGIN / height
-        figure.text(*place, "\n".join(footer), fontsize=7, color=PALE, va="bottom", linespacing=1.35)
+        write_words(figure, page, notes, footer, fonts)
         return save_page(figure, path, page.description)
 
 

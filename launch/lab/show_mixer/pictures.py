@@ -6,7 +6,7 @@ import dataclasses
 import re
 import textwrap
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ SIGNED, POSITIVE = "RdBu_r", "magma_r"
 UNSEEN, INK, PALE = "#e4e4ea", "#1f1f24", "#686872"
 _COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}  # else 4
 DPI = 150
+MARGIN = 0.35  # of a page, inches
 NO_FONT = f"{BOX} stands for a letter that no font installed here has, #N for token N, whose name has such letters."
 _EXPLAINED = (
     "Row t holds what output t takes of each input; grey is where a mixer never looks. Colours have a range for each "
@@ -183,7 +184,6 @@ class _Layout:
 
     gap = 0.22
     above = 0.52  # a panel's title
-    margin = 0.35
 
     def __init__(self, page: Page, labels: list[str], notes: list[str]) -> None:
         self.columns = _COLUMNS.get(len(page.heads), 4)
@@ -196,9 +196,9 @@ class _Layout:
         letters = max(40, int(self.columns * self.side / 0.055))  # that fit into a line of small text
         self.notes = [line for note in notes for line in wrapped(note, letters)]
         self.footer = textwrap.wrap(_EXPLAINED, letters)
-        self.left, self.top = self.margin + 0.2 + left, self.margin + 0.62 + 0.17 * len(self.notes)
+        self.left, self.top = MARGIN + 0.2 + left, MARGIN + 0.62 + 0.17 * len(self.notes)
         rows = -(-len(page.heads) // self.columns)
-        self.width = self.left + self.columns * (self.side + self.gap) + self.margin - self.gap
+        self.width = self.left + self.columns * (self.side + self.gap) + MARGIN - self.gap
         panels = rows * (self.above + self.side) + 0.2 + below
         self.height = self.top + panels + 0.85 + 0.15 * len(self.footer)
 
@@ -232,8 +232,7 @@ def draw_page(page: Page, path: Path) -> Path:
             _draw_head(axes, head)
             lowest = number + layout.columns >= len(page.heads)
             _name_axes(axes, labels, layout.named, number % layout.columns == 0, lowest)
-        _write_header(figure, page, layout, fonts)
-        _write_footer(figure, page, layout)
+        write_words(figure, page, layout.notes, layout.footer, fonts)
         return save_page(figure, path, page.description)
 
 
@@ -297,24 +296,21 @@ def _readable(piece: str) -> str:
     return _begin(name, 14)
 
 
-def _write_header(figure: Any, page: Page, layout: _Layout, fonts: Fonts) -> None:
-    x, y = layout.margin / layout.width, 1 - layout.margin / layout.height
+def write_words(figure: Any, page: Any, notes: Sequence[str], footer: Sequence[str], fonts: Fonts) -> None:
+    """Writes title, subtitle and notes above the panels of a page, and below them the keys of its colours and the
+    footer. page: has `title`, `subtitle` and `heads`."""
+    width, height = figure.get_size_inches()
+    x, y = MARGIN / width, 1 - MARGIN / height
     figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
-    figure.text(x, y - 0.32 / layout.height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
-    notes = "\n".join(layout.notes)
-    figure.text(x, y - 0.54 / layout.height, notes, fontsize=8, color=INK, va="top", linespacing=1.35)
-
-
-def _write_footer(figure: Any, page: Page, layout: _Layout) -> None:
-    """Draws the keys of the colours that are on the page, and explains its words."""
+    figure.text(x, y - 0.32 / height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
+    figure.text(x, y - 0.54 / height, "\n".join(notes), fontsize=8, color=INK, va="top", linespacing=1.35)
     signs = {head.signed for head in page.heads}
-    size, y = (layout.width, layout.height), layout.margin + 0.15 * len(layout.footer) + 0.3
-    draw_colour_keys(figure, signs, size, layout.margin, y)
-    place = layout.margin / layout.width, layout.margin / layout.height
-    figure.text(*place, "\n".join(layout.footer), fontsize=7, color=PALE, va="bottom", linespacing=1.35)
+    _draw_colour_keys(figure, signs, (width, height), MARGIN, MARGIN + 0.15 * len(footer) + 0.3)
+    words = {"fontsize": 7, "color": PALE, "va": "bottom", "linespacing": 1.35}
+    figure.text(x, MARGIN / height, "\n".join(footer), **words)
 
 
-def draw_colour_keys(figure: Any, signs: Collection[bool], size: tuple[float, float], x: float, y: float) -> None:
+def _draw_colour_keys(figure: Any, signs: Collection[bool], size: tuple[float, float], x: float, y: float) -> None:
     """Draws the colours of entries of both signs, where True is in `signs`, and of one sign, where False is.
 
     size: width and height of the figure; x, y: where they begin. All in inches.

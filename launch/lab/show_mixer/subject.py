@@ -34,8 +34,8 @@ BYTES = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Subject:
-    """A model and the tokens of the text that it is shown with."""
+class ShownModel:
+    """A model whose mixers are drawn."""
 
     name: str
     """Name of the folder of its pages."""
@@ -46,6 +46,12 @@ class Subject:
     label: str
     """The weights as a part of a file's name, such as "step-1000"."""
     model: Backbone
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject(ShownModel):
+    """A model and the tokens of the text that it is shown with."""
+
     text: str
     ids: list[int]
     pieces: list[str]
@@ -209,18 +215,9 @@ def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ImageSubject:
+class ImageSubject(ShownModel):
     """A model of images and the picture that it is shown with."""
 
-    name: str
-    """Name of the folder of its pages."""
-    where: str
-    """The source as the pages name it: a path, a URL or the name of a recipe."""
-    state: str
-    """Which weights it has: "step 1,000", "initial weights" or "export"."""
-    label: str
-    """The weights as a part of a file's name, such as "step-1000"."""
-    model: Backbone
     file: str
     """File of the picture."""
     images: torch.Tensor
