@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union
 import tyro
 from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
-from matmix.train.arguments import VERB_STYLE, check_rest, read_quietly, verb_registry, with_booleans
+from matmix.train.arguments import VERB_STYLE, check_rest, read_quietly, verb_registry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,11 +49,9 @@ class CommandTree:
         self.path, self.takes_recipe = (), False
         options = {"prog": self.prog, "description": self.description, "default": None, "config": VERB_STYLE}
         options |= {"registry": self._registry, "return_unknown_args": True}
-
-        def read(given: list[str]) -> tuple[Any, list[str]]:
-            return read_quietly(lambda: tyro.cli(_any_of(self.verbs, ()), args=given, **options), lambda: self.named)
-
-        verb, rest = with_booleans(words, read)
+        verb, rest = read_quietly(
+            lambda: tyro.cli(_any_of(self.verbs, ()), args=list(words), **options), lambda: self.named
+        )
         if verb is not None:
             check_rest(verb, list(words), rest, self.named)
         elif rest:

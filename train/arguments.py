@@ -105,32 +105,32 @@ def _plainly(message: str) -> str:
     return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
 
 
-_BOOLEANS = {"true": "True", "yes": "True", "false": "False", "no": "False"}
-_NO_BOOLEAN = re.compile(r"invalid choice '(\w+)' for argument '(--[\w.-]+)'\. Expected one of \('True', 'False'\)")
+_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def with_booleans(arguments: Sequence[str], read: Callable[[list[str]], Result]) -> Result:
-    """Returns `read(arguments)`, with true and false taken in any of their common spellings. Raises as `read`."""
-    words = list(arguments)
-    while True:
-        try:
-            return read(words)
-        except ValueError as error:
-            choice = _NO_BOOLEAN.search(str(error))
-            if choice is None or choice[1].lower() not in _BOOLEANS:
-                raise
-            value, flag = _BOOLEANS[choice[1].lower()], choice[2]
-            before = list(words)
-            for place, word in enumerate(before):
-                name, equals, given = word.partition("=")
-                if name.replace("_", "-") != flag.replace("_", "-"):
-                    continue
-                if given == choice[1]:
-                    words[place] = f"{name}{equals}{value}"
-                elif not equals and before[place + 1 : place + 2] == [choice[1]]:
-                    words[place + 1] = value
-            if words == before:
-                raise
+def _read_boolean(words: list[str]) -> bool:
+    if (value := _BOOLEANS.get(words[0].lower())) is None:
+        raise ValueError(f"should be True or False, got {words[0]}")
+    return value
+
+
+def _reading_booleans() -> ConstructorRegistry:
+    """Makes a registry that lets tyro take true and false in any of their common spellings."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type is not bool:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{True,False}",
+            instance_from_str=_read_boolean,
+            is_instance=lambda value: isinstance(value, bool),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
 
 
 def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
@@ -172,7 +172,7 @@ def check_rows(rows: Any, cls: type, where: str) -> None:
 
 def _with_tables() -> ConstructorRegistry:
     """Lets tyro read tables, and lists of them, as TOML's inline tables: {match = "*.weight", lr = 0.1}."""
-    registry = ConstructorRegistry()
+    registry = _reading_booleans()
 
     @registry.primitive_rule
     def rows(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
@@ -283,10 +283,7 @@ def parse_arguments(
             key = argument[2:].split("=", 1)[0]
             if key.replace("_", "-") not in known:
                 raise unknown_key(key.replace("-", "_"), cls, "command line")
-    return with_booleans(
-        arguments,
-        lambda words: read_quietly(lambda: tyro.cli(cls, args=words, prog=prog, **options), lambda: prog),
-    )
+    return read_quietly(lambda: tyro.cli(cls, args=arguments, prog=prog, **options), lambda: prog)
 
 
 # -- Verbs -------------------------------------------------------------------------------------------------------------
@@ -311,7 +308,7 @@ class BorrowedOptions(dict):
 
 def verb_registry() -> ConstructorRegistry:
     """Lets tyro read `BorrowedOptions`."""
-    registry = ConstructorRegistry()
+    registry = _reading_booleans()
 
     @registry.struct_rule
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -330,9 +327,7 @@ def read_verb(verb: type[Result], arguments: Sequence[str], *, prog: str) -> tup
     """Reads `arguments` as a verb, and returns it with the words that it does not know. Raises ValueError (one
     line)."""
     options = {"prog": prog, "config": VERB_STYLE, "registry": verb_registry(), "return_unknown_args": True}
-    read, rest = with_booleans(
-        arguments, lambda words: read_quietly(lambda: tyro.cli(verb, args=words, **options), lambda: prog)
-    )
+    read, rest = read_quietly(lambda: tyro.cli(verb, args=list(arguments), **options), lambda: prog)
     check_rest(read, list(arguments), rest, prog)
     return read, rest
 
