@@ -213,7 +213,7 @@ class Mixer(Called):
 
     @classmethod
     def block_rank(cls, config: Any) -> int | None:
-        """The largest rank that blocks of M strictly below or above the diagonal can have; None = no bound."""
+        """Returns the largest rank that blocks of M strictly below or above the diagonal can have; None is no bound."""
         return None if cls.rank_option is None else getattr(config, cls.rank_option)
 
     @classmethod
