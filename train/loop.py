@@ -78,7 +78,7 @@ class Trainer:
         self.state = TrainState()
         self.accumulation = self.loader.micro_batches_per_step
         self.callbacks = make_callbacks(config, rank)
-        seed_all(config.seed, rank)
+        seed_all(config.seed, self.mesh.batch_rank)
         collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.positions)

@@ -356,12 +356,12 @@ class CheckpointManager:
                 f"`{shell_line('matmix', 'checkpoints', 'convert', run, '--out', f'{run}-converted')}` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
-        generators = read_generators(path / GENERATORS)
+        generators = read_generators(path / GENERATORS, engine.mesh.batch_rank)
         if kind == FULL_TENSORS:
             engine.load_full(open_full(path, layout))
         else:
             engine.load(path, layout)
-        restore_generators(generators)
+        restore_generators(generators, engine.mesh.batch_rank)
         if self.copies is not None:
             self.copies.follow(path)
         return manifest["extra"]

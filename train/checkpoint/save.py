@@ -22,7 +22,7 @@ from matmix.data.artifacts import read_json
 from matmix.data.storage.files import open_durable, sync_directory
 from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine, Snapshot
-from matmix.train.process.distributed import FolderGroup, agree, rank_and_world_size
+from matmix.train.process.distributed import FolderGroup, agree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,14 +31,16 @@ class RankState:
 
     step: int
     snapshot: Snapshot
-    generators: dict[str, Any]
+    batch_rank: int
+    generators: dict[str, Any] | None  # None where another rank has the same
     layout: dict[str, Any]
     extra: dict[str, Any]
 
     @classmethod
     def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> RankState:
         """Collects what there is now. copy: such that training may go on while it is written."""
-        return cls(step, engine.snapshot(copy=copy), generator_states(), engine.layout(), deepcopy(extra))
+        own = generator_states() if engine.mesh.is_counted else None
+        return cls(step, engine.snapshot(copy=copy), engine.mesh.batch_rank, own, engine.layout(), deepcopy(extra))
 
 
 def write_checkpoint(
@@ -54,7 +56,6 @@ def write_checkpoint(
     failed; then `temporary` may be left. group: as for `distributed.gather_objects`. folder: which ranks share these
     folders, by default all. Where they do not, each folder gets what its ranks write and a manifest of all files.
     """
-    rank, _ = rank_and_world_size()
     folder = folder or FolderGroup.of_all()
 
     def begin() -> None:
@@ -62,11 +63,11 @@ def write_checkpoint(
         (temporary / GENERATORS).mkdir(parents=True)
 
     def write_generators() -> None:
-        with open_durable(temporary / GENERATORS / f"rank-{rank:05d}.json") as file:
+        with open_durable(temporary / GENERATORS / f"rank-{state.batch_rank:05d}.json") as file:
             file.write(json.dumps(state.generators).encode())
 
     agree(begin, here=folder.leads, group=group)
-    agree(write_generators, group=group)
+    agree(write_generators, here=state.generators is not None, group=group)
     agree(lambda: state.snapshot.write(temporary, group), group=group)
     listed = agree(lambda: (folder.number, list_files(temporary)), here=folder.leads, group=group)
     names = dict(filter(None, listed))[folder.number]
@@ -181,10 +182,12 @@ def set_generators(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_decode(state["cuda"]))
 
 
-def read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
-    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError."""
-    rank, _ = rank_and_world_size()
-    own = directory / f"rank-{rank:05d}.json"
+def read_generators(directory: Path, batch_rank: int) -> tuple[dict[str, Any], bool]:
+    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError.
+
+    batch_rank: `Mesh.batch_rank`, by which the files are numbered.
+    """
+    own = directory / f"rank-{batch_rank:05d}.json"
     path = own if own.is_file() else directory / "rank-00000.json"
     state = read_json(path)
     try:
@@ -194,13 +197,13 @@ def read_generators(directory: Path) -> tuple[dict[str, Any], bool]:
     return state, path == own
 
 
-def restore_generators(generators: tuple[dict[str, Any], bool]) -> None:
+def restore_generators(generators: tuple[dict[str, Any], bool], batch_rank: int) -> None:
     """Puts this rank's generators back to what `read_generators` returned."""
     state, is_own = generators
     set_generators(state)
     if not is_own:
         # A rank that the saved run did not have: a stream of its own, fixed by the checkpoint.
-        seed_all(int(torch.randint(2**62, ()).item()), rank_and_world_size()[0])
+        seed_all(int(torch.randint(2**62, ()).item()), batch_rank)
 
 
 def _python_state(state: dict[str, Any]) -> tuple[Any, ...]:

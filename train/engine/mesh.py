@@ -108,6 +108,9 @@ class Mesh(MeshShape):
         super().__init__(dimensions)
         self.rank, self.device = rank, device or torch.device("cpu")
         self.data_rank = self.data_rank_of(rank)
+        self.batch_rank = self._index(rank, lambda dimension: dimension.batches != "same")
+        """Which of the different batches, or parts of one, this rank computes: ranks with the same number draw the same
+        random numbers."""
         self.is_counted = self._index(rank, lambda dimension: dimension.batches == "same") == 0
         """False if another rank computes the same batch and counts in sums over all ranks."""
         self.data_group: dist.ProcessGroup | None = None
