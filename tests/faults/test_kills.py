@@ -7,6 +7,7 @@ import time
 import pytest
 from fault_harness import Run, assert_same, wait_until
 from labelled import texts, write_jsonl
+from nightly import nightly
 from runs import run_recipe
 
 from matmix.train.process.exits import EXIT_STOPPED
@@ -27,16 +28,19 @@ def _assert_survivor_ended_well(attempt, rank: int) -> None:
     assert "Traceback" not in attempt.text(rank)
 
 
-def test_kills_in_each_phase_of_a_save(make_run, two_ranks):
+EACH_PHASE = (
+    ("staging", 5, 1, False),
+    ("writing", 5, 1, True),
+    ("checksums", 10, 1, False),
+    ("manifest", 10, 0, True),
+    ("rename", 15, 0, False),
+    ("prune", 15, 0, False),
+)
+
+
+@pytest.mark.parametrize("phases", [(("writing", 5, 1, True), ("rename", 10, 0, False)), nightly(EACH_PHASE)])
+def test_kills_in_phases_of_a_save(make_run, two_ranks, phases):
     run = make_run(ranks=2)
-    phases = (
-        ("staging", 5, 1, False),
-        ("writing", 5, 1, True),
-        ("checksums", 10, 1, False),
-        ("manifest", 10, 0, True),
-        ("rename", 15, 0, False),
-        ("prune", 15, 0, False),
-    )
     _kill_in_phases(run, phases)
     assert_same(run, two_ranks)
 
