@@ -24,10 +24,10 @@ from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import Position, Preparation, PrepareOptions
 from matmix.data.prepare.parts import Parts, Share
 from matmix.data.prepare.pool import work_in_order
+from matmix.data.prepare.progress import ProgressReport
 from matmix.data.prepare.report import check_broken, check_splits, print_summary, write_manifest
 from matmix.data.prepare.workspace import PART_NAME, SUMS_NAME, Workspace, compare_preparations, parse_object
 from matmix.data.processes import cores
-from matmix.data.progress import ProgressReport
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteError, RemoteFolder, is_url, scratch_folder

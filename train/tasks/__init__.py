@@ -7,9 +7,8 @@ from matmix.model.config import ModelConfig
 from matmix.train.arguments import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.finetuning.classification import MultiLabel, Regression, SequenceClassification
+from matmix.train.tasks.finetuning.classification import MultiLabel, MultipleChoice, Regression, SequenceClassification
 from matmix.train.tasks.finetuning.embedding import Embedding
-from matmix.train.tasks.finetuning.multiple_choice import MultipleChoice
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
 from matmix.train.tasks.image_classification import ImageClassification

@@ -31,12 +31,12 @@ from matmix.data.prepare.base import (
     in_validation,
 )
 from matmix.data.prepare.pool import start_process, without_interrupts
+from matmix.data.prepare.progress import WaitingReport
 from matmix.data.prepare.report import check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_cuts, read_chunks
 from matmix.data.prepare.text.sources import TextFile, find_sources
-from matmix.data.progress import WaitingReport
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 logger = logging.getLogger(__name__)
