@@ -1,4 +1,4 @@
-"""What a prepared dataset directory says about itself: ``manifest.json``.
+"""Reads and writes what a prepared dataset directory says about itself: ``manifest.json``.
 
 The manifest is written last, by a rename, so a directory that has one is complete. It carries a digest of its own
 contents and those of the other small files; `Manifest.parse` is the one way in, for files and for downloads.

@@ -273,8 +273,8 @@ class Trainer:
         )
 
     def find_difference(self) -> str | None:
-        """What differs between copies of the model after the step just done, where it is time to look: every so many
-        steps, before a save, and where the norms of a step's gradients did."""
+        """Returns what differs between copies of the model after the step just done, where it is time to look: every so
+        many steps, before a save, and where the norms of a step's gradients did."""
         every, ends = (
             self.config.faults.replica_check_every,
             self.stop_agreed or self.state.step == self.config.last_step,
@@ -288,7 +288,7 @@ class Trainer:
         return difference
 
     def compare_replicas(self) -> str | None:
-        """What differs between copies of the model now, or None."""
+        """Returns what differs between copies of the model now, or None."""
         with self.speed.paused():
             difference = self.replicas.find_difference(self.state.step)
         self.goodput.spend("other")
@@ -389,8 +389,8 @@ class Trainer:
         self.goodput.spend("saves")
 
     def moved_run(self) -> Moved | None:
-        """What this rank, one for each node, sees of a run directory that is not at its path any more. One look at the
-        file system."""
+        """Returns what this rank, one for each node, sees of a run directory that is not at its path any more. One look
+        at the file system."""
         return self.run.place.moved() if FolderGroup.of_node().leads else None
 
     def follow_run(self) -> None:
@@ -406,7 +406,7 @@ class Trainer:
         self.run.lead(self.checkpoints)
 
     def extra(self) -> dict[str, Any]:
-        """What a checkpoint of the current step holds besides what the engine has."""
+        """Returns what a checkpoint of the current step holds besides what the engine has."""
         return {
             "train_state": dataclasses.asdict(self.state),
             "data": self.loader.state_dict(),
@@ -421,11 +421,11 @@ class Trainer:
         }
 
     def is_time(self, every: int) -> bool:
-        """Whether what happens every so many steps (0 = never) happens after the current one."""
+        """Returns True where what happens every so many steps (0 = never) happens after the current one."""
         return every > 0 and self.state.step > 0 and self.state.step % every == 0
 
     def evaluation_is_due(self) -> bool:
-        """Whether any evaluator has its turn after the current step."""
+        """Returns True where any evaluator has its turn after the current step."""
         return any(self.is_time(every) for _, every in self.evaluators)
 
     def evaluate(self) -> bool:

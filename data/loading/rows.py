@@ -1,5 +1,5 @@
-"""What a modality gives to a loader: rows, which make micro-batches from the numbers of their samples in the reading
-processes, and facts about the data."""
+"""Defines what a modality gives to a loader: rows, which make micro-batches from the numbers of their samples in the
+reading processes, and facts about the data."""
 
 from __future__ import annotations
 

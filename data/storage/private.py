@@ -43,7 +43,7 @@ def private_folder(path: str | Path, *, close: bool = False) -> Path:
 
 
 def is_own(path: Path) -> bool:
-    """Whether `path` is a folder of this user's own or not there yet."""
+    """Returns True where `path` is a folder of this user's own or not there yet."""
     return not os.path.lexists(path) or (path.lstat().st_uid == os.geteuid() and not path.is_symlink())
 
 
@@ -100,7 +100,8 @@ def _problem(path: Path) -> str:
 
 
 def _problem_above(path: Path) -> str:
-    """Whether anybody may rename a folder on the way to `path`; the sticky bit, as /tmp has it, forbids that."""
+    """Returns True where anybody may rename a folder on the way to `path`; the sticky bit, as /tmp has it, forbids
+    that."""
     for folder in path.parents:
         if folder.exists():
             mode = folder.stat().st_mode

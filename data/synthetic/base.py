@@ -1,4 +1,4 @@
-"""What every source of generated samples offers, and what those of tokens have in common."""
+"""Defines what every source of generated samples offers, and what those of tokens have in common."""
 
 import abc
 from typing import ClassVar

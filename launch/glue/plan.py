@@ -29,7 +29,7 @@ _OF_MICROSOFT = "msr_paraphrase_train.txt"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Count:
-    """Of the rows of a file."""
+    """Counts the rows of a file."""
 
     examples: int
     left_out: int
@@ -49,7 +49,7 @@ class Found:
 
     @property
     def begun(self) -> bool:
-        """Whether the task has a folder."""
+        """Returns True where the task has a folder."""
         return self.folder.is_dir()
 
     def words(self) -> str:
@@ -83,7 +83,7 @@ def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[Found]:
 
 
 def notes_on(found: Sequence[Found]) -> list[str]:
-    """What a table says of the files."""
+    """Returns the words of a table about its files."""
     left_out = [
         f"{count.left_out:,} rows of {task.task.name}/{name}"
         for task in found
@@ -144,7 +144,7 @@ class GlueRun(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What is fine-tuned, on what, and how."""
+    """Says what is fine-tuned, on what, and how."""
 
     source: str
     name: str
@@ -198,7 +198,7 @@ class Plan:
         return dataclasses.replace(config, seed=seed, run_dir=str(self.out / folder / f"seed-{seed}"), init=init)
 
     def _has_mnli(self, seed: int) -> bool:
-        """Whether the source has been trained on MNLI with a seed before."""
+        """Returns True where the source has been trained on MNLI with a seed before."""
         run = RunDirectory(self.mnli(seed))
         return run.read_summary() is not None and run.read_config().init.from_ == self.source
 
@@ -224,12 +224,12 @@ def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
 
 
 def begins_alone(run: GlueRun) -> bool:
-    """Whether the run lacks the weights of a run on MNLI which its task begins with as published."""
+    """Returns True where the run lacks the weights of a run on MNLI which its task begins with as published."""
     return run.run.path.parent.name.endswith(_ALONE)
 
 
 def plan_text(plan: Plan, found: Sequence[Found], runs: Sequence[GlueRun]) -> str:
-    """What would be trained."""
+    """Returns lines that tell what would be trained."""
     columns = ["task", "train", "validation", "lr", "weight decay", "epochs", "batch", "steps", "begins with"]
     rows = []
     for files in found:

@@ -111,7 +111,7 @@ def average(results: Sequence[TaskScores]) -> float | None:
 
 
 def control_average(results: Sequence[TaskScores]) -> float | None:
-    """As `average`, of the most frequent class."""
+    """Returns the average, as `average` does, of the most frequent class."""
     return None if missing_tasks(results) else fmean([result.control_score for result in results])
 
 
@@ -126,7 +126,7 @@ def score_second(task: GlueTask, folder: Path, run: RunDirectory) -> None:
 
 
 def needs_second(task: GlueTask, run: RunDirectory) -> bool:
-    """Whether a finished run has yet to be scored on its task's second file."""
+    """Returns True where a finished run has yet to be scored on its task's second file."""
     return bool(task.second) and not (run.path / SECOND).is_file()
 
 

@@ -47,11 +47,11 @@ class GlueTask:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What the folder must hold. test.tsv has no labels."""
+        """Returns the files that the folder must hold. test.tsv has no labels."""
         return tuple(filter(None, ("train.tsv", self.validation, self.second)))
 
     def form(self) -> ExamplesConfig:
-        """What the files look like, as the recipe says."""
+        """Describes the files as the recipe does."""
         return config_from_dict(read_toml(find_recipe(self.recipe)), self.recipe).data.examples
 
     def overrides(self, folder: Path) -> list[str]:
@@ -111,7 +111,7 @@ def _plain(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What differs between tasks."""
+    """Holds the settings that differ between tasks."""
 
     lr: float
     weight_decay: float

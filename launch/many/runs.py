@@ -50,7 +50,7 @@ class Failure:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another process holds the run, which is no failure of it."""
+        """Returns True where another process holds the run, which is no failure of it."""
         return self.code == EXIT_USER and "is in use by another job (" in self.reason
 
     @property
@@ -76,7 +76,7 @@ class Ended:
 
     @property
     def is_busy(self) -> bool:
-        """Whether another process trains one of the runs."""
+        """Returns True where another process trains one of the runs."""
         return any(failure.is_busy for failure in self.failures)
 
     @property
@@ -88,7 +88,7 @@ class Ended:
 
 
 def describe_failures(failures: Sequence[Failure]) -> str:
-    """What went wrong, run by run, with the last lines of each."""
+    """Returns lines that tell what went wrong, run by run, with the last lines of each."""
     lines = [failure.words for failure in failures if failure.is_busy]
     if failed := [failure for failure in failures if not failure.is_busy]:
         runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
@@ -146,12 +146,12 @@ def check_parallel(parallel: int) -> None:
 
 
 def is_one_of_several() -> bool:
-    """Whether a launcher such as torchrun has started this process as one of several ranks."""
+    """Returns True where a launcher such as torchrun has started this process as one of several ranks."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def begin_alone() -> int:
-    """What comes first in a process of a command that is not for several ranks; exit code, 0 = go on.
+    """Begins a process of a command that is not for several ranks; returns the exit code, 0 = go on.
 
     Where it is one of several, it outlives the signal by which the launcher ends the others when the first of them has
     found that out: rank 0 is the one that says it.

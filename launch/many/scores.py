@@ -39,7 +39,8 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def mean_in_words(values: Sequence[float], digits: int, *, scale: float = 1) -> str:
-    """As in "1.2345 ± 0.0012"; without a deviation where there is none, "" without values. scale: a factor."""
+    """Returns words such as "1.2345 ± 0.0012"; without a deviation where there is none, "" without values. scale: a
+    factor."""
     found = spread([scale * value for value in values])
     if found is None:
         return ""
@@ -64,7 +65,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scores:
-    """Of the finished ones among some runs, in their order."""
+    """Holds the scores of the finished ones among some runs, in their order."""
 
     tasks: list[Task]
     best: str
@@ -86,12 +87,13 @@ class Scores:
         return [found[metric] for found in self.evaluations]
 
     def control(self, metric: Metric) -> str:
-        """What the trivial answer scores, which is the same for all runs, in words; "" where there is none."""
+        """Returns in words what the trivial answer scores, which is the same for all runs; "" where there is none."""
         return control_words(metric, self.evaluations[0])
 
 
 def read_scores(tasks: Sequence[Task]) -> Scores:
-    """What the records of the runs say. The best evaluations are taken where every finished run knows its own."""
+    """Returns what the records of the runs say. The best evaluations are taken where every finished run knows its
+    own."""
     finished = [task for task in tasks if task.is_finished()]
     best = [_best_evaluation(task) for task in finished]
     if finished and all(best):

@@ -49,7 +49,8 @@ class Task:
         return begun.steps if begun.epochs == self.config.epochs else None
 
     def is_finished(self) -> bool:
-        """Whether it has been trained to its last step, or to where `evaluation.patience` ended it, and evaluated."""
+        """Returns True where it has been trained to its last step, or to where `evaluation.patience` ended it, and
+        evaluated."""
         summary = self.run.read_summary()
         if summary is None:
             return False
@@ -83,7 +84,7 @@ _MAY_NOT_DIFFER = ("engine.precision",)
 
 
 def matters(key: str) -> bool:
-    """Whether two runs that differ in this key of their configs are trained differently."""
+    """Returns True where two runs that differ in this key of their configs are trained differently."""
     return key in _MAY_NOT_DIFFER or not any(
         key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in _MAY_DIFFER
     )
@@ -125,5 +126,5 @@ def check_directories(tasks: Sequence[Task], advice: str = "", *, option: str = 
 
 
 def _changes(task: Task) -> list[dict[str, Any]]:
-    """What was changed on the way (changes.jsonl of the run)."""
+    """Returns what was changed on the way (changes.jsonl of the run)."""
     return [change for change in read_json_lines(task.run.path / "changes.jsonl") if {"key", "step"} <= change.keys()]

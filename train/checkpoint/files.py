@@ -1,4 +1,4 @@
-"""What makes a directory a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it says.
+"""Says which directory is a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it says.
 
 The file is written after everything else and the directory gets its name after that, so that a directory named
 `step-00001000` with this file in it was written whole. If something happened to it later, hashes tell: the file holds

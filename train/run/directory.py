@@ -276,7 +276,7 @@ class MovedError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moved:
-    """What has happened to a folder that is not at its path any more."""
+    """Says what has happened to a folder that is not at its path any more."""
 
     words: str
     to: str  # the path where it is now; "" where there is none, or none that this machine knows

@@ -1,4 +1,4 @@
-"""What a task is: how batches are made, what is learned from them as sums and counts, and what is measured.
+"""Defines tasks: how batches are made, what is learned from them as sums and counts, and what is measured.
 
 Sums instead of means keep gradient accumulation, packing, masking and uneven ranks exact: the loop divides by the
 number of targets of the whole global batch, wherever its pieces were computed.

@@ -261,13 +261,13 @@ class Entry:
 
     @property
     def label(self) -> str:
-        """What tables and pictures call it."""
+        """Returns its name in tables and pictures."""
         return f"{self.name} (control)" if self.control else self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What `matmix compare` works on."""
+    """Describes what `matmix compare` works on."""
 
     home: Path
     settings: ComparisonConfig
@@ -277,7 +277,7 @@ class Comparison:
     """The recipe with the overrides in it."""
 
     def by_variant(self) -> list[Comparison]:
-        """What is compared in each variant by itself; without variants, this comparison."""
+        """Returns what is compared in each variant by itself; without variants, this comparison."""
         parts: dict[str, list[Entry]] = {}
         for entry in self.entries:
             parts.setdefault(entry.variant, []).append(entry)

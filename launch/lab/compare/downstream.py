@@ -1,5 +1,5 @@
-"""What the encoders of a comparison are worth to others: each finished run is fine-tuned on tasks, those of recipes and
-those of GLUE.
+"""Measures what the encoders of a comparison are worth to others: each finished run is fine-tuned on tasks, those of
+recipes and those of GLUE.
 
 COMPARISON/finetune/<task>/recipe.toml               the recipe of a task
 COMPARISON/finetune/<task>/<entry>/<variant>/seed-0  a run that begins with COMPARISON/<entry>/<variant>/seed-0
@@ -61,7 +61,7 @@ class ScoreColumn:
 
 
 class Finetuned(ABC):
-    """What the runs of a comparison are fine-tuned on."""
+    """Holds what the runs of a comparison are fine-tuned on."""
 
     name: str
     """That of its folder."""
@@ -79,7 +79,7 @@ class Finetuned(ABC):
     @property
     @abstractmethod
     def columns(self) -> list[ScoreColumn]:
-        """Of the table."""
+        """Returns the columns of the table."""
 
     @abstractmethod
     def words(self, pretrained: Sequence[Task]) -> list[str]:
@@ -145,12 +145,12 @@ class FinetunedRecipe(Finetuned):
 
     @property
     def key(self) -> str:
-        """What its first metric is called among those of a pretrained run."""
+        """Returns the name of its first metric among those of a pretrained run."""
         return self._key(self.metric.name)
 
     @property
     def is_share(self) -> bool:
-        """Whether its metric is shown in percent: shares, and correlations."""
+        """Returns True where its metric is shown in percent: shares, and correlations."""
         return self.metric.unit == "%" or (self.metric.higher_is_better and not self.metric.unit)
 
     @property
@@ -195,7 +195,7 @@ class FinetunedRecipe(Finetuned):
         return {self._key(metric.name): found.values(metric.name) for metric in found.known}
 
     def _read(self, pretrained: Task) -> OwnScores:
-        """Those of the fine-tuning of a run; without any where it is not finished."""
+        """Reads the scores of the fine-tuning of a run; there are none where it is not finished."""
         run = RunDirectory(self.folder_of(pretrained))
         try:
             config = dataclasses.replace(run.read_config(), run_dir=str(run.path))
@@ -261,7 +261,7 @@ _AVERAGE = f"{FINETUNED}/{NAME}/average"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GlueSettings:
-    """What is asked for."""
+    """Holds the settings that are asked for."""
 
     folder: str = ""
     """Of the public GLUE download."""
@@ -519,7 +519,7 @@ def scores_of(pretrained: Task, downstream: Sequence[Finetuned]) -> Scores:
 
 
 def score_columns(downstream: Sequence[Finetuned]) -> list[ScoreColumn]:
-    """What the table can show: the first score of each task, and means over tasks."""
+    """Returns the columns that the table can show: the first score of each task, and means over tasks."""
     recipes = [one for one in downstream if isinstance(one, FinetunedRecipe)]
     others = [one for one in downstream if one not in recipes]
     mean = ScoreColumn(key=_MEAN, heading="mean over tasks (%)")
@@ -527,7 +527,7 @@ def score_columns(downstream: Sequence[Finetuned]) -> list[ScoreColumn]:
 
 
 def plan_of_downstream(found: Sequence[Finetuned], tasks: Sequence[Task]) -> str:
-    """What would be fine-tuned after these runs."""
+    """Returns lines that tell what would be fine-tuned after these runs."""
     count = sum(one.runs_of_each for one in found) * len(tasks)
     listed = ", ".join(one.plan_words() for one in found)
     return f"then each run is fine-tuned on {listed}: {count:,} runs in {found[0].home / FINETUNED}"

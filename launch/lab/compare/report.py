@@ -263,7 +263,7 @@ def _draw_positions(axes: Any, results: Sequence[EntryResult], looks: Sequence[d
 
 
 def _unit(results: Sequence[EntryResult]) -> str:
-    """Of the loss."""
+    """Returns the unit of the loss."""
     return results[0].entry.config.task().loss_metric.unit
 
 
@@ -291,7 +291,7 @@ def line(place: int, result: EntryResult, entries: int) -> dict[str, Any]:
 
 
 def label(result: EntryResult) -> str:
-    """What the legend says; of runs that are not finished also how many are."""
+    """Returns the words of the legend; of runs that are not finished also how many are."""
     name = result.entry.label
     if result.is_finished:
         return name
@@ -321,7 +321,7 @@ Columns = dict[str, Callable[[EntryResult], str]]
 
 
 def plan_text(comparison: Comparison) -> str:
-    """What would be trained: widths, parameters, cost."""
+    """Returns lines that tell what would be trained: widths, parameters, cost."""
     parts = comparison.by_variant()
     sections = [_plan_of_variant(part) for part in parts]
     seeds = comparison.settings.seeds
@@ -485,7 +485,7 @@ def _accuracy_columns(accuracies: dict[int, str]) -> Columns:
 
 
 def _language_columns(results: Sequence[EntryResult]) -> Columns:
-    """Of language models and encoders: their second measure, and what context bought."""
+    """Returns the columns of language models and encoders: their second measure, and what context bought."""
     columns: Columns = {}
     metrics = results[0].entry.config.task().metrics[:1]
     if any(result.entry.config.ema.decay for result in results):
@@ -499,7 +499,7 @@ def _language_columns(results: Sequence[EntryResult]) -> Columns:
 
 
 def _downstream_columns(results: Sequence[EntryResult], scores: Sequence[ScoreColumn]) -> Columns:
-    """Of encoders that have been fine-tuned: their scores on each task, and means over several."""
+    """Returns the columns of encoders that have been fine-tuned: their scores on each task, and means over several."""
     known = metrics_of(results)
     return {
         one.heading: functools.partial(_mean, metric=one.key, digits=one.digits, scale=one.scale)

@@ -120,7 +120,7 @@ def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
 
 
 def is_measured(comparison: Comparison) -> bool:
-    """Whether speed.json has all the entries as they are now, with variants those of the first."""
+    """Returns True where speed.json has all the entries as they are now, with variants those of the first."""
     first = comparison.by_variant()[0]
     return len(current_rows(first)) == len(first.entries)
 
@@ -205,7 +205,7 @@ def fingerprint(entry: Entry) -> str:
 
 
 def _facts(entry: Entry) -> dict[str, Any]:
-    """What a measurement belongs to, for the reader of the file."""
+    """Tells the reader of the file what a measurement belongs to."""
     config = entry.config
     return {
         "parameters": entry.parameters,
@@ -227,7 +227,7 @@ def _machine(entry: Entry) -> dict[str, Any]:
 
 
 def _in_a_process(recipe: Path) -> dict[str, Any] | str:
-    """What `measure` found, or why it could not."""
+    """Returns what `measure` found, or why it could not."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with start("matmix.launch.lab.compare.speed", recipe, **pipes) as process:
         try:

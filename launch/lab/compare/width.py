@@ -246,7 +246,7 @@ def _words_on_rates(entries: Sequence[Entry]) -> str:
 
 
 def changed_headdims(entry: Entry) -> str:
-    """As in "16 -> 20"; "" where the recipe's is kept."""
+    """Returns words such as "16 -> 20"; "" where the recipe's is kept."""
     pairs = [(entry.own_headdims.get(name, headdim), headdim) for name, headdim in headdims(entry.config.model).items()]
     return ", ".join(f"{own} -> {headdim}" for own, headdim in pairs if own != headdim)
 

@@ -1,4 +1,5 @@
-"""What the tasks on labelled examples share: their loader, their targets, and scores of all predictions of a split."""
+"""Holds what the tasks on labelled examples share: their loader, their targets, and scores of all predictions of a
+split."""
 
 from __future__ import annotations
 
