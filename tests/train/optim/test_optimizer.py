@@ -269,3 +269,16 @@ def test_layer_decay_lowers_the_rate_from_layer_to_layer():
     assert len(rate) == sum(1 for _ in model.parameters())
     for name, found in rate.items():
         assert found == next(lr for prefix, lr in wanted.items() if name.startswith(prefix)), name
+
+
+def test_adamw_says_what_torch_keeps():
+    layer = torch.nn.Linear(3, 2)
+    optimizer = make_optimizer(layer, OptimizerConfig(), 8)
+    kept = optimizer.entries(dict(layer.named_parameters()))
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    for name, parameter in layer.named_parameters():
+        state = optimizer.state[parameter]
+        assert state.keys() == kept[name].keys()
+        assert all((state[e].shape, state[e].dtype) == (kept[name][e].shape, kept[name][e].dtype) for e in state)
+        assert optimizer.new_state(parameter)["step"].device == state["step"].device
