@@ -1,2 +1,2 @@
-"""Uses trained models, from Python and for the command line: opens one, then generate, score, embed,
-classify, fine-tune or export. `open_model` in `opening.py` is where all of it begins."""
+"""Uses trained models, from Python and for the command line. `open_model` in `opening.py` opens one; the other modules
+generate, score, embed, classify, fine-tune and export."""
