@@ -53,7 +53,7 @@ def form_of(call: Call) -> ModuleType:
 
 
 def calls() -> Iterator[Call]:
-    """In bfloat16 all of them; float32 has tiles of its own, and float16 those of bfloat16."""
+    """Yields all calls in bfloat16; float32 has tiles of its own, and float16 those of bfloat16."""
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for call in (*conv_calls(dtype), *state_conv_calls(dtype), *norm_calls(dtype), *scan_calls(dtype)):
             seldom = dtype != torch.bfloat16 and not call.main and "state 128" not in call.title
@@ -80,7 +80,7 @@ def conv_calls(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def state_conv_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """The causal convolution from a state to a state."""
+    """Yields the causal convolution from a state to a state."""
 
     def call(title: str, width: int, main: bool = False, **options) -> Call:
         run = functools.partial(_run_state_conv, dtype, width, **options)
@@ -180,7 +180,7 @@ def _run_scan(
     v = _empty(batch, seqlen, heads, headdim, dtype=dtype)
 
     def factor(kind: str | None) -> Tensor | None:
-        """Per token a view of all heads' and directions' factors, as a layer's projection gives them."""
+        """Returns per token a view of all heads' and directions' factors, as a layer's projection gives them."""
         if kind == "token":
             return _factors(batch, seqlen, 2 * heads)[..., :heads]
         return None if kind is None else _factors(heads)
@@ -262,7 +262,7 @@ def _run_lion(
 
 
 def step_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """One token from a state to the next."""
+    """Yields one token from a state to the next."""
 
     def scan(title: str, main: bool = False, **options) -> Call:
         return Call("semiseparable_step", title, dtype, functools.partial(_run_step, dtype, **options), main)

@@ -36,7 +36,8 @@ COUNTED = (
 
 
 def _scan_loops(names: dict[str, Any]) -> tuple[float, ...]:
-    """Heads, or the tiles of a document, and in them the chunk's other tiles on one side of that tile, on average."""
+    """Returns heads, or the tiles of a document, and in them the chunk's other tiles on one side of that tile, on
+    average."""
     heads, others = names["HEADS"], (names["CHUNK"] // names["TILE"] - 1) / 2
     if names["WALK"]:
         heads = math.ceil(names["seqlen"] / names["TILE"])
@@ -44,7 +45,7 @@ def _scan_loops(names: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _chunk(names: dict[str, Any]) -> tuple[float, ...]:
-    """Steps of a chunk of the matrix product, of which there may be fewer than one chunk has."""
+    """Returns steps of a chunk of the matrix product, of which there may be fewer than one chunk has."""
     return (min(names["CHUNK"], names["seqlen"]),)
 
 
@@ -209,7 +210,7 @@ class Counts:
 
 
 def _table(counts: list[Count]) -> str:
-    """A table with the sums of each call."""
+    """Returns a table with the sums of each call."""
     rows: list[list[object]] = [
         ["call", "kernel", "warp-instr./token", "bytes/token", "registers", "spills", "warps", "in float64"]
     ]

@@ -74,7 +74,7 @@ class Speed:
 
     @property
     def like(self) -> dict[str, Any]:
-        """Device and dtype of new tensors."""
+        """Returns device and dtype of new tensors."""
         return {"device": device_of(self.device), "dtype": getattr(torch, self.dtype)}
 
     def batch(self, seqlen: int) -> int:

@@ -82,7 +82,7 @@ class Record:
 
     @property
     def pieces(self) -> dict[str, dict[str, Any]]:
-        """What each piece gave, by its name: "status" is "ok", or says what is wrong; or it was only begun."""
+        """Returns what each piece gave, by its name: "status" is "ok", or says what is wrong; or it was only begun."""
         return self.content["pieces"]
 
     def has(self, name: str) -> bool:

@@ -55,7 +55,7 @@ class Glue:
 
     @property
     def recipe(self) -> str:
-        """The word before options of recipes."""
+        """Returns the word before options of recipes."""
         return self.check or self.folder
 
     def begin(self) -> int:

@@ -74,12 +74,12 @@ class Study:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the variants."""
+        """Returns names of the variants."""
         return tuple(MRU_VARIANTS) if self.variants == ("mru",) else self.variants
 
     @property
     def place(self) -> tuple[int, ...]:
-        """The number of the shard, from 1, and the number of shards."""
+        """Returns the number of the shard, from 1, and the number of shards."""
         return tuple(map(int, self.shard.split("/")))
 
     def run(self) -> int:
@@ -131,8 +131,8 @@ def _measure(results: Results, part: str, key: str, run: Callable[[], Result]) -
 
 
 def record_of(found: dict[str, Any]) -> dict[str, Any]:
-    """The record that is committed: all results, with curves for the runs that are drawn only, and with losses by
-    position for the best run of each variant only."""
+    """Returns the record that is committed: all results, with curves for the runs that are drawn only, and with losses
+    by position for the best run of each variant only."""
     best = grid.best_runs(found[grid.PART]).values()
 
     def kept(result: Result) -> Result:

@@ -29,7 +29,7 @@ Shard = tuple[int, int]
 
 
 def slug(*parts: str) -> str:
-    """A file name for what these words name together."""
+    """Returns a file name for what these words name together."""
     return re.sub(r"[^A-Za-z0-9._+@-]+", "-", "-".join(parts)).strip("-.")
 
 
@@ -44,7 +44,7 @@ class Results:
         return self.folder / f"{part}-{slug(key)}.json"
 
     def weights(self, key: str) -> Path:
-        """Where a run leaves its weights."""
+        """Returns the file in which a run leaves its weights."""
         return self.folder / f"weights-{slug(key)}.pt"
 
     def write(self, part: str, key: str, result: Result) -> None:
@@ -58,13 +58,13 @@ class Results:
         return result
 
     def read(self, part: str) -> dict[str, Result]:
-        """All results of a part, by key."""
+        """Returns all results of a part, by key."""
         found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{part}-*.json")))
         return {result.pop("key"): result for result in found}
 
 
 def share(items: Sequence[T], shard: Shard) -> list[T]:
-    """The items of a shard."""
+    """Returns the items of a shard."""
     return list(items[shard[0] - 1 :: shard[1]])
 
 
@@ -73,7 +73,7 @@ def run_key(data: str, variant: str, rate: float, seed: int) -> str:
 
 
 def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
-    """(dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
+    """Returns (dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
 
     found: results of the grid.
     """

@@ -45,21 +45,22 @@ CASES = {
 
 
 def curve(states: Tensor, tokens: tuple[int, ...]) -> dict[str, list[float | None]]:
-    """Largest and mean log-norm over rows and heads at these tokens, counted from 1, of (B, L, H, o, o); None after an
-    overflow."""
+    """Returns largest and mean log-norm over rows and heads at these tokens, counted from 1, of (B, L, H, o, o); None
+    after an overflow."""
     norms = log_norms(states[:, torch.tensor(tokens) - 1]).transpose(0, 1).flatten(1)
     over = {"largest": norms.amax(1), "mean": norms.mean(1)}
     return {name: [finite(value, 2) for value in values.tolist()] for name, values in over.items()}
 
 
 def overflow(states: Tensor) -> int | None:
-    """The first token, counted from 1, at which a state (B, L, H, o, o) is not finite."""
+    """Returns the first token, counted from 1, at which a state (B, L, H, o, o) is not finite."""
     bad = ~states.isfinite().all(-1).all(-1).all(-1).all(0)
     return int(bad.int().argmax()) + 1 if bad.any() else None
 
 
 def tokens() -> tuple[int, ...]:
-    """Where norms are looked at, counted from 1: four an octave, as growth may take 10 tokens or 10,000."""
+    """Returns the tokens at which norms are looked at, counted from 1: four an octave, as growth may take 10 tokens or
+    10,000."""
     return tuple(sorted({round(2 ** (i / 4)) for i in range(4 * LENGTH.bit_length() - 3)}))
 
 

@@ -44,7 +44,7 @@ DRAWN: dict[str, str] = {
 
 
 def pictures(found: dict[str, Any]) -> dict[str, bytes]:
-    """Name -> PNG of those for which there are results. found: part -> results by key."""
+    """Returns the PNG of each picture for which there are results, by name. found: part -> results by key."""
     draws = {"losses": draw_losses, "training": draw_training, "growth": draw_growth, "beyond": draw_beyond}
     return {name: png_of(draw(found)) for name, draw in draws.items() if found[name if name in found else PART]}
 
@@ -58,7 +58,8 @@ def _style(variant: str) -> dict[str, Any]:
 
 
 def draw_losses(found: dict[str, Any]) -> Any:
-    """Every seed of every variant at its best rate, a panel for each dataset; variants as the first one ranks them."""
+    """Draws every seed of every variant at its best rate, a panel for each dataset; variants as the first one ranks
+    them."""
     names, best = datasets(found), best_runs(found[PART])
     order = list(dict.fromkeys(variant for name in names for variant in ranked(found, name)))
     figure, (axes,) = panels((11, 1.6 + 0.24 * len(order)), 1, len(names), sharey=True)
@@ -84,7 +85,7 @@ def draw_losses(found: dict[str, Any]) -> Any:
 
 
 def draw_training(found: dict[str, Any]) -> Any:
-    """Training losses of a few variants at their best rates."""
+    """Draws training losses of a few variants at their best rates."""
     names, best = datasets(found), best_runs(found[PART])
     figure, (axes,) = panels((11, 5.8), 1, len(names))
     for one, name in zip(axes, names, strict=True):
@@ -105,7 +106,7 @@ def draw_training(found: dict[str, Any]) -> Any:
 
 
 def _limits(axes: Any, what: str) -> None:
-    """An axis of log-norms, where float32 ends, and where squares of its numbers do."""
+    """Draws an axis of log-norms, where float32 ends, and where squares of its numbers do."""
     for height, text in ((LIMIT, "float32 ends"), (LIMIT / 2, "squares overflow: loss NaN")):
         axes.axhline(height, color="black", linewidth=0.8, linestyle="--")
         axes.annotate(text, (0.01, height), xycoords=("axes fraction", "data"), va="bottom", fontsize=8)
@@ -113,13 +114,13 @@ def _limits(axes: Any, what: str) -> None:
 
 
 def _to_the_limit(tokens: list[int], values: list[float | None]) -> tuple[list[int], list[float]]:
-    """A curve up to its overflow, where it leaves the picture."""
+    """Returns a curve up to its overflow, where it leaves the picture."""
     end = values.index(None) if None in values else len(values)
     return tokens[: end + 1], [*values[:end], LIMIT][: len(values)]
 
 
 def draw_growth(found: dict[str, Any]) -> Any:
-    """Along random tokens, a panel for each size of the elements but 0."""
+    """Draws along random tokens, a panel for each size of the elements but 0."""
     first = next(iter(found["growth"].values()))
     stds, last = [std for std in first["sizes"] if std != "0"], first["tokens"][-1]
     ticks = [tick for tick in (1, 8, 64, 512, 8192) if tick <= last]
@@ -141,7 +142,7 @@ def draw_growth(found: dict[str, Any]) -> Any:
 
 
 def draw_beyond(found: dict[str, Any]) -> Any:
-    """Losses and largest log-norms of a few trained models along texts far longer than their training's."""
+    """Draws losses and largest log-norms of a few trained models along texts far longer than their training's."""
     figure, ((left, right),) = panels((11, 5.2), 1, 2)
     by_variant = {result["variant"]: result for result in found["beyond"].values()}
     for variant in filter(by_variant.get, DRAWN):

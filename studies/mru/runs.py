@@ -28,7 +28,7 @@ CURVE = 10
 
 
 def finite(value: float | None, digits: int = 5) -> float | None:
-    """What JSON has no number for becomes None."""
+    """Returns a value in which numbers that JSON lacks are None."""
     return round(float(value), digits) if value is not None and math.isfinite(value) else None
 
 
@@ -49,7 +49,7 @@ class Watch(Callback):
                 self.norms.append(float(value))
 
     def curve(self) -> list[float | None]:
-        """Mean losses of `CURVE` steps each; None where one of them is not finite."""
+        """Returns mean losses of `CURVE` steps each; None where one of them is not finite."""
         groups = [self.losses[begin : begin + CURVE] for begin in range(0, len(self.losses), CURVE)]
         return [finite(sum(group) / len(group), 4) for group in groups]
 

@@ -14,7 +14,7 @@ from matmix.studies.mru.variants import NONE, RATES
 
 
 def tables(found: dict[str, Any]) -> str:
-    """All tables for which there are results. found: part -> results by key."""
+    """Returns all tables for which there are results. found: part -> results by key."""
     texts = [f"**{data}**\n\n{table_of_grid(found, data)}" for data in datasets(found)]
     parts = {"Growth": table_of_growth, "Speed": table_of_speed}
     texts += [f"**{part}**\n\n{make(found)}" for part, make in parts.items() if found[part.lower()]]
@@ -22,18 +22,18 @@ def tables(found: dict[str, Any]) -> str:
 
 
 def datasets(found: dict[str, Any]) -> list[str]:
-    """Names of the datasets that there are runs on."""
+    """Returns names of the datasets that there are runs on."""
     return sorted({result["data"] for result in found[PART].values()})
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """A table in Markdown. rows: heading of each column -> text, with the same headings in all."""
+    """Returns a table in Markdown. rows: heading of each column -> text, with the same headings in all."""
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Empty where there is no value; "NaN" for one that is no number."""
+    """Returns empty where there is no value; "NaN" for one that is no number."""
     return "" if value is None else "NaN" if math.isnan(value) else f"{value:.{digits}f}"
 
 
@@ -44,12 +44,12 @@ def runs_of(found: dict[str, Any], **facts: Any) -> list[Result]:
 
 
 def loss_of(result: Result) -> float:
-    """The validation loss of a run, NaN of one that diverged."""
+    """Returns the validation loss of a run, NaN of one that diverged."""
     return math.nan if result["loss"] is None else result["loss"]
 
 
 def seeds_of(found: dict[str, Any], best: Result) -> list[float]:
-    """Losses of all seeds at the rate of a best run."""
+    """Returns losses of all seeds at the rate of a best run."""
     return [loss_of(run) for run in runs_of(found, **{name: best[name] for name in ("data", "variant", "rate")})]
 
 
@@ -65,14 +65,14 @@ def ranked(found: dict[str, Any], data: str) -> list[str]:
 
 
 def losses_text(losses: Sequence[float]) -> str:
-    """Mean and sample standard deviation over seeds, and each."""
+    """Returns mean and sample standard deviation over seeds, and each."""
     over = spread(losses)
     text = number(over.mean) if over.deviation is None else f"{over.mean:.3f} ± {over.deviation:.3f}"
     return text if over.count == 1 else f"{text} ({', '.join(map(number, losses))})"
 
 
 def table_of_grid(found: dict[str, Any], data: str) -> str:
-    """The table of the losses and gains of all variants on a dataset."""
+    """Returns the table of the losses and gains of all variants on a dataset."""
     best = best_runs(found[PART])
     control = best.get((data, NONE))
     beyond = {result["variant"]: result for result in found["beyond"].values()} if data == FOLLOWED else {}
@@ -103,7 +103,8 @@ def table_of_grid(found: dict[str, Any], data: str) -> str:
 
 
 def beyond_text(result: Result | None) -> str:
-    """The loss of the last quarter, and the largest log-norm of any state on the way; empty without a result."""
+    """Returns the loss of the last quarter, and the largest log-norm of any state on the way; empty without a
+    result."""
     if result is None:
         return ""
     if result["overflow"] is not None:
@@ -114,7 +115,7 @@ def beyond_text(result: Result | None) -> str:
 
 
 def table_of_growth(found: dict[str, Any]) -> str:
-    """The table of the norms along random tokens."""
+    """Returns the table of the norms along random tokens."""
     rows = []
     for name, result in found["growth"].items():
         construction = name.partition(",")[0]
@@ -133,7 +134,7 @@ def table_of_growth(found: dict[str, Any]) -> str:
 
 
 def table_of_speed(found: dict[str, Any]) -> str:
-    """The table of the times of layers, the fastest first."""
+    """Returns the table of the times of layers, the fastest first."""
     fastest = min(result["together_ms"] for result in found["speed"].values())
     rows = []
     for name, result in sorted(found["speed"].items(), key=lambda item: item[1]["together_ms"]):

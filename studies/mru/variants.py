@@ -39,7 +39,7 @@ def peer(name: str, **options: Any) -> dict[str, Any]:
 
 
 def _forms(construction: str) -> dict[str, dict[str, Any]]:
-    """The four forms that every construction is tried in."""
+    """Returns the four forms that every construction is tried in."""
     return {
         f"{construction}, chunked": mru(construction, input="chunked"),
         f"{construction}, chunked, gate and shift": mru(construction, input="chunked", gate="silu", shift="blend"),
@@ -88,8 +88,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
-    """Variant -> its config on a dataset, but for learning rate, seed and run directory, all with as many parameters as
-    attention.
+    """Returns variant -> its config on a dataset, but for learning rate, seed and run directory, all with as many
+    parameters as attention.
 
     overrides: put into all, such as other steps. Raises FileNotFoundError and ValueError (one line) for data that
     cannot be read, and for a variant that cannot have so many parameters.
@@ -103,7 +103,7 @@ def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
 
 
 def equalised(name: str, config: RunConfig, target: int) -> RunConfig:
-    """`config` with the width of the MLPs that brings its model next to `target` parameters."""
+    """Returns `config` with the width of the MLPs that brings its model next to `target` parameters."""
     model = config.model
     each = 2 * model.d_model * model.n_layers  # parameters for one more unit in every MLP
     hidden = round(model.d_model * model.mlp_ratio) + round((target - count_parameters(model)) / each)

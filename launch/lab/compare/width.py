@@ -27,8 +27,8 @@ HEADDIM_FACTOR = 1.5
 
 
 def matched(comparison: Comparison) -> Comparison:
-    """The comparison with the widths at which all entries of a variant have equally many parameters: those that the
-    recipe names, else those of the first entry there.
+    """Returns the comparison with the widths at which all entries of a variant have equally many parameters: those that
+    the recipe names, else those of the first entry there.
 
     Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError where the
     vocabulary is left to data that cannot be opened.
@@ -56,7 +56,7 @@ def matched(comparison: Comparison) -> Comparison:
 
 
 def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """The entries with the vocabulary sizes that they leave to the data."""
+    """Returns the entries with the vocabulary sizes that they leave to the data."""
     loaders = {}
     found = []
     for entry in entries:
@@ -76,13 +76,13 @@ def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
 
 
 def headdims(model: ModelConfig) -> dict[str, int]:
-    """Mixer -> headdim, of the mixers in the layers that have one."""
+    """Returns the headdim of each mixer in the layers that has one."""
     options = {name: model.mixer_config(name) for name in model.mixer_names()}
     return {name: option.headdim for name, option in options.items() if hasattr(option, "headdim")}
 
 
 def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
-    """`model` with the d_model that brings it within `tolerance` of `target` parameters.
+    """Returns `model` with the d_model that brings it within `tolerance` of `target` parameters.
 
     Of several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8
     before those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
@@ -128,7 +128,7 @@ class _Widths:
         self.at, self.count = functools.cache(self._at), functools.cache(self._count)
 
     def _at(self, width: int) -> ModelConfig | None:
-        """The model with this d_model; None where no headdim near its own fits."""
+        """Returns the model with this d_model; None where no headdim near its own fits."""
         options = self.model.mixers
         for name, nominal in headdims(self.model).items():
             for headdim in nearest_first(nominal):
@@ -157,8 +157,8 @@ class _Widths:
         return outside + sum(blocks[index % kinds] for index in range(config.n_layers))
 
     def crossing(self, target: int) -> tuple[int, int]:
-        """Neighbouring widths that fit, the model of the first with fewer than `target` parameters, of the second with
-        as many or more, but for the small steps that other headdims make; 0 for none below."""
+        """Returns neighbouring widths that fit, the model of the first with fewer than `target` parameters, of the
+        second with as many or more, but for the small steps that other headdims make; 0 for none below."""
         low, high = 0, self.model.d_model
         while self.count(self.first_from(high)) < target:
             low, high = high, 2 * high
@@ -173,7 +173,7 @@ class _Widths:
         return low, self.first_from(high)
 
     def first_from(self, width: int) -> int:
-        """The first width from `width` on that fits."""
+        """Returns the first width from `width` on that fits."""
         multiple = -(-width // self.model.d_model) * self.model.d_model
         for candidate in range(width, 2 * multiple + 1):
             if self.at(candidate) is not None:
@@ -182,13 +182,14 @@ class _Widths:
 
 
 def nearest_first(nominal: int) -> Iterator[int]:
-    """Headdims within HEADDIM_FACTOR of `nominal`, itself first."""
+    """Returns headdims within HEADDIM_FACTOR of `nominal`, itself first."""
     low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
     yield from sorted(range(max(1, low), high + 1), key=lambda headdim: (abs(headdim - nominal), headdim))
 
 
 def with_checked_rules(entry: Entry) -> Entry:
-    """The entry; a control without the patterns of the recipe's rules that are for mixers which it does not have.
+    """Returns the entry; a control without the patterns of the recipe's rules that are for mixers which it does not
+    have.
 
     Raises ValueError (one line) for rules that do not fit the entry's model.
     """
@@ -209,7 +210,7 @@ def with_checked_rules(entry: Entry) -> Entry:
 
 
 def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
-    """The rule with those of its patterns that match a name; None where none does."""
+    """Returns the rule with those of its patterns that match a name; None where none does."""
     patterns = tuple(pattern for pattern in rule.patterns if matches_any(pattern, names))
     if patterns == rule.patterns:
         return rule
@@ -222,8 +223,8 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 
 
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
-    """How the entries of a table differ in more than their mixers, and at which learning rates they are compared: one
-    line for each subject."""
+    """Says how the entries of a table differ in more than their mixers, and at which learning rates they are
+    compared: one line for each subject."""
     lines = [_words_on_rates(entries)]
     if keys := [key for key in differing_keys(entries) if key != "optimizer.lr"]:
         lines.append(f"Not alike in all entries: {', '.join(keys)}.")
@@ -252,7 +253,7 @@ def changed_headdims(entry: Entry) -> str:
 
 
 def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
-    """Key -> its value in each entry, of the keys in which entries differ."""
+    """Returns for each key in which entries differ its value in each entry."""
     first = entries[0].config
     changes = [
         {key: (old, new) for key, old, new in differences(config_to_dict(first), entry.config)} for entry in entries
@@ -262,7 +263,7 @@ def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
 
 
 def _by_value(names: Sequence[str], values: Sequence[Any]) -> str:
-    """The entries that have each value; the most frequent value stands last, without their names."""
+    """Returns the entries that have each value; the most frequent value stands last, without their names."""
     owners: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         owners.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(name)
