@@ -52,15 +52,15 @@ def weights_of(module: nn.Module, *names: str) -> tuple[torch.Tensor | None, ...
     if hook is None:
         return tuple([getattr(module, name) for name in names])
     hook.pre_forward(module)
-    found = tuple(getattr(module, name) for name in names)
+    weights = tuple(getattr(module, name) for name in names)
     hook.post_forward(module, None)
-    for name, weight in zip(names, found, strict=True):
+    for name, weight in zip(names, weights, strict=True):
         if weight is not None and weight.is_meta:
             raise ValueError(
                 f"{type(module).__name__}.{name} is offloaded, and the hook of accelerate did not bring it back; keep "
                 "this layer on a device in the device_map"
             )
-    return found
+    return weights
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> torch.Tensor:

@@ -60,15 +60,15 @@ def decode(
         batches.append(kind(model, numbers, *model(ids, method="prefill")))
     batches = [kind.joined(members) for members in _alike(batches)]
     for step in range(max_new_tokens):
-        found = [[draw(n, row) for n, row in zip(x.numbers, x.logits.cpu(), strict=True)] for x in batches]
-        kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in found]
+        drawn = [[draw(n, row) for n, row in zip(x.numbers, x.logits.cpu(), strict=True)] for x in batches]
+        kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in drawn]
         if not any(kept):
             return
-        yield {x.numbers[at]: found[n][at] for n, x in enumerate(batches) for at in kept[n]}
+        yield {x.numbers[at]: drawn[n][at] for n, x in enumerate(batches) for at in kept[n]}
         if step + 1 == max_new_tokens:
             return
         following = []
-        for rows, tokens, stay in zip(batches, found, kept, strict=True):
+        for rows, tokens, stay in zip(batches, drawn, kept, strict=True):
             if stay:
                 rows.advance(tokens, stay)
                 following.append(rows)

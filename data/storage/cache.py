@@ -84,13 +84,13 @@ def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
 
 
 def _shards(root: Path, suffixes: Iterable[str]) -> list[tuple[Path, os.stat_result]]:
-    found = []
+    cached = []
     for suffix in suffixes:
         for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*{suffix}"):
             if path.name != "lengths.npy":
                 with contextlib.suppress(FileNotFoundError):
-                    found.append((path, path.stat()))
-    return found
+                    cached.append((path, path.stat()))
+    return cached
 
 
 def _remove_if_unused(path: Path) -> bool:

@@ -138,12 +138,12 @@ def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
 
 def in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
     """Attempts that count since (and with) the last one that saved a later step than any attempt before it."""
-    furthest, found = -1, 0
+    furthest, counted = -1, 0
     for attempt in attempts:
         if attempt.saved_step is not None and attempt.saved_step > furthest:
-            furthest, found = attempt.saved_step, 0
-        found += counts(attempt)
-    return found
+            furthest, counted = attempt.saved_step, 0
+        counted += counts(attempt)
+    return counted
 
 
 # -- what is known of an attempt -------------------------------------------------------------------------------------

@@ -88,11 +88,11 @@ def cancel(home: Path, grace: float) -> bool:
 
 
 def _tell_slurm(home: Path) -> dict[str, _Stopping]:
-    found, waiting = False, {}
+    any_active, waiting = False, {}
     for job in read_jobs(home):
         if not job.job or not (states := scheduler.active_states(job.job)):
             continue
-        found = True
+        any_active = True
         # Keeps the job's own script from requeueing it.
         for number, run in enumerate(runs_of(home, job)):
             attempts.mark_cancelled(run, f"{job.job}_{number}" if job.tasks else job.job)
@@ -104,7 +104,7 @@ def _tell_slurm(home: Path) -> dict[str, _Stopping]:
             else:
                 scheduler.cancel(state.job)
                 print(f"job {state.job}: cancelled while {state.state.lower()}")
-    if not found:
+    if not any_active:
         print("no job is queued or running")
     return waiting
 

@@ -160,5 +160,5 @@ def describe_revision() -> tuple[str, bytes]:
 
 def installed_packages() -> Sequence[str]:
     """name==version of everything installed, sorted, and the Python that runs it."""
-    found = {f"{package.metadata['Name']}=={package.version}" for package in importlib.metadata.distributions()}
-    return [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(found, key=str.lower)]
+    packages = {f"{package.metadata['Name']}=={package.version}" for package in importlib.metadata.distributions()}
+    return [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(packages, key=str.lower)]

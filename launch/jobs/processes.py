@@ -78,12 +78,12 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: 
     seen: set[int] = set()
 
     def ranks(agents: Sequence[subprocess.Popen]) -> list[psutil.Process]:
-        found = [rank for agent in agents for rank in _ranks(agent.pid)]
-        seen.update(rank.pid for rank in found)
+        running = [rank for agent in agents for rank in _ranks(agent.pid)]
+        seen.update(rank.pid for rank in running)
         for agent in agents:
             if not seen:
                 agent.terminate()
-        return found
+        return running
 
     return _run(command, {"": environment}, requests, ranks)
 

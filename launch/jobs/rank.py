@@ -90,17 +90,17 @@ def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """
     # Kernels are compiled once per node: a home folder on a network drive is slow and its locks unreliable, and where
     # torch itself would keep them another user can be the first.
-    found = cache_variables(environment) | _EVERYWHERE
-    found["OMP_NUM_THREADS"] = str(threads_of_each(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
+    chosen = cache_variables(environment) | _EVERYWHERE
+    chosen["OMP_NUM_THREADS"] = str(threads_of_each(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
     world_size = environment.get("WORLD_SIZE", "1")
     one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
     master = "127.0.0.1" if one_host else environment.get("MASTER_ADDR", "")
     if int(world_size) > 1 and master and (interface := interface_towards(master)):
         # gloo would take the address of the host's name, which on many systems is 127.0.1.1.
-        found["GLOO_SOCKET_IFNAME"] = interface
+        chosen["GLOO_SOCKET_IFNAME"] = interface
         if one_host:  # nobody else is to reach the ranks
-            found["NCCL_SOCKET_IFNAME"] = interface
-    return {name: value for name, value in found.items() if name not in environment}
+            chosen["NCCL_SOCKET_IFNAME"] = interface
+    return {name: value for name, value in chosen.items() if name not in environment}
 
 
 def way_to(host: str) -> tuple[str, str]:

@@ -50,12 +50,12 @@ def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
 
 def _axis(text: str) -> tuple[str, list[str]]:
     key, equals, values = text.partition("=")
-    found = [value.strip() for value in values.split(",")]
-    if not equals or not key.strip("- ") or not all(found):
+    chosen = [value.strip() for value in values.split(",")]
+    if not equals or not key.strip("- ") or not all(chosen):
         raise ValueError(f"--sweep takes KEY=VALUE,VALUE such as optimizer.lr=1e-3,3e-4, got {text!r}")
-    if len(set(found)) < len(found):
+    if len(set(chosen)) < len(chosen):
         raise ValueError(f"--sweep: {text} names a value twice")
-    return key.strip("- ").replace("-", "_"), found
+    return key.strip("- ").replace("-", "_"), chosen
 
 
 def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
@@ -65,12 +65,12 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
     rows = content.get("run")
     if set(content) != {"run"} or not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: a sweep is a list of tables [[run]] and nothing else")
-    found = []
+    named_rows = []
     for row in rows:
         if not isinstance(name := row.pop("name", ""), str):
             raise ValueError(f"{path}: name should be a string, got {name!r}")
-        found.append((name, _flatten(row)))
-    return found
+        named_rows.append((name, _flatten(row)))
+    return named_rows
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -94,11 +94,11 @@ class Torchrun:
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """HOST:PORT, HOST, or [IPv6]:PORT -> (host, port). Raises ValueError."""
-    found = _ENDPOINT.fullmatch(text)
-    port = int(found["port"] or DEFAULT_PORT) if found else 0
-    if found is None or not 0 < port < 65536:
+    endpoint = _ENDPOINT.fullmatch(text)
+    port = int(endpoint["port"] or DEFAULT_PORT) if endpoint else 0
+    if endpoint is None or not 0 < port < 65536:
         raise ValueError(f"--rdzv takes HOST:PORT or [IPv6 address]:PORT with a port between 1 and 65535, got {text!r}")
-    return found["address"] or found["host"], port
+    return endpoint["address"] or endpoint["host"], port
 
 
 def address_here(host: str) -> str:

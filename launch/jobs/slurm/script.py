@@ -84,8 +84,8 @@ def directives(options: SlurmOptions, home: Path, array: str) -> list[str]:
         "chdir": Path.cwd(),
         "output": output_pattern(home / "logs", "slurm-%A_%a.out" if array else "slurm-%j.out"),
     }
-    found = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
-    return [*found, "--requeue", *map(extra_directive, options.sbatch)]
+    written = [f"--{key}={sbatch_value(value)}" for key, value in lines.items() if value != ""]
+    return [*written, "--requeue", *map(extra_directive, options.sbatch)]
 
 
 def extra_directive(text: str) -> str:

@@ -184,17 +184,17 @@ def read_prompt(
 
 def put_streams(
     streams: list[torch.Tensor] | None,
-    found: list[torch.Tensor] | None,
+    parts: list[torch.Tensor] | None,
     places: tuple[torch.Tensor, torch.Tensor],
     shape: torch.Size,
 ) -> None:
     """Put the streams (n, count, d_model) of a group of rows at their places, rows (n, 1) and columns (n, count), of
     those of the batch, of `shape` (B, L), which are zero elsewhere."""
-    if streams is None or found is None:
+    if streams is None or parts is None:
         return
     if not streams:
-        streams += [part.new_zeros(*shape, part.shape[-1]) for part in found]
-    for index, part in enumerate(found):
+        streams += [part.new_zeros(*shape, part.shape[-1]) for part in parts]
+    for index, part in enumerate(parts):
         streams[index] = streams[index].index_put(tuple(place.to(part.device) for place in places), part)
 
 

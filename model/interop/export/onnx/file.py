@@ -125,8 +125,8 @@ def _difference(model: Backbone, path: Path, inputs: tuple[torch.Tensor, ...]) -
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     given = dict(zip([value.name for value in session.get_inputs()], inputs, strict=True))
-    found = torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
+    given_by_onnx = torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
     more = {} if len(inputs) == 1 else {"token_type_ids": inputs[1]}
     with torch.no_grad():
         expected = model.eval()(inputs[0], **more)
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+    return ((given_by_onnx - expected).abs().max() / expected.abs().max()).item()
