@@ -140,8 +140,8 @@ MODELS = [
     Fault(
         "an answer goes on behind its end token",
         "model/decoding.py",
-        "kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in found]",
-        "kept = [[at for at, token in enumerate(tokens)] for tokens in found]",
+        "enumerate(tokens) if token != end]",
+        "enumerate(tokens)]",
         "model/test_decoding.py::test_a_prompt_leaves_the_batch_with_its_last_token",
     ),
 ]
