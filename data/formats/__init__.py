@@ -17,7 +17,7 @@ FORMATS: dict[str, type[ShardFormat]] = {
 
 
 def make_format(options: Mapping[str, Any], dtype: str, prefix: str = "") -> ShardFormat:
-    """The format that the options format, compression and shard_megabytes ask for. prefix: see `ShardFormat`."""
+    """Returns the format of the options format, compression and shard_megabytes. prefix: see `ShardFormat`."""
     packed = None if options["compression"] == "none" else "zstd"
     size_limit = int(options["shard_megabytes"] * (1 << 20))
     return FORMATS[options["format"]](dtype=dtype, compression=packed, size_limit=size_limit, prefix=prefix)

@@ -30,7 +30,7 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: b
 
 @contextlib.contextmanager
 def open_durable(path: Path) -> Iterator[BinaryIO]:
-    """A new file to write to; at the end of the block its content is on the disk."""
+    """Opens a new file to write to; at the end of the block its content is on the disk."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -54,10 +54,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def first_free(path: Path, is_taken: Callable[[Path], bool] = Path.exists, again: str = "-") -> Path:
-    """`path`, or the first of those with -2, -3 ... after its stem that is not taken. again: what comes before the
-    number."""
+    """Returns `path`, or the first free one with -2, -3 ... after its stem. again: stands before the number."""
     paths = itertools.chain([path], (path.with_stem(f"{path.stem}{again}{number}") for number in itertools.count(2)))
-    return next(found for found in paths if not is_taken(found))
+    return next(free for free in paths if not is_taken(free))
 
 
 def set_aside(path: Path) -> Path:
@@ -70,6 +69,6 @@ def set_aside(path: Path) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file."""
+    """Returns the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder(path: str | Path, *, close: bool = False) -> Path:
-    """`path` as a folder of this user's own, made with its parents (0700) if it is not there.
+    """Returns `path` as a folder of this user's own, made with its parents (0700) if it is not there.
 
     close: take a group's right to write from a folder of one's own, as umask 002 has given it, in place of refusing it.
     For what is checked again when it is read; not for code.
@@ -48,7 +48,7 @@ def is_own(path: Path) -> bool:
 
 
 def standard_folder(path: str | Path) -> Path:
-    """`private_folder(path)`, or, where that place is not to be trusted, another one that is made once and then kept.
+    """Returns `private_folder(path)`, or, where that cannot be trusted, another folder that is made once and then kept.
 
     For places that nobody chose, such as below /tmp. A warning names the other one. Raises ValueError or OSError
     where there is no place at all.

@@ -192,8 +192,8 @@ class RemoteFolder:
 
         def look(client: Any, path: str) -> dict[str, int]:
             start = len(path) - len(prefix) if prefix else len(path) + 1
-            found = client.find(path, detail=True)
-            files = {name[start:]: info for name, info in found.items() if info["type"] == "file"}
+            infos = client.find(path, detail=True)
+            files = {name[start:]: info for name, info in infos.items() if info["type"] == "file"}
             return {name: int(info["size"] or 0) for name, info in files.items() if _stays_below(name)}
 
         with contextlib.suppress(FileNotFoundError):
@@ -220,8 +220,8 @@ class RemoteFolder:
             if largest is not None and expected is not None and expected > largest:
                 raise FileTooLarge(f"{self.url}/{name} has {expected:,} bytes, it may have {largest:,}")
             client.get_file(path, str(part))
-            if expected is not None and (found := part.stat().st_size) != expected:
-                raise OSError(f"{found} of {expected} bytes arrived")
+            if expected is not None and (arrived := part.stat().st_size) != expected:
+                raise OSError(f"{arrived} of {expected} bytes arrived")
 
         try:
             self._do("download", name, fetch)

@@ -222,10 +222,10 @@ class Storage:
     def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
         where = f"{self.path}: shard {stored}"
         try:
-            found = decompress(source, part, min(shard.raw_bytes, shard.largest_raw_size(self.manifest.dtype)))
+            written = decompress(source, part, min(shard.raw_bytes, shard.largest_raw_size(self.manifest.dtype)))
         except ValueError as error:
             raise DamagedShard(where, str(error)) from None
-        if found != (shard.raw_bytes, shard.raw_sha256):
+        if written != (shard.raw_bytes, shard.raw_sha256):
             raise DamagedShard(where, f"decompresses to other bytes than its manifest says; {_FETCH_AGAIN}")
 
     def _download(self, name: str, target: Path, largest: int, is_good: Callable[[Path], bool]) -> bool:

