@@ -136,7 +136,7 @@ def run_ranks(
     try:
         return _run(command, ranks, requests, lambda running: running)
     finally:
-        for path in folder.glob(f"{store.name}*"):  # also what `matmix.train.process.once` has beside it
+        for path in folder.glob(f"{store.name}*"):  # also what `matmix.train.process.console` has beside it
             path.unlink(missing_ok=True)
 
 

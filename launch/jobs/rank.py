@@ -17,7 +17,7 @@ from pathlib import Path
 
 from matmix.data.processes import threads_of_each
 from matmix.launch.jobs.slurm.rank import rank_variables
-from matmix.train.process import console, once
+from matmix.train.process import console
 from matmix.train.process.begin import begin_training
 from matmix.train.process.node_folders import cache_variables
 from matmix.train.run.outcome import local_folder
@@ -140,7 +140,7 @@ def main() -> int:
         log = log_path(find_run_dir(arguments), os.environ)
         if os.environ.get("WORLD_SIZE", "1") != "1":
             with contextlib.suppress(OSError):  # then each rank says its errors itself
-                once.share(log.parent)
+                console.share(log.parent)
         if os.environ.get("RANK", "0") != "0":
             write_output_to(log)
 

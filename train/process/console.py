@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -15,10 +16,10 @@ from typing import TextIO
 
 from matmix.data.artifacts import panics_as_errors
 from matmix.train.errors import PeerError, RunFailure
+from matmix.train.process import stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
-from matmix.train.process.launched import follow_launcher
+from matmix.train.process.launched import STORE_VARIABLE, follow_launcher
 from matmix.train.process.logs import LEVEL_VARIABLE, shown
-from matmix.train.process.once import is_first
 
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -62,7 +63,7 @@ def one_line(error: BaseException) -> str:
 
 def report(error: BaseException, *, every_rank: bool = False) -> None:
     """Prints an error as one line. every_rank: those that only another rank than 0 has are printed with its number, and
-    what several ranks have once, as far as they can tell (`matmix.train.process.once`); else rank 0 alone speaks.
+    what several ranks have once, as far as they can tell (`matmix.train.process.console`); else rank 0 alone speaks.
 
     A mistake of the user is found by all ranks: rank 0 is given a moment to say it. That another rank is gone follows
     from that one's error, which comes first.
@@ -123,3 +124,53 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
             tell_torchrun(error)
             report(error, every_rank=every_rank)
         return exit_code(error)
+
+
+# -- an error that several ranks have is said by one of them ---------------------------------------------------------
+
+
+_LOOK_SECONDS = 0.05
+_handle = -1
+
+
+def share(folder: Path) -> None:
+    """The ranks of this start share this folder, which is made; it is held, also where it is moved while they run.
+    Raises OSError."""
+    global _handle
+    folder.mkdir(parents=True, exist_ok=True)
+    _handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def is_first(what: str, seconds: float) -> bool | None:
+    """Returns True where this rank is the one to say `what`: no other rank has said it, nor does within `seconds`, nor
+    before this process is asked to stop. None where ranks share no folder, and nobody can tell."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    name = hashlib.sha256(what.encode()).hexdigest()[:16]
+    report, store = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(STORE_VARIABLE)
+    if report:
+        path, folder = str(Path(report).parents[1] / f"said-{name}"), None
+    elif store:
+        path, folder = f"{store}-said-{name}", None
+    elif _handle >= 0:
+        path, folder = f"said-{name}", _handle
+    else:
+        return None
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end and not stop.received() and not _exists(path, folder):
+            time.sleep(_LOOK_SECONDS)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
+    except FileExistsError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _exists(path: str, folder: int | None) -> bool:
+    try:
+        os.stat(path, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True

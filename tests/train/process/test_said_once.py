@@ -8,7 +8,7 @@ import time
 import pytest
 
 from matmix.launch.jobs.processes import StopRequests, run_ranks
-from matmix.train.process import console, once
+from matmix.train.process import console
 
 # What each rank ends with, by its number; ranks without an error go on until they are told to stop.
 RANK = """
@@ -65,7 +65,7 @@ def test_what_ranks_say(errors, lines, tmp_path, capfd):
 def shared(tmp_path, monkeypatch):
     """Folders of torch's agent, of a store, and of logs that are moved while the ranks run."""
     monkeypatch.setattr(console, "_MOMENT", 0.05)
-    monkeypatch.setattr(once, "_handle", -1)
+    monkeypatch.setattr(console, "_handle", -1)
     monkeypatch.setenv("WORLD_SIZE", "3")
 
     def share(kind: str) -> None:
@@ -74,7 +74,7 @@ def shared(tmp_path, monkeypatch):
         elif kind == "store":
             monkeypatch.setenv("MATMIX_STORE", str(tmp_path / "store"))
         else:
-            once.share(tmp_path / "logs")
+            console.share(tmp_path / "logs")
             (tmp_path / "logs").rename(tmp_path / "moved")
 
     return share
