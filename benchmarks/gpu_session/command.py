@@ -83,7 +83,7 @@ class GpuSession:
     minutes: float = 8.5
     """For each part."""
     only: str = ""
-    """Only what has this text in its name."""
+    """Only what has this text in its name; of correctness, files of tests."""
     here: bool = False
     """Run the part in this process, as the command itself starts each."""
 
@@ -171,6 +171,8 @@ def correctness(record: Record) -> list[str]:
     folder = ROOT / "tests" / "kernels"
     files = sorted(folder.rglob(TOY_TESTS if record.toy else "test_*.py"))
     names = {str(path.relative_to(folder)): path for path in files}
+    if not any(record.only in name for name in names):
+        raise ValueError(f"--only {record.only}: no file of tests is called so; there are {', '.join(names)}")
     return record.work([Piece(name, partial(run_tests, path, record)) for name, path in names.items()], summary)
 
 
