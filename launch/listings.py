@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import textwrap
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from matmix.train.arguments import RunFolder
-
-if TYPE_CHECKING:  # what imports torch waits until something is listed, so that --help does not
-    from matmix.train.checkpoint.files import CheckpointFacts, Listing
-import itertools
-import textwrap
-from pathlib import Path
-
+from matmix.train.checkpoint.manifest import CheckpointFacts, Listing, list_checkpoints
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, find_recipe
 
 
@@ -56,12 +53,9 @@ class Checkpoints:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Lists or converts, and returns the exit code. Raises ValueError or FileNotFoundError (one line)."""
-        from matmix.train.checkpoint.files import list_checkpoints
-        from matmix.train.run.directory import RunDirectory
-        from matmix.train.run.trained import local_outline
-        from matmix.use.exporting import convert_run
-
         if self.other is not None:
+            from matmix.use.exporting import convert_run
+
             if self.source:
                 raise ValueError(f"convert takes one run, got {self.source} before it")
             convert_run(
@@ -70,10 +64,16 @@ class Checkpoints:
             return 0
         if not self.source:
             raise ValueError("no run given: matmix checkpoints RUN, or matmix checkpoints convert RUN --out OTHER_RUN")
-        run = RunDirectory(local_outline(self.source, whole=self.verify))
-        run.read_config()  # says if this is no run
-        listing = list_checkpoints(run.checkpoints, verify=self.verify)
-        print(render(listing, verified=self.verify).replace(str(run.path), self.source.rstrip("/")), end="")
+        run, verify = Path(self.source), None
+        if self.verify or not (run / "config.toml").is_file():  # what follows imports torch, which a list need not
+            from matmix.train.checkpoint.files import find_problem
+            from matmix.train.run.directory import RunDirectory
+            from matmix.train.run.trained import local_outline
+
+            run, verify = local_outline(self.source, whole=self.verify), find_problem if self.verify else None
+            RunDirectory(run).read_config()  # says if this is no run
+        listing = list_checkpoints(run / "checkpoints", verify=verify)
+        print(render(listing, verified=self.verify).replace(str(run), self.source.rstrip("/")), end="")
         return 1 if listing.damaged else 0
 
 

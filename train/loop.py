@@ -14,7 +14,7 @@ import torch
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, count_parameters, initialize
 from matmix.train.callbacks import Rewind, make_callbacks
-from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.checkpoint.save import seed_all
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.config import RunConfig
@@ -412,6 +412,7 @@ class Trainer:
             "data": self.loader.state_dict(),
             "config": config_to_dict(self.config),
             "tokenizer_sha256": self.tokenizer_sha256,
+            "unit": self.task.unit,
             "git_revision": git_revision(),
             "parameter_rules": rule_record(self.groups),
             "spikes": self.spikes.state_dict(),

@@ -15,7 +15,14 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
-from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, read_manifest, sha256, write_manifest
+from matmix.train.checkpoint.manifest import (
+    GENERATORS,
+    describe_files,
+    list_files,
+    read_manifest,
+    sha256,
+    write_manifest,
+)
 from matmix.train.engine.full_state import layout_of_moments
 from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
 from matmix.train.engine.kinds import open_full

@@ -111,7 +111,7 @@ def local_process(job: Job) -> psutil.Process | None:
 
 def run_lines(run: Path, *, active: bool) -> list[str]:
     """Attempts, progress, checkpoint and logs of one run. active: its job is queued or running."""
-    from matmix.train.checkpoint.files import list_checkpoints
+    from matmix.train.checkpoint.manifest import list_checkpoints
 
     lines = []
     attempts = read_attempts(run)[-_SHOWN:]

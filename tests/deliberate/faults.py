@@ -320,7 +320,7 @@ TRAINING = [
     ),
     Fault(
         "the hash of a checkpoint's file is not compared",
-        "train/checkpoint/files.py",
+        "train/checkpoint/manifest.py",
         "path.stat().st_size == size and sha256(path) == value",
         "path.stat().st_size == size",
         "distributed/checkpoints/test_checkpoint.py::test_damage_is_found_before_anything_is_read",

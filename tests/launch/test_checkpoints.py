@@ -1,6 +1,8 @@
 """`matmix checkpoints RUN`: what it says of whole, damaged and unfinished checkpoints, and its exit code."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 from runs import run_recipe
@@ -99,3 +101,13 @@ def test_sizes_are_readable():
     assert [format_size(size) for size in sizes] == [
         *("0 B", "999 B", "1.0 kB", "1.5 kB", "999.9 kB", "12.3 MB", "3.2 GB", "5.0 TB", "7000.0 TB")
     ]
+
+
+def test_the_list_imports_no_torch(run):
+    program = "import sys; from matmix.launch.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-P", "-c", program, "checkpoints", str(run)], stdout=subprocess.DEVNULL
+        ).returncode
+        == 0
+    )

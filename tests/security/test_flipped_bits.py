@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import small_checkpoints
 
-from matmix.train.checkpoint.files import MANIFEST, find_problem, list_files, read_manifest
+from matmix.train.checkpoint.files import find_problem
+from matmix.train.checkpoint.manifest import MANIFEST, list_files, read_manifest
 
 
 @pytest.fixture(scope="module")

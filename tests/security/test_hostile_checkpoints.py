@@ -16,8 +16,9 @@ from failures import each
 from safetensors.torch import save_file
 from saved_weights import read_weights
 
-from matmix.train.checkpoint.files import MANIFEST, find_problem, list_checkpoints, read_manifest
+from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import MANIFEST, list_checkpoints, read_manifest
 from matmix.use.exporting import convert_checkpoint
 
 
@@ -64,7 +65,7 @@ def refused(checkpoint: Path, message: str) -> None:
         with pytest.raises(ValueError, match=message) as caught:
             read()
         assert "\n" not in str(caught.value)
-    problem = list_checkpoints(checkpoint.parent, verify=True).checkpoints[0].problem
+    problem = list_checkpoints(checkpoint.parent, verify=find_problem).checkpoints[0].problem
     assert problem is not None
     assert find_problem(checkpoint) == problem
     for name, tensor in engine.named_tensors():

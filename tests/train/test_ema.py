@@ -10,7 +10,7 @@ import torch
 from runs import losses, records, run_recipe, weights
 from safetensors.torch import load_file
 
-from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.engine.kinds import open_full
 from matmix.train.estimate.plan import make_plan
 from matmix.train.optim.averaging import ENTRIES

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from matmix.data.artifacts import artifact_path, parse_json, read_json
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.private import is_own, private_folder
-from matmix.train.checkpoint.files import list_files, matches, read_manifest
+from matmix.train.checkpoint.manifest import list_files, matches, read_manifest
 from matmix.train.checkpoint.nodes import Transfer, exchange, free_bytes
 from matmix.train.checkpoint.save import RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of

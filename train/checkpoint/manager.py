@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
-from matmix.train.checkpoint.files import GENERATORS, check_shapes, check_sizes, find_problem, read_manifest
+from matmix.train.checkpoint.files import check_shapes, find_problem
 from matmix.train.checkpoint.local_copies import LocalCopies
+from matmix.train.checkpoint.manifest import GENERATORS, check_sizes, read_manifest
 from matmix.train.checkpoint.save import (
     BackgroundSave,
     RankState,

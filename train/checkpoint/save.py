@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import open_durable, sync_directory
-from matmix.train.checkpoint.files import GENERATORS, describe_files, list_files, write_manifest
+from matmix.train.checkpoint.manifest import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine, Snapshot
 from matmix.train.process.distributed import FolderGroup, agree
 

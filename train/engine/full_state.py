@@ -98,8 +98,6 @@ class CheckpointFiles(FullState):
 
     engine_names: ClassVar[str] = ""
     """The values of engine.name that write and read this kind, for messages."""
-    counts: ClassVar[tuple[str, ...]] = ()
-    """Numbers that only layouts of this kind have."""
 
     @abc.abstractmethod
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
@@ -115,11 +113,6 @@ class CheckpointFiles(FullState):
     @abc.abstractmethod
     def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         """Returns those of a checkpoint's `files` that must be read for its weights; its `index_files` are there."""
-
-    @staticmethod
-    def title(layout: Mapping[str, Any]) -> str:
-        """Returns what lists call checkpoints of this kind."""
-        return layout["engine"]
 
 
 def layout_of_moments(moments: Moments, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -97,7 +97,6 @@ class ZeroFiles(CheckpointFiles):
     """
 
     engine_names = '"deepspeed"'
-    counts = ("zero_stage",)
 
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
         self.directory = checkpoint / SUBDIRECTORY
@@ -113,10 +112,6 @@ class ZeroFiles(CheckpointFiles):
     def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         # From stage 3 on the weights lie with what the optimizer keeps.
         return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
-
-    @staticmethod
-    def title(layout: Mapping[str, Any]) -> str:
-        return f"{layout['engine']}, ZeRO-{layout['zero_stage']}"
 
     def _find_entries(self, layout: Mapping[str, Any], weights_only: bool) -> None:
         module = self._model_file(0)["module"]

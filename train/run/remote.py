@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from matmix.data.storage.remote import RemoteFolder, is_url, refuse_secrets
-from matmix.train.checkpoint.files import matches, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store, remove_checkpoints
+from matmix.train.checkpoint.manifest import matches, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.process.distributed import (

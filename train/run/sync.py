@@ -16,8 +16,8 @@ from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteError, RemoteFolder
-from matmix.train.checkpoint.files import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.local_copies import RECORD
+from matmix.train.checkpoint.manifest import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
 from matmix.train.engine.kinds import files_of, index_files
 from matmix.train.process.heartbeat import beat

@@ -19,8 +19,9 @@ from filelock import FileLock, Timeout
 from matmix.data.storage.remote import is_url
 from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
-from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, step_of
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import open_weights

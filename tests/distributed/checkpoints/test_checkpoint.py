@@ -9,10 +9,11 @@ import scenarios
 import torch
 from saved_weights import read_weights
 
-from matmix.train.checkpoint import files as checkpoint_files
+from matmix.train.checkpoint import manifest
 from matmix.train.checkpoint import save as generators
-from matmix.train.checkpoint.files import MANIFEST, list_checkpoints
+from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import MANIFEST, list_checkpoints
 from matmix.train.engine import EngineConfig
 
 
@@ -129,10 +130,10 @@ def test_one_that_cannot_be_read_for_now_is_not_taken_for_damaged(directory, mon
     def fail(path):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(checkpoint_files, "sha256", fail)
+    monkeypatch.setattr(manifest, "sha256", fail)
     with pytest.raises(OSError, match=r"step-00000002 cannot be read: .*Stale"):
         CheckpointManager(directory).latest_valid()
-    facts = list_checkpoints(directory, verify=True).checkpoints
+    facts = list_checkpoints(directory, verify=find_problem).checkpoints
     assert ["Stale" in found.problem for found in facts] == [True, True]
     number = errno.EIO
     with pytest.raises(ValueError, match=r"step-00000002 is damaged: .*Input/output error"):

@@ -12,7 +12,7 @@ import torch
 from beginnings import first_weights
 from saved_weights import read_weights
 
-from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.engine import sharded_files
 from matmix.train.engine.full_state import MODEL, FullState
 from matmix.train.engine.kinds import open_full

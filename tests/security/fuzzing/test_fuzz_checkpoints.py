@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 from saved_weights import read_weights
 
-from matmix.train.checkpoint.files import MANIFEST, find_problem, list_files, write_manifest
+from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import MANIFEST, list_files, write_manifest
 from matmix.use.exporting import convert_checkpoint
 
 

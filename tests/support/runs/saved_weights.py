@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from matmix.train.checkpoint.files import find_problem, read_manifest
+from matmix.train.checkpoint.files import find_problem
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.engine.kinds import open_full
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from matmix.train.checkpoint.files import MANIFEST, describe_files, list_files, read_manifest, write_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import MANIFEST, describe_files, list_files, read_manifest, write_manifest
 from matmix.train.engine import Engine, EngineConfig, build_engine
 from matmix.train.optim.adamw import AdamW
 from matmix.train.process.distributed import Distributed

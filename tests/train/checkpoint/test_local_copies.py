@@ -14,8 +14,8 @@ from runs import losses, records, run_recipe, weights
 
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint import save as checkpoint_save
-from matmix.train.checkpoint.files import list_checkpoints, read_manifest
 from matmix.train.checkpoint.manager import CheckpointManager
+from matmix.train.checkpoint.manifest import list_checkpoints, read_manifest
 from matmix.train.guards.steps import NanGuard, SpikeGuard
 from matmix.train.run import lock as lease
 from matmix.train.run.outcome import local_folder, newest_saved

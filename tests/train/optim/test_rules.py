@@ -6,7 +6,7 @@ import shutil
 import pytest
 from runs import losses, records, run_recipe
 
-from matmix.train.checkpoint.files import read_manifest
+from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.entry import main
 from matmix.train.recipe import load_config
 from matmix.use.exporting import convert_run

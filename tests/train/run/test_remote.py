@@ -381,13 +381,13 @@ def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dat
 def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_once(
     store, url, dataset, tmp_path, monkeypatch, straight
 ):
-    from matmix.train.checkpoint import files
+    from matmix.train.checkpoint import manifest
     from matmix.use.exporting import convert_run, export_run
     from matmix.use.opening import open_model
 
     hashed: list[str] = []
-    real = files.sha256
-    monkeypatch.setattr(files, "sha256", lambda path: hashed.append(path.name) or real(path))
+    real = manifest.sha256
+    monkeypatch.setattr(manifest, "sha256", lambda path: hashed.append(path.name) or real(path))
     run_recipe("debug_mru", dataset, url, *STEPS)
     convert_run(straight, tmp_path / "converted")
     for run in (straight, tmp_path / "converted", url):
