@@ -18,7 +18,7 @@ from matmix.benchmarks.report import columns
 from matmix.launch.lab.measuring import prepare, process_bytes, random_batch
 from matmix.train.arguments import Recipe
 from matmix.train.config import RunConfig
-from matmix.train.engine import build_engine
+from matmix.train.engine.build import build_engine
 from matmix.train.estimate import FLOAT
 from matmix.train.estimate.plan import make_plan
 from matmix.train.process.distributed import Distributed

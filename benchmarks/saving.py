@@ -23,7 +23,9 @@ from matmix.model import ModelConfig
 from matmix.train.checkpoint.local_copies import RECORD, LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.config import ObjectiveConfig
-from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.engine.base import Engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.process.distributed import Distributed, barrier, from_rank_zero
 from matmix.train.tasks.token_prediction import CausalLM

@@ -18,7 +18,9 @@ from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.checkpoint.save import seed_all
 from matmix.train.checkpoint.steps import list_steps
 from matmix.train.config import RunConfig
-from matmix.train.engine import Engine, build_engine, make_mesh
+from matmix.train.engine.base import Engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.mesh import make_mesh
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import evaluate, make_evaluators
 from matmix.train.evaluators.base import averaged_metrics

@@ -14,7 +14,7 @@ import torch
 from matmix.data.loading.batch import Batch
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.train.config import RunConfig
-from matmix.train.engine import Engine
+from matmix.train.engine.base import Engine
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.groups import make_optimizer
 from matmix.train.run.outcome import git_revision

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from matmix.train import activation
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 
 MODES = [
     {"activation_checkpointing": "full"},

@@ -7,7 +7,8 @@ import scenarios
 from harness import run_distributed
 from scenarios import ENGINES, GLOBAL_BATCH
 
-from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.process.distributed import Distributed
 
 STEPS = 20

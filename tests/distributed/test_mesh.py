@@ -9,7 +9,7 @@ from nightly import nightly
 from runs import records, weights
 from test_generated_tasks import RECIPE
 
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.mesh import Dimension, MeshShape
 
 NUMBERS = ("step", "loss", "grad_norm", "tokens", "skipped")

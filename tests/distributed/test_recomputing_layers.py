@@ -9,7 +9,8 @@ from harness import run_distributed
 
 from matmix.model import MixerOptions, ModelConfig, build_model, initialize
 from matmix.model.mixers.scans.hydra import HydraConfig
-from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 
 
 def weights_after_two_steps(recompute: bool, **options) -> dict[str, list[float]]:

@@ -9,8 +9,8 @@ from harness import run_distributed
 from rules_scenario import STEPS, STOP
 from scenarios import CLIPS, ENGINES
 
-from matmix.train.engine import EngineConfig
 from matmix.train.engine.clipping import clip_limits
+from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.base import OTHERS
 
 MAX_NORM = 0.5  # of scenarios.train_step

@@ -22,14 +22,13 @@ from typing import Any
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
 from matmix.train.checkpoint.steps import LEFTOVERS, MANIFEST, list_steps, step_name, step_of
+from matmix.train.engine.layouts import COUNTS, title
 from matmix.train.process.heartbeat import beat
 
 GENERATORS = "generators"
 FIRST_GENERATORS = f"{GENERATORS}/rank-00000.json"
 VERSION = 2
 _HEAD, _AFTER_ROOT = b'{\n "root": "', b'",'
-# By what layouts call the engine: numbers that only layouts of this kind have.
-_COUNTS: dict[str, tuple[str, ...]] = {"torch": (), "deepspeed": ("zero_stage",), "portable": ()}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 22
 OF_DAMAGE = (errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO))
@@ -131,7 +130,7 @@ def _is_layout(layout: Any) -> bool:
     if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
         return False
     try:
-        needed = _COUNTS[layout["engine"]]
+        needed = COUNTS[layout["engine"]]
     except (KeyError, TypeError):
         return False
     counts = [layout.get(name) for name in ("world_size", *needed)]
@@ -225,7 +224,7 @@ def _describe(path: Path, step: int, verify: Callable[[Path], str | None] | None
             facts,
             tokens=manifest["extra"].get("train_state", {}).get("tokens"),
             unit=manifest["extra"].get("unit") or _unit_of(manifest),
-            engine=_title(manifest["layout"]),
+            engine=title(manifest["layout"]),
             ranks=manifest["layout"].get("world_size"),
             written=manifest.get("written", (path / MANIFEST).stat().st_mtime),
         )
@@ -238,11 +237,6 @@ def _unit_of(manifest: dict[str, Any]) -> str:
     from matmix.train.tasks import unit_of  # late: tasks import torch
 
     return unit_of(str(manifest["extra"].get("config", {}).get("objective", {}).get("name")))
-
-
-def _title(layout: dict[str, Any]) -> str:
-    """Returns what lists call checkpoints of this engine."""
-    return f"{layout['engine']}, ZeRO-{layout['zero_stage']}" if "zero_stage" in layout else layout["engine"]
 
 
 def _problem(path: Path, verify: Callable[[Path], str | None] | None) -> str | None:

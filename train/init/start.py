@@ -16,8 +16,7 @@ from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.model.interop.importing.exported import load_weights
 from matmix.train.config import InitConfig, RunConfig
-from matmix.train.engine import Engine
-from matmix.train.engine.base import persistent_tensors
+from matmix.train.engine.base import Engine, persistent_tensors
 from matmix.train.engine.full_state import MODEL, FullState
 from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names

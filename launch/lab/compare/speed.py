@@ -28,7 +28,7 @@ from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.launch.lab.measuring import environment, peak_memory, prepare, random_batch
 from matmix.launch.many.runs import start, threads
 from matmix.train.config import RunConfig
-from matmix.train.engine import build_engine
+from matmix.train.engine.build import build_engine
 from matmix.train.process import stop
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.distributed import Distributed, choose_device

@@ -17,7 +17,7 @@ from saved_weights import read_weights
 from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import list_checkpoints
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 
 SLOW = (
     "warning: at step 4 the checkpoint of step 2 is still being written, and training waits for it: "

@@ -14,7 +14,7 @@ from matmix.train.checkpoint import save as generators
 from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import MANIFEST, list_checkpoints
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 
 
 @pytest.fixture(scope="module")

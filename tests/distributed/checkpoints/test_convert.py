@@ -18,7 +18,7 @@ from matmix.launch import cli
 from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import list_checkpoints, read_manifest
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 from matmix.train.run.directory import RunDirectory
 from matmix.use.exporting import convert_checkpoint, convert_run
 

@@ -10,7 +10,7 @@ from harness import run_distributed
 
 from matmix.train.checkpoint import save as checkpoint_save
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 
 
 def test_one_rank_cannot_write(tmp_path):

@@ -11,7 +11,7 @@ from scenarios import ENGINES, make_engine, run_steps, weights
 
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import read_manifest
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import Entry, FullState
 from matmix.train.engine.kinds import open_full
 

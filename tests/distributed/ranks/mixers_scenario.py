@@ -6,7 +6,8 @@ import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 
 from matmix.model import ModelConfig, build_model, initialize
-from matmix.train.engine import EngineConfig, build_engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.groups import make_optimizer
 from matmix.train.process.distributed import Distributed

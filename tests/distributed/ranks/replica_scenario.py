@@ -9,7 +9,8 @@ import torch
 from scenarios import make_engine, moments, partition_everything, place, run_steps, train_step, weights
 
 from matmix.train.config import FaultsConfig
-from matmix.train.engine import Engine, EngineConfig
+from matmix.train.engine.base import Engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.guards.replicas import Replicas
 from matmix.train.process.distributed import gather_objects
 

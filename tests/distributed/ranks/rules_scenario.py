@@ -9,7 +9,7 @@ import scenarios
 from scenarios import ENGINES, make_engine, run_steps, weights
 
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.engine import EngineConfig
+from matmix.train.engine.config import EngineConfig
 
 STOP, STEPS = 3, 12
 

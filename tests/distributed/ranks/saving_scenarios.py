@@ -25,7 +25,8 @@ from scenarios import (
 from torch.distributed.tensor import DTensor
 
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.engine import Engine, EngineConfig
+from matmix.train.engine.base import Engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.process.distributed import gather_objects
 
 HSDP = {"hsdp": {"name": "fsdp2", "replicate": 2}}

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from matmix.train.checkpoint import save as generators
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.engine.base import Engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.adamw import AdamW
 from matmix.train.process.distributed import Distributed, agree, complaint, from_rank_zero, gather_objects
 

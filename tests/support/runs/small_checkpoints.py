@@ -10,7 +10,9 @@ from torch import nn
 
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import MANIFEST, describe_files, list_files, read_manifest, write_manifest
-from matmix.train.engine import Engine, EngineConfig, build_engine
+from matmix.train.engine.base import Engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.adamw import AdamW
 from matmix.train.process.distributed import Distributed
 

@@ -15,7 +15,7 @@ from matmix.model import build_model, initialize
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.callbacks import records as records_module
 from matmix.train.command import _closing_words
-from matmix.train.engine import build_engine
+from matmix.train.engine.build import build_engine
 from matmix.train.evaluators import ablation, evaluate, make_evaluators
 from matmix.train.evaluators.context import context_words, position_metrics, position_sums
 from matmix.train.loaders import make_loader, with_data_facts

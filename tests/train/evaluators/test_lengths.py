@@ -13,7 +13,7 @@ from matmix.launch.cli import main
 from matmix.launch.lab.show_mixer.subject import fresh
 from matmix.model import build_model, initialize
 from matmix.model.mixers.mru import MRUConfig
-from matmix.train.engine import build_engine
+from matmix.train.engine.build import build_engine
 from matmix.train.evaluators import evaluate
 from matmix.train.evaluators.lengths import AccuracyByLength, multiples, words_on_accuracy
 from matmix.train.loaders import make_loader, with_data_facts

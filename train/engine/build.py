@@ -1,0 +1,19 @@
+"""Builds the engine that a configuration names; what only one of them needs is imported with it."""
+
+from matmix.train.engine.base import Engine
+from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.mesh import Mesh, make_mesh
+from matmix.train.process.distributed import Distributed
+
+
+def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | None = None) -> Engine:
+    """Returns the engine that `config.name` asks for; mesh: that of the run, None = it is made here. Raises ValueError
+    (one line) where it does not fit the ranks."""
+    mesh = mesh or make_mesh(config, distributed)
+    if config.kind == "deepspeed":
+        from matmix.train.engine.zero import ZeroEngine
+
+        return ZeroEngine(config, distributed, mesh)
+    from matmix.train.engine.fsdp import FsdpEngine
+
+    return FsdpEngine(config, distributed, mesh)
