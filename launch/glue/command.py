@@ -68,8 +68,8 @@ class Glue:
         """Checks, trains or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
         from matmix.launch.glue.plan import look, notes_on, plan_text
         from matmix.launch.glue.results import collect, train, write_table
+        from matmix.launch.many.planned import check_directories
         from matmix.launch.many.runs import check_alone, check_parallel, describe_failures, listening, say
-        from matmix.launch.many.task import check_directories
         from matmix.train.config import RunConfig
 
         check_alone("matmix glue")

@@ -18,8 +18,8 @@ from matmix.data.examples.base import Classes, read_number
 from matmix.data.examples.readers import read_rows
 from matmix.launch.glue import Column
 from matmix.launch.glue.tasks import TASKS, GlueTask, overrides
+from matmix.launch.many.planned import PlannedRun
 from matmix.launch.many.scores import markdown
-from matmix.launch.many.task import Task
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.run.directory import RunDirectory
 from matmix.use.finetuning import counted, finetuning_config
@@ -134,7 +134,7 @@ _ALONE = "-without-MNLI"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GlueRun(Task):
+class GlueRun(PlannedRun):
     """One of the runs; `entry` is the name of the task, with that of the model where several are fine-tuned."""
 
     task: GlueTask

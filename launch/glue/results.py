@@ -20,9 +20,9 @@ from matmix.data.modalities.examples import open_examples
 from matmix.data.storage.files import write_atomic
 from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
+from matmix.launch.many.planned import other_settings
 from matmix.launch.many.runs import Ended, run_tasks
 from matmix.launch.many.scores import markdown, mean_in_words, spread
-from matmix.launch.many.task import other_settings
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
 from matmix.train.run.directory import RunDirectory

@@ -24,7 +24,7 @@ import torch
 
 from matmix.data.artifacts import read_json_lines
 from matmix.data.processes import cores, threads_of_each
-from matmix.launch.many.task import Task
+from matmix.launch.many.planned import PlannedRun
 from matmix.train.process import launched, stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
@@ -37,7 +37,7 @@ from matmix.train.words import duration
 class Failure:
     """A run that ended without its last step."""
 
-    task: Task
+    task: PlannedRun
     code: int
     lines: list[str]  # the last that it printed
 
@@ -217,7 +217,7 @@ _LOOK_SECONDS = 0.2
 _SHOWN_LINES = 5
 
 
-def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
+def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
     Within `listening` the signals SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a
@@ -279,7 +279,7 @@ def run_tasks(tasks: Sequence[Task], parallel: int) -> Ended:
 class _Process:
     """A run that is going on."""
 
-    def __init__(self, task: Task, place: int, parallel: int) -> None:
+    def __init__(self, task: PlannedRun, place: int, parallel: int) -> None:
         self.task, self.place = task, place
         recipe = task.run.path.with_suffix(".toml")
         task.run.path.mkdir(parents=True, exist_ok=True)
@@ -329,12 +329,12 @@ class _Process:
         return Failure(self.task, code, lines[-_SHOWN_LINES:])
 
 
-def _progress_line(running: Sequence[Task], done: int, runs: int) -> str:
+def _progress_line(running: Sequence[PlannedRun], done: int, runs: int) -> str:
     words = [f"{task.title}: {run_words(task.run.path, task.last_step)}" for task in running]
     return f"{' | '.join(words)} | {done} of {runs} runs done"
 
 
-def _finished_line(task: Task, seconds: float, left: str) -> str:
+def _finished_line(task: PlannedRun, seconds: float, left: str) -> str:
     summary = task.run.read_summary()
     if summary is None:
         what = "stopped before its last step"

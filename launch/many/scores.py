@@ -13,8 +13,8 @@ from typing import Any
 from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
+from matmix.launch.many.planned import PlannedRun, check_directories
 from matmix.launch.many.runs import describe_failures, listening, run_tasks, say
-from matmix.launch.many.task import Task, check_directories
 from matmix.train.config import RunConfig
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
@@ -67,7 +67,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 class Scores:
     """Holds the scores of the finished ones among some runs, in their order."""
 
-    tasks: list[Task]
+    tasks: list[PlannedRun]
     best: str
     """The metric by which an evaluation of each run was chosen as its best; "" = the last one of each."""
     evaluations: list[dict[str, float]]
@@ -91,7 +91,7 @@ class Scores:
         return control_words(metric, self.evaluations[0])
 
 
-def read_scores(tasks: Sequence[Task]) -> Scores:
+def read_scores(tasks: Sequence[PlannedRun]) -> Scores:
     """Returns what the records of the runs say. The best evaluations are taken where every finished run knows its
     own."""
     finished = [task for task in tasks if task.is_finished()]
@@ -101,7 +101,7 @@ def read_scores(tasks: Sequence[Task]) -> Scores:
     return Scores(finished, "", [_summary(task)["validation"] for task in finished])
 
 
-def summarize(tasks: Sequence[Task]) -> dict[str, list[float]]:
+def summarize(tasks: Sequence[PlannedRun]) -> dict[str, list[float]]:
     """Metric -> its value of each finished run, in the order of the tasks; the most telling metric first.
 
     The values are those of the best evaluation of each run where `evaluation.best` is set, else those of the last one.
@@ -141,7 +141,7 @@ def scores_json(scores: Scores) -> dict[str, Any]:
     return {"evaluation": f"best {scores.best}" if scores.best else "last", "steps": steps, "metrics": metrics}
 
 
-def _best_evaluation(task: Task) -> dict[str, float]:
+def _best_evaluation(task: PlannedRun) -> dict[str, float]:
     """The metrics of the run's best evaluation, and its "step"; {} where none is known."""
     metric, best = task.config.evaluation.best, _summary(task).get("best")
     if not (metric and isinstance(best, dict) and best.get("metric") == metric):
@@ -151,7 +151,7 @@ def _best_evaluation(task: Task) -> dict[str, float]:
     return {name: value for name, value in found[-1].items() if name != "kind"} if found else {}
 
 
-def _summary(task: Task) -> dict[str, Any]:
+def _summary(task: PlannedRun) -> dict[str, Any]:
     summary = task.run.read_summary()
     assert summary is not None, "the run is finished"
     return summary
@@ -160,7 +160,7 @@ def _summary(task: Task) -> dict[str, Any]:
 SCORES = "seeds.json"
 
 
-def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[Task]:
+def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[PlannedRun]:
     """The runs of `config` with each seed, in folders of their own in its run directory.
 
     Raises ValueError (one line) for seeds that cannot be, and a run directory that holds something else.
@@ -177,7 +177,7 @@ def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[Task]:
     if RunDirectory(home).config_path.is_file():
         raise ValueError(f"{home} is a run, and not a folder for the runs of several seeds: give another --run-dir")
     tasks = [
-        Task(
+        PlannedRun(
             entry=home.name,
             seed=seed,
             config=dataclasses.replace(config, seed=seed, run_dir=str(home / f"seed-{seed}")),
@@ -188,7 +188,7 @@ def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[Task]:
     return tasks
 
 
-def train_seeds(tasks: Sequence[Task], home: Path, parallel: int) -> int:
+def train_seeds(tasks: Sequence[PlannedRun], home: Path, parallel: int) -> int:
     """Trains what is not finished, prints the scores of what is, and writes them into `home`; returns the exit code."""
     with listening():
         ended = run_tasks(tasks, parallel)

@@ -16,7 +16,7 @@ from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
 if TYPE_CHECKING:
     from matmix.launch.lab.compare.config import Comparison
     from matmix.launch.lab.compare.downstream import Finetuned
-    from matmix.launch.many.task import Task
+    from matmix.launch.many.planned import PlannedRun
 
 _SPEED = tyro.conf.create_mutex_group(required=False)
 
@@ -77,8 +77,8 @@ class Compare:
         from matmix.launch.lab.compare.downstream import GlueSettings, glue_options, plan_of_downstream, read_downstream
         from matmix.launch.lab.compare.report import plan_text, write_report
         from matmix.launch.lab.compare.width import matched
+        from matmix.launch.many.planned import check_directories
         from matmix.launch.many.runs import check_alone, check_parallel
-        from matmix.launch.many.task import check_directories
         from matmix.train.config import RunConfig
 
         check_alone("matmix compare")
@@ -108,14 +108,14 @@ class Compare:
             return EXIT_OK
         return self._train(comparison, tasks, plan, downstream)
 
-    def _train(self, comparison: Comparison, tasks: list[Task], plan: str, downstream: list[Finetuned]) -> int:
+    def _train(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, downstream: list[Finetuned]) -> int:
         """Trains, fine-tunes, measures and tabulates on this host; returns the exit code."""
         from matmix.launch.lab.compare.config import keep_recipe
         from matmix.launch.lab.compare.downstream import keep_downstream, train_downstream
         from matmix.launch.lab.compare.report import write_report
         from matmix.launch.lab.compare.speed import is_measured, measure_all
+        from matmix.launch.many.planned import check_data
         from matmix.launch.many.runs import describe_failures, listening, run_tasks, say
-        from matmix.launch.many.task import check_data
 
         check_data(tasks)
         with listening():
@@ -138,7 +138,7 @@ class Compare:
             say("\n" + describe_failures(ended.failures))
         return ended.code
 
-    def _submit(self, comparison: Comparison, tasks: list[Task], plan: str, typed: list[str]) -> int:
+    def _submit(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, typed: list[str]) -> int:
         """Submits the runs that are not finished as an array, a task each; returns the exit code."""
         from matmix.launch.jobs.launches import launch_home
         from matmix.launch.jobs.slurm.options import slurm_options

@@ -32,7 +32,7 @@ import tomli_w
 from matmix.data.artifacts import errors_in_one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
-from matmix.launch.many.task import Task
+from matmix.launch.many.planned import PlannedRun
 from matmix.model.config import NO_MIXER, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.convolutions.short import Convolution
@@ -401,7 +401,7 @@ def _named_rows(rows: Sequence[Mapping[str, Any]], kind: type[EntryConfig]) -> t
     return tuple(found)
 
 
-def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
+def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRun]:
     """All runs, seed by seed, so that every entry has a first result early.
 
     only: names of entries and of variants to which they are restricted. Raises ValueError for others.
@@ -416,7 +416,7 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Task]:
             raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
     entries, variants = entries & set(only) or entries, variants & set(only) or variants
     return [
-        Task(
+        PlannedRun(
             entry=entry.title,
             seed=seed,
             config=dataclasses.replace(

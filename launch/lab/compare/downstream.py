@@ -27,10 +27,10 @@ from matmix.launch.glue.plan import GlueRun, Plan, begins_alone, check_options, 
 from matmix.launch.glue.results import TaskScores, average, collect, read_run, train, write_table
 from matmix.launch.glue.tasks import TASKS, GlueTask, Score, named, overrides
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
+from matmix.launch.many.planned import PlannedRun, check_directories, matters
 from matmix.launch.many.runs import Ended, run_tasks
 from matmix.launch.many.scores import Scores as OwnScores
 from matmix.launch.many.scores import read_scores
-from matmix.launch.many.task import Task, check_directories, matters
 from matmix.model.config import ModelConfig
 from matmix.train.arguments import DACITE, field_names, unknown_key
 from matmix.train.config import RunConfig
@@ -72,7 +72,7 @@ class Finetuned(ABC):
     def folder(self) -> Path:
         return self.home / FINETUNED / self.name
 
-    def folder_of(self, pretrained: Task) -> Path:
+    def folder_of(self, pretrained: PlannedRun) -> Path:
         """Where a run of the comparison is fine-tuned."""
         return self.folder / pretrained.run.path.relative_to(self.home)
 
@@ -82,7 +82,7 @@ class Finetuned(ABC):
         """Returns the columns of the table."""
 
     @abstractmethod
-    def words(self, pretrained: Sequence[Task]) -> list[str]:
+    def words(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         """Lines below the table: what its numbers are."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Finetuned(ABC):
         """Writes down into its folder what is fine-tuned, and how."""
 
     @abstractmethod
-    def scores(self, pretrained: Task) -> Scores:
+    def scores(self, pretrained: PlannedRun) -> Scores:
         """All metrics of the finished fine-tunings of a run."""
 
 
@@ -160,7 +160,7 @@ class FinetunedRecipe(Finetuned):
         heading, digits = f"{self.name}: {self.metric.heading}", self.metric.digits
         return [ScoreColumn(key=self.key, heading=heading, task=self.name, digits=digits, scale=1)]
 
-    def words(self, pretrained: Sequence[Task]) -> list[str]:
+    def words(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         best = self.values.get("evaluation", {}).get("best", "")
         which = f"best evaluation by {best}" if best else "last evaluation"
         said = f"{self.name}: {self.metric.title} of the fine-tuned runs in their {which}"
@@ -179,7 +179,7 @@ class FinetunedRecipe(Finetuned):
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / _RECIPE, tomli_w.dumps(self.values))
 
-    def tasks(self, pretrained: Sequence[Task]) -> list[Task]:
+    def tasks(self, pretrained: Sequence[PlannedRun]) -> list[PlannedRun]:
         """The fine-tunings of these runs, which are finished. Raises ValueError or FileNotFoundError (one line)."""
         found, outputs = [], []
         for task in pretrained:
@@ -187,21 +187,21 @@ class FinetunedRecipe(Finetuned):
             outputs = ["--model.head.outputs", str(config.model.head.outputs)]  # they read the same examples
             run_dir = self.folder_of(task)
             config = as_begun(dataclasses.replace(config, seed=task.seed, run_dir=str(run_dir)))
-            found.append(Task(entry=f"{task.entry} on {self.name}", seed=task.seed, config=config))
+            found.append(PlannedRun(entry=f"{task.entry} on {self.name}", seed=task.seed, config=config))
         return found
 
-    def scores(self, pretrained: Task) -> Scores:
+    def scores(self, pretrained: PlannedRun) -> Scores:
         found = self._read(pretrained)
         return {self._key(metric.name): found.values(metric.name) for metric in found.known}
 
-    def _read(self, pretrained: Task) -> OwnScores:
+    def _read(self, pretrained: PlannedRun) -> OwnScores:
         """Reads the scores of the fine-tuning of a run; there are none where it is not finished."""
         run = RunDirectory(self.folder_of(pretrained))
         try:
             config = dataclasses.replace(run.read_config(), run_dir=str(run.path))
         except (FileNotFoundError, ValueError):
             return read_scores([])
-        return read_scores([Task(entry=pretrained.entry, seed=pretrained.seed, config=config)])
+        return read_scores([PlannedRun(entry=pretrained.entry, seed=pretrained.seed, config=config)])
 
     def check(self, comparison: Comparison, word: str) -> None:
         """Raises FileNotFoundError or ValueError (one line) where the encoders of a comparison cannot be fine-tuned on
@@ -310,7 +310,7 @@ class FinetunedGlue(Finetuned):
         ]
         return [*columns, ScoreColumn(key=_AVERAGE, heading="GLUE: average (%)")]
 
-    def words(self, pretrained: Sequence[Task]) -> list[str]:
+    def words(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         seeds, options = self.settings.seeds, self.settings.options
         which = f"with the seeds {', '.join(map(str, seeds))} for each run" if seeds else "with the seed of the run"
         others = f", and {' '.join(options)}" if options else ""
@@ -337,7 +337,7 @@ class FinetunedGlue(Finetuned):
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(self.folder / _KEPT, tomli_w.dumps(dataclasses.asdict(self.settings)))
 
-    def parts(self, pretrained: Sequence[Task]) -> list[tuple[Plan, list[GlueRun]]]:
+    def parts(self, pretrained: Sequence[PlannedRun]) -> list[tuple[Plan, list[GlueRun]]]:
         """The fine-tunings of these runs, which are finished. Raises ValueError or FileNotFoundError (one line)."""
         found = []
         for task in pretrained:
@@ -362,7 +362,7 @@ class FinetunedGlue(Finetuned):
         for plan, runs in parts:
             write_table(plan, collect(plan, runs), notes)
 
-    def scores(self, pretrained: Task) -> Scores:
+    def scores(self, pretrained: PlannedRun) -> Scores:
         found: Scores = {}
         for seed in self._seeds(pretrained):
             runs = [run for run in self._runs(pretrained) if run.seed == seed]
@@ -392,10 +392,10 @@ class FinetunedGlue(Finetuned):
     def _planned(self, settings: GlueSettings, task: GlueTask, model: ModelConfig, words: str) -> RunConfig:
         return planned_config(task.recipe, model, words, settings.overrides(task))
 
-    def _seeds(self, pretrained: Task) -> Sequence[int]:
+    def _seeds(self, pretrained: PlannedRun) -> Sequence[int]:
         return self.settings.seeds or (pretrained.seed,)
 
-    def _runs(self, pretrained: Task) -> list[GlueRun]:
+    def _runs(self, pretrained: PlannedRun) -> list[GlueRun]:
         """The fine-tunings of a run as they lie there."""
         out = self.folder_of(pretrained)
         found = [run_in(out, task, seed) for task in TASKS.values() for seed in self._seeds(pretrained)]
@@ -490,7 +490,7 @@ def keep_downstream(found: Sequence[Finetuned]) -> None:
         one.keep()
 
 
-def train_downstream(found: Sequence[Finetuned], pretrained: Sequence[Task], parallel: int) -> Ended:
+def train_downstream(found: Sequence[Finetuned], pretrained: Sequence[PlannedRun], parallel: int) -> Ended:
     """Fine-tunes these runs, which are finished, `parallel` at a time, those on GLUE last. Signals stop it as they stop
     `run_tasks`. Raises ValueError or FileNotFoundError (one line) before anything is trained."""
     all_glue = [one for one in found if isinstance(one, FinetunedGlue)]
@@ -506,7 +506,7 @@ def train_downstream(found: Sequence[Finetuned], pretrained: Sequence[Task], par
     return ended
 
 
-def scores_of(pretrained: Task, downstream: Sequence[Finetuned]) -> Scores:
+def scores_of(pretrained: PlannedRun, downstream: Sequence[Finetuned]) -> Scores:
     """All scores of a run of the comparison that has been fine-tuned, and the mean over the tasks of recipes."""
     found: Scores = {}
     for one in downstream:
@@ -526,7 +526,7 @@ def score_columns(downstream: Sequence[Finetuned]) -> list[ScoreColumn]:
     return [*_columns(recipes), mean, *_columns(others)]
 
 
-def plan_of_downstream(found: Sequence[Finetuned], tasks: Sequence[Task]) -> str:
+def plan_of_downstream(found: Sequence[Finetuned], tasks: Sequence[PlannedRun]) -> str:
     """Returns lines that tell what would be fine-tuned after these runs."""
     count = sum(one.runs_of_each for one in found) * len(tasks)
     listed = ", ".join(one.plan_words() for one in found)

@@ -26,9 +26,9 @@ from matmix.launch.lab.compare.downstream import (
 )
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
+from matmix.launch.many.planned import PlannedRun, other_settings
 from matmix.launch.many.runs import training_records
 from matmix.launch.many.scores import markdown, mean_in_words, metric_in_words, spread
-from matmix.launch.many.task import Task, other_settings
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.tasks import unit_of
@@ -149,7 +149,7 @@ def unnamed_folders(comparison: Comparison) -> list[str]:
     return sorted(str(path.relative_to(comparison.home)) for path in found)
 
 
-def read_run(task: Task, downstream: Sequence[Finetuned]) -> RunResult:
+def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
     """A run as it stands, with its scores on tasks. One with other settings has no numbers here: they belong to another
     comparison."""
     if others := other_settings(task):

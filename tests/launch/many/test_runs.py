@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from matmix.launch.many import runs
-from matmix.launch.many.task import Task
+from matmix.launch.many.planned import PlannedRun
 from matmix.train.recipe import load_config
 from matmix.train.run.directory import MovedError
 
@@ -18,7 +18,7 @@ def test_nothing_is_started_in_the_place_of_a_folder_that_was_moved(tmp_path, mo
     """What runs is asked to save and end; nothing else is begun, and no table is written."""
     home = tmp_path / "runs"
     configs = [load_config("debug_mru", ["--run-dir", str(home / f"seed-{seed}")]) for seed in range(3)]
-    tasks = [Task(entry="a", seed=seed, config=config) for seed, config in enumerate(configs)]
+    tasks = [PlannedRun(entry="a", seed=seed, config=config) for seed, config in enumerate(configs)]
     started = []
 
     def start(module: str, recipe: Path, *, parallel: int, device: str, **options: object) -> object:

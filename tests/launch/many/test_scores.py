@@ -10,9 +10,9 @@ import pytest
 from comparisons import finish
 from labelled import MODEL
 
+from matmix.launch.many.planned import PlannedRun, other_settings
 from matmix.launch.many.runs import _finished_line
 from matmix.launch.many.scores import read_scores, scores_json, scores_text, summarize
-from matmix.launch.many.task import Task, other_settings
 from matmix.train.recipe import load_config
 
 BEST = ["--evaluation.best", "accuracy", "--evaluation.patience", "2"]
@@ -23,9 +23,9 @@ def task(tmp_path):
     """Makes the task of a seed."""
     (tmp_path / "recipe.toml").write_text(MODEL)
 
-    def make(seed: int = 0, *words: str) -> Task:
+    def make(seed: int = 0, *words: str) -> PlannedRun:
         words = ["--seed", str(seed), "--run-dir", str(tmp_path / "runs" / f"seed-{seed}"), *words]
-        return Task(entry="mine", seed=seed, config=load_config(str(tmp_path / "recipe.toml"), words))
+        return PlannedRun(entry="mine", seed=seed, config=load_config(str(tmp_path / "recipe.toml"), words))
 
     return make
 

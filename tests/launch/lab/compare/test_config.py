@@ -8,7 +8,7 @@ from comparisons import ENTRIES, TINY, VARIANTS
 
 from matmix.launch.lab.compare.config import keep_recipe, missing_controls, read_comparison, tasks_of
 from matmix.launch.lab.compare.width import differing_keys, headdims, match_width, matched, words_on_differences
-from matmix.launch.many.task import matters
+from matmix.launch.many.planned import matters
 from matmix.model.build import count_parameters
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS

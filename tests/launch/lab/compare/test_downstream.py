@@ -15,7 +15,7 @@ from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks
 from matmix.launch.lab.compare.downstream import keep_downstream, read_downstream
 from matmix.launch.lab.compare.report import write_report
 from matmix.launch.lab.compare.width import matched
-from matmix.launch.many.task import other_settings
+from matmix.launch.many.planned import other_settings
 from matmix.train.loop import train
 from matmix.train.recipe import write_config
 from matmix.use.finetuning import planned_config

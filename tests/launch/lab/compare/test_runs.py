@@ -22,8 +22,8 @@ from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison, tasks_of
 from matmix.launch.lab.compare.report import collect, write_report
 from matmix.launch.lab.compare.width import matched
+from matmix.launch.many.planned import PlannedRun, check_data, check_directories
 from matmix.launch.many.runs import run_tasks
-from matmix.launch.many.task import Task, check_data, check_directories
 from matmix.model.build import count_parameters
 from matmix.train.loop import train
 from matmix.train.process import stop
@@ -222,7 +222,7 @@ def test_without_its_data_a_comparison_does_not_start(recipe, tmp_path, monkeypa
     assert "absent does not exist; make it with `matmix prepare`" in captured.err
     assert captured.out == ""
     assert not (tmp_path / "home").exists()
-    monkeypatch.setattr(Task, "is_finished", lambda task: True)
+    monkeypatch.setattr(PlannedRun, "is_finished", lambda task: True)
     check_data(tasks_of(matched(read_comparison(str(tmp_path / "mine.toml"), words))))  # what is finished needs none
 
 

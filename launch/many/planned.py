@@ -16,7 +16,7 @@ from matmix.train.run.directory import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class PlannedRun:
     """One run."""
 
     entry: str
@@ -57,7 +57,7 @@ class Task:
         return summary["step"] == self.last_step or is_out_of_patience(self.config.evaluation, summary.get("best"))
 
 
-def check_data(tasks: Sequence[Task]) -> None:
+def check_data(tasks: Sequence[PlannedRun]) -> None:
     """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself."""
     missing = []
     for config in {repr(task.config.data): task.config for task in tasks if not task.is_finished()}.values():
@@ -90,7 +90,7 @@ def matters(key: str) -> bool:
     )
 
 
-def other_settings(task: Task) -> str:
+def other_settings(task: PlannedRun) -> str:
     """In which settings the run that lies there differs from the task's; "" if it does not, or has not begun."""
     run = task.run
     if not run.config_path.is_file():
@@ -110,7 +110,7 @@ def other_settings(task: Task) -> str:
     return "; ".join(texts)
 
 
-def check_directories(tasks: Sequence[Task], advice: str = "", *, option: str = "--run-dir") -> None:
+def check_directories(tasks: Sequence[PlannedRun], advice: str = "", *, option: str = "--run-dir") -> None:
     """Raises ValueError (one line), before anything is trained, where a folder holds a run with other settings or
     something that is not a run; advice: what else can be done about other settings. option: names another folder."""
     for task in tasks:
@@ -125,6 +125,6 @@ def check_directories(tasks: Sequence[Task], advice: str = "", *, option: str = 
             raise ValueError(f"{task.title}: {error}") from None
 
 
-def _changes(task: Task) -> list[dict[str, Any]]:
+def _changes(task: PlannedRun) -> list[dict[str, Any]]:
     """Returns what was changed on the way (changes.jsonl of the run)."""
     return [change for change in read_json_lines(task.run.path / "changes.jsonl") if {"key", "step"} <= change.keys()]
