@@ -15,8 +15,9 @@ def test_a_rank_that_computes_slowly_is_named(make_run, engine):
     assert "wait for rank 0" not in text
     last = run.records()[-1]
     assert last["ranks/slowest"] == 1
-    assert last["ranks/own_max"] > 0.25 > last["ranks/collectives_min"]
-    assert last["ranks/collectives_max"] > 0.2
+    assert last["ranks/own_max"] > 0.25
+    # A busy machine makes collectives slow on both; the rank that waits has the injected time on top.
+    assert last["ranks/collectives_max"] > last["ranks/collectives_min"] + 0.1
 
 
 @pytest.mark.slow
