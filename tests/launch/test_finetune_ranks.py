@@ -53,6 +53,7 @@ def _assert_equal(run, alone) -> None:
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_torchrun_do_what_one_process_does(command, alone, tmp_path, capsys):
     run = tmp_path / "run"
     ended = _ranks("finetune", *command, "--run-dir", str(run))
