@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from matmix.model.architecture import register_architecture
-from matmix.model.architectures.text_heads import ClassifierHead, classifier_flops
+from matmix.model.architectures.text_heads import WithClassifier
 from matmix.model.backbone import Backbone, final_norm
 from matmix.model.calls import weights_of
 from matmix.model.config import ModelConfig
@@ -85,16 +85,11 @@ class ImageTrunk(Backbone):
 
 
 @register_architecture("image_classifier")
-class ImageClassifier(ImageTrunk):
+class ImageClassifier(WithClassifier, ImageTrunk):
     """Patches -> blocks -> final norm (pre-norm models) -> mean over the patches, or class token -> logits of
     model.head.outputs classes, (B, outputs)."""
 
-    per_document = takes_head = True
-    new_parameters = head_parameters = ("classifier.",)
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.classifier = ClassifierHead(config)
+    per_document = True
 
     @classmethod
     def check(cls, config: Any) -> None:
@@ -107,10 +102,6 @@ class ImageClassifier(ImageTrunk):
                 'model.image.class_token = "first" comes before all patches, of which causal mixers show it none; '
                 'set model.image.pooling = "mean"'
             )
-
-    @classmethod
-    def output_flops(cls, config: Any) -> float:
-        return classifier_flops(config)
 
     def forward(
         self,
@@ -150,12 +141,6 @@ class ImageClassifier(ImageTrunk):
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(x)
-
-    def output_layer(self) -> nn.Module:
-        return self.classifier.output
-
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return weights_of(self.classifier.output, "weight", "bias")
 
 
 # -- images of which some patches are hidden: the model says what their pixels are -----------------------------------

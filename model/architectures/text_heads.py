@@ -32,9 +32,28 @@ class ClassifierHead(nn.Module):
         return self.dropout(x)
 
 
-def classifier_flops(config: Any) -> float:
-    """Forward floating-point operations of a classifier's head for one output."""
-    return 2.0 * config.d_model * (config.head.count + config.head.hidden * config.d_model)
+class WithClassifier:
+    """Stands before an architecture: its features pass a `ClassifierHead`, whose output is the model's."""
+
+    takes_head = True
+    new_parameters = head_parameters = ("classifier.",)
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.classifier = ClassifierHead(config)
+
+    @classmethod
+    def output_flops(cls, config: Any) -> float:
+        return 2.0 * config.d_model * (config.head.count + config.head.hidden * config.d_model)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(super().features(x))
+
+    def output_layer(self) -> nn.Module:
+        return self.classifier.output
+
+    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return weights_of(self.classifier.output, "weight", "bias")
 
 
 # -- one vector for every text ---------------------------------------------------------------------------------------
@@ -65,56 +84,17 @@ class TextEmbedder(EncoderTrunk):
 
 
 @register_architecture("sequence_classifier")
-class SequenceClassifier(TextEmbedder):
+class SequenceClassifier(WithClassifier, TextEmbedder):
     """An encoder with model.head.outputs logits or values for every document, (ndocs, outputs). For multiple choice,
     each choice is a document with one output."""
-
-    new_parameters = head_parameters = ("classifier.",)
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.classifier = ClassifierHead(config)
-
-    @classmethod
-    def output_flops(cls, config: Any) -> float:
-        return classifier_flops(config)
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(x)
-
-    def output_layer(self) -> nn.Module:
-        return self.classifier.output
-
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return weights_of(self.classifier.output, "weight", "bias")
 
 
 # -- classes of single tokens, such as parts of speech and names -----------------------------------------------------
 
 
 @register_architecture("token_classifier")
-class TokenClassifier(EncoderTrunk):
+class TokenClassifier(WithClassifier, EncoderTrunk):
     """An encoder with model.head.outputs logits for every position, (B, L, outputs)."""
-
-    takes_head = True
-    new_parameters = head_parameters = ("classifier.",)
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        self.classifier = ClassifierHead(config)
-
-    @classmethod
-    def output_flops(cls, config: Any) -> float:
-        return classifier_flops(config)
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(super().features(x))
-
-    def output_layer(self) -> nn.Module:
-        return self.classifier.output
-
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return weights_of(self.classifier.output, "weight", "bias")
 
 
 # -- answers that are a part of the text: where they start and where they end ----------------------------------------

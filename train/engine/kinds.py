@@ -15,6 +15,7 @@ from typing import Any
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState
+from matmix.train.engine.layouts import COUNTS
 from matmix.train.engine.mesh import MeshShape
 from matmix.train.engine.zero_files import ZeroFiles
 from matmix.train.state import Weights
@@ -39,6 +40,7 @@ _READERS = {
     full_tensors.KIND: lambda: full_tensors.FullTensorFiles,
 }
 """By what layouts call the engine. Engines of one kind read each other's checkpoints, and all read full tensors."""
+assert _READERS.keys() == COUNTS.keys()
 
 
 def files_of(kind: Any) -> type[CheckpointFiles]:
