@@ -28,7 +28,7 @@ Place = tuple[str, str | None]
 # What the models import from matmix.kernels -> module and name of the PyTorch form that stands in for it in a bundle.
 # None: a question whether there is a fused form, which there is not.
 TORCH_FORMS: dict[str, tuple[str, str] | None] = {
-    function.__name__: None if form is None else (form.__module__.removeprefix(f"{KERNELS}."), form.__name__)
+    function.__name__: None if form is None else (form.__module__, form.__name__)
     for function, form in PYTORCH_FORMS.items()
 }
 
@@ -192,9 +192,8 @@ class _Collector:
             return
         self.ops[name] = "_never_fused"
         if form := TORCH_FORMS[name]:
-            place = f"{KERNELS}.{form[0]}", form[1]
-            self.need(*place, form[1])
-            self.ops[name] = f"_outside_graphs({self.names[self.find(*place)]})"
+            self.need(*form, form[1])
+            self.ops[name] = f"_outside_graphs({self.names[self.find(*form)]})"
 
     def write(self, header: str, version: str) -> str:
         parts, kernels_done = [], not self.ops
@@ -220,7 +219,7 @@ class _Collector:
             assert name not in path, f"import cycle: {' -> '.join((*path, name))}"
             for imported, attribute in self.module(name).imports.values():
                 form = TORCH_FORMS.get(attribute or "") if imported == KERNELS and attribute in self.ops else None
-                visit(f"{KERNELS}.{form[0]}" if form else imported, (*path, name))
+                visit(form[0] if form else imported, (*path, name))
             order.append(name)
 
         for name in self.order:
