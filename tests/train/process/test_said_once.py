@@ -12,12 +12,18 @@ from matmix.train.process import console
 
 # What each rank ends with, by its number; ranks without an error go on until they are told to stop.
 RANK = """
-import os, sys, time
+import os, pathlib, sys, time
 from matmix.train.errors import PeerError, RunFailure
 from matmix.train.process import stop
 from matmix.train.process.console import guarded
 
 stop.listen()
+
+# The launcher ends late ranks when the first has ended, so that none begins to count before all are there.
+here = pathlib.Path({here!r})
+(here / os.environ["RANK"]).touch()
+while len(list(here.iterdir())) < 3:
+    time.sleep(0.02)
 
 def fail():
     seconds, error = {errors}.get(int(os.environ["RANK"]), (60, None))
@@ -49,16 +55,19 @@ ALIKE = "(0.3 * (3 - int(os.environ['RANK'])), ValueError('data is missing'))"
     ],
 )
 def test_what_ranks_say(errors, lines, tmp_path, capfd):
-    command = [sys.executable, "-P", "-c", RANK.replace("{errors}", errors)]
+    here, logs = tmp_path / "here", tmp_path / "logs"
+    here.mkdir()
+    logs.mkdir()
+    code = RANK.replace("{errors}", errors).replace("{here!r}", repr(str(here)))
     with StopRequests() as requests:
-        run_ranks(command, 3, os.environ, requests, tmp_path)
+        run_ranks([sys.executable, "-P", "-c", code], 3, os.environ, requests, logs)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("matmix: error: ")]
     said = [line.removeprefix("matmix: error: ") for line in said]
     if lines in (["no file"], ["[rank 2] disk full", "... is gone"]):  # the last is said by either of two ranks
         assert said[-1].endswith(lines[-1].removeprefix("..."))
         said[-1] = lines[-1]
     assert said == lines
-    assert list(tmp_path.iterdir()) == []
+    assert list(logs.iterdir()) == []
 
 
 @pytest.fixture
