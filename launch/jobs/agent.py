@@ -1,8 +1,6 @@
-"""Runs torch's agent as `torchrun` does, and says in one line how it ended.
+"""Runs torch's agent as `torchrun` does, with its arguments, and says in one line how it ended.
 
-    python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
-
-The arguments are torchrun's own. The exit code is that of the rank that failed first, 128 + n if signal n killed it.
+python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from matmix.train.errors import RunFailure
 from matmix.train.process import launched
 from matmix.train.process.console import begin_process, guarded, report
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK
-from matmix.train.process.launched import SECRET_VARIABLE
 from matmix.train.process.node_folders import use_own_folder
 
 
 def main() -> int:
-    """Entry point; returns the exit code."""
+    """Entry point; returns the exit code of the rank that failed first, 128 + n if signal n killed it."""
     begin_process()
     if code := guarded(lambda: use_own_folder() or EXIT_OK):  # torch makes a folder of reports
         return code
@@ -40,7 +37,7 @@ def main() -> int:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     options = parse_args(sys.argv[1:])
     os.environ[launched.LAUNCHER_VARIABLE] = str(os.getpid())  # of the ranks
-    if secret := os.environ.get(SECRET_VARIABLE):  # beside the name of the start, which everybody can see
+    if secret := os.environ.get(launched.SECRET_VARIABLE):  # beside the name of the start, which everybody can see
         options.rdzv_id = f"{options.rdzv_id}.{secret}"
     try:
         run(options)
@@ -55,7 +52,7 @@ def main() -> int:
         check = "is the same command running on every node, and can each reach that address?"
         report(RunFailure(f"the {options.nnodes} nodes did not meet at {where}: {reason}; {check}"), every_rank=True)
         return EXIT_FAILED
-    return 0
+    return EXIT_OK
 
 
 if __name__ == "__main__":

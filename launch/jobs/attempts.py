@@ -1,10 +1,8 @@
-"""Decides whether a run is started again after an attempt.
-
-    python -m matmix.launch.jobs.attempts RUN --attempt A --code N
+"""Decides whether a run is started again: `python -m matmix.launch.jobs.attempts RUN --attempt A --code N`.
 
 An attempt is one start of the run's processes. How it ended is read from what its ranks wrote
-(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the
-launcher saw. Then:
+(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the launcher saw.
+Each decision is a line in RUN/launch/attempts.jsonl.
 
 - finished: no;
 - stopped by a signal and saved (75): yes, always; told to stop and ended before it could save: yes, up to MAX_UNSAVED
@@ -15,10 +13,8 @@ launcher saw. Then:
   checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
   over a step, or cannot begin, ends after a few tries.
 
-Only attempts of the same job count, which its requeues share; a job that is submitted anew begins anew.
-Attempts that a launcher began and that nobody saw end (a node that failed, a launcher that was killed) are failures.
-Each decision is a line in RUN/launch/attempts.jsonl. This module imports the standard library only, except for runs at
-URLs: it runs between two attempts, while the nodes wait.
+Only attempts of the same job count, which its requeues share. Those that a launcher began and that nobody saw end are
+failures. This module imports no torch: it runs between two attempts, while the nodes wait.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from typing import Any
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.launches import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.run.outcome import Outcome, job_of, local_folder, newest_saved, read_last_step, read_outcomes
+from matmix.train.run.outcome import job_of, local_folder, newest_saved, read_last_step, read_outcomes
 
 # Exit codes of this command; anything else means that it failed itself.
 AGAIN, FINISHED, ENOUGH = 0, 10, 11
@@ -50,9 +46,7 @@ _WORDS = {
     EXIT_HUNG: "hung",
     EXIT_INTERRUPTED: "interrupted without saving",
 }
-
-_DEADLY = (signal.SIGHUP, signal.SIGQUIT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL)
-_DEADLY += (signal.SIGSEGV, signal.SIGPIPE, signal.SIGTERM)
+_DEADLY = ("SIGHUP", "SIGQUIT", "SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKILL", "SIGSEGV", "SIGPIPE", "SIGTERM")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,14 +83,13 @@ class Decision:
 
 
 def describe(code: int | None) -> str:
-    """An exit code in words."""
+    """Puts an exit code in words."""
     if code is None:
         return "nobody saw it end (a node that failed, or a launcher that was killed)"
-    number = -code if code < 0 else code - 128
     # srun's own errors have large codes, too: 140 is a node that did not answer rather than SIGUSR2.
-    if code not in _WORDS and number in _DEADLY:
-        return f"killed by {signal.Signals(number).name}"
-    return _WORDS.get(code, f"exit code {code}")
+    deadly = {signal.Signals[name].value: name for name in _DEADLY}
+    number = -code if code < 0 else code - 128
+    return _WORDS.get(code) or (f"killed by {deadly[number]}" if number in deadly else f"exit code {code}")
 
 
 def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
@@ -106,7 +99,7 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
         return Decision(False, "finished")
     if last.stopped:
         saved = "stopped and saved" if last.code == EXIT_STOPPED else f"told to stop, {describe(last.code)}"
-        times = in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
+        times = _in_a_row(attempts, lambda attempt: attempt.stopped and attempt.code != EXIT_STOPPED)
         if times > MAX_UNSAVED:
             return Decision(False, f"{saved}; {times} times in a row it was told to stop and had saved nothing new")
         return Decision(True, f"{saved}: goes on from its newest checkpoint")
@@ -117,7 +110,7 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
         return Decision(False, f"{why}: starting again would not help")
     if _fails_again(attempts):
         return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
-    failures = in_a_row(attempts, lambda attempt: attempt.failed)
+    failures = _in_a_row(attempts, lambda attempt: attempt.failed)
     if failures > max_requeues:
         times = f"{failures} times in a row" if failures > 1 else "once"
         return Decision(False, f"failed {times} without getting further, {max_requeues} restarts allowed ({why})")
@@ -125,8 +118,7 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
 
 
 def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
-    """Returns True where the run's failure before the last was at the same step, and no attempt since has gone past
-    it."""
+    """Returns whether the failure before the last was at the same step, and no attempt since has gone past it."""
     *earlier, last = attempts
     for attempt in reversed(earlier if last.step is not None else []):
         if attempt.failed:
@@ -136,8 +128,8 @@ def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
     return False
 
 
-def in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
-    """Attempts that count since (and with) the last one that saved a later step than any attempt before it."""
+def _in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
+    """Counts attempts since (and with) the last one that saved a later step than any attempt before it."""
     furthest, counted = -1, 0
     for attempt in attempts:
         if attempt.saved_step is not None and attempt.saved_step > furthest:
@@ -149,40 +141,37 @@ def in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bo
 # -- what is known of an attempt -------------------------------------------------------------------------------------
 
 
-def attempts_path(run: Path) -> Path:
+def _path(run: Path) -> Path:
     return run / "launch" / "attempts.jsonl"
 
 
 def read_attempts(run: Path) -> list[PastAttempt]:
-    """All attempts that were begun, in order; those without an end have code None."""
+    """Returns all attempts that were begun, in order; those without an end have code None."""
     known = {field.name for field in dataclasses.fields(PastAttempt)}
     facts: dict[str, dict[str, Any]] = {}
-    for line in read_json_lines(attempts_path(run)):
+    for line in read_json_lines(_path(run)):
         if isinstance(name := line.get("attempt"), str):
             facts.setdefault(name, {}).update({key: value for key, value in line.items() if key in known})
-    return [PastAttempt(**own) if "code" in own else collect(run, name, None) for name, own in facts.items()]
+    return [PastAttempt(**own) if "code" in own else _collect(run, name, None) for name, own in facts.items()]
 
 
-def collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
+def _collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """Reads what the ranks of an attempt wrote about its end, or takes `code` where they wrote nothing."""
     run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
     outcomes = read_outcomes(run, name)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
     reason = describe(code)
     if outcomes:
-        rank, outcome = _telling(outcomes)
-        code = outcome.code
-        reason = f"rank {rank} on {outcome.host}: {outcome.reason}" if rank else outcome.reason
+        # Rank 0's where it is a good end, else the first failure in time: the others followed from it. A mistake of the
+        # user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
+        rank = min(outcomes, key=lambda rank: (outcomes[rank].code != EXIT_USER, outcomes[rank].time))
+        if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
+            rank = 0
+        code, reason = outcomes[rank].code, outcomes[rank].reason
+        if rank:
+            reason = f"rank {rank} on {outcomes[rank].host}: {reason}"
     step, saved_step = read_last_step(run, name), max(saved) if saved else newest_saved(run)
     return PastAttempt(attempt=name, code=code, reason=reason, step=step, saved_step=saved_step, signalled=signalled)
-
-
-def _telling(outcomes: dict[int, Outcome]) -> tuple[int, Outcome]:
-    """Rank 0's outcome where it is a good end, else the first failure in time: the others followed from it."""
-    if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
-        return 0, outcomes[0]
-    # A mistake of the user is found by all ranks; what one rank alone has met, such as a full disk, explains the rest.
-    return min(outcomes.items(), key=lambda item: (item[1].code != EXIT_USER, item[1].time))
 
 
 def mark_cancelled(run: Path, job: str) -> None:
@@ -194,7 +183,7 @@ def mark_cancelled(run: Path, job: str) -> None:
 
 def begin(run: Path, name: str, nodes: str = "") -> None:
     """Notes that an attempt begins, so that it is known also if nobody sees it end."""
-    append_line(attempts_path(run), {"attempt": name, "begun": int(time.time()), "nodes": nodes})
+    append_line(_path(run), {"attempt": name, "begun": int(time.time()), "nodes": nodes})
 
 
 def conclude(
@@ -205,23 +194,24 @@ def conclude(
     signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened. Where
     the run was moved away meanwhile, nothing is written: to what lies at the path now it is unknown.
     """
-    if name not in {attempt.attempt for attempt in read_attempts(run)}:
+    known = read_attempts(run)
+    if name not in {attempt.attempt for attempt in known}:
         attempt = PastAttempt(attempt=name, code=code, reason=describe(code), signalled=signalled)
         return attempt, Decision(False, f"{run} is not the folder any more that the attempt began in")
-    attempt = collect(run, name, code, signalled=signalled)
-    earlier = [a for a in read_attempts(run) if a.attempt != name and job_of(a.attempt) == job_of(name)]
+    attempt = _collect(run, name, code, signalled=signalled)
+    earlier = [a for a in known if a.attempt != name and job_of(a.attempt) == job_of(name)]
     decision = decide([*earlier, attempt], max_requeues)
     if not ending and (run / "launch" / "cancelled" / job_of(name)).exists():
         ending = "the job was cancelled"
     if ending and decision.again:
         decision = Decision(False, f"{attempt.reason}; {ending}")
     facts = {**dataclasses.asdict(attempt), "again": decision.again, "why": decision.why, "ended": int(time.time())}
-    append_line(attempts_path(run), facts)
+    append_line(_path(run), facts)
     return attempt, decision
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; prints the decision in one line. Exit code 0 = start again, 10 = finished, 11 = do not."""
+    """Prints the decision in one line. Exit code 0 = start again, 10 = finished, 11 = do not."""
     parser = argparse.ArgumentParser(prog="python -m matmix.launch.jobs.attempts")
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", dest="name", required=True)

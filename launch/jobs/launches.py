@@ -18,7 +18,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +45,7 @@ class Job:
 
 
 def find_home(path: str) -> Path:
-    """The folder with the launches of a run, a sweep or a preparation. Raises ValueError where there are none."""
+    """Finds the folder with the launches of a run, a sweep or a preparation. Raises ValueError or FileNotFoundError."""
     home = launch_home(path)
     for candidate in (home, preparation_home(path)):
         if (candidate / "launch").is_dir():
@@ -57,13 +56,13 @@ def find_home(path: str) -> Path:
 
 
 def preparation_home(out: str) -> Path:
-    """Where the launches of a preparation are kept: beside the dataset, whose folder holds nothing but data."""
+    """Returns where the launches of a preparation are kept: beside the dataset, whose folder holds nothing but data."""
     home = launch_home(out)
     return home.with_name(home.name + ".launch")
 
 
 def launch_home(run_dir: str) -> Path:
-    """The folder that holds launch/ and logs/ of a run: the run directory, for one in an object store
+    """Returns the folder that holds launch/ and logs/ of a run: the run directory, for one in an object store
     runs/<its name> here.
 
     Absolute, with symbolic links as they are: on clusters /home/user may lie elsewhere on other nodes.
@@ -74,7 +73,7 @@ def launch_home(run_dir: str) -> Path:
 
 
 def run_folder(home: Path, run_dir: str) -> Path:
-    """The folder with launch/ and logs/ of one of the runs whose array was launched from `home`."""
+    """Returns the folder with launch/ and logs/ of one of the runs whose array was launched from `home`."""
     below = Path(run_dir)
     # A sweep that was moved is told by the names of its runs.
     return below if "://" not in run_dir and below.is_relative_to(home) else home / run_dir.rsplit("/", 1)[-1]
@@ -88,13 +87,18 @@ def note_url(home: Path, run_dir: str) -> None:
 
 
 def read_url(home: Path) -> str | None:
-    """The URL of a run in an object store, None for any other."""
+    """Returns the URL of a run in an object store, None for any other."""
     path = home / "launch" / "url.txt"
     return path.read_text(encoding="utf-8") if path.is_file() else None
 
 
 def add_job(home: Path, job: Job) -> None:
     append_line(home / "launch" / "jobs.jsonl", dataclasses.asdict(job))
+
+
+def read_jobs(home: Path) -> list[Job]:
+    """Returns all submissions, oldest first."""
+    return [Job(**line) for line in read_json_lines(home / "launch" / "jobs.jsonl")]
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:
@@ -104,20 +108,14 @@ def append_line(path: Path, values: dict[str, Any]) -> None:
         file.write(json.dumps(values) + "\n")
 
 
-def read_jobs(home: Path) -> list[Job]:
-    """All submissions, oldest first."""
-    return [Job(**line) for line in read_json_lines(home / "launch" / "jobs.jsonl")]
-
-
 # -- code, revision and packages of a launch ---------------------------------------------------------------------------
 
 
 ROOMS = ("kernels", "model", "data", "train", "use", "launch")
-_LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
 
 
 def new_launch_id(home: Path) -> str:
-    """A name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
+    """Makes a name for the next launch that sorts by time: 20261122-093000, with -2 and so on if that is taken."""
     return first_free(home / "launch" / time.strftime("%Y%m%d-%H%M%S")).name
 
 
@@ -129,24 +127,27 @@ def take_snapshot(folder: Path) -> None:
     (folder / "revision.txt").write_text(revision + "\n", encoding="utf-8")
     if changes:
         (folder / "diff.patch").write_bytes(changes)
-    (folder / "packages.txt").write_text("".join(f"{line}\n" for line in installed_packages()), encoding="utf-8")
+    packages = {f"{package.metadata['Name']}=={package.version}" for package in importlib.metadata.distributions()}
+    lines = [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(packages, key=str.lower)]
+    (folder / "packages.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def copy_code(target: Path) -> None:
-    """The package's sources as target/matmix/<room>, to be used with target on PYTHONPATH; from wherever the package
-    lies: a checkout, site-packages, or an earlier snapshot."""
+    """Copies the package's sources to target/matmix/<room>, from wherever it lies: a checkout, site-packages, or an
+    earlier snapshot."""
+    left_out = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     for room in ROOMS:
         spec = importlib.util.find_spec(f"matmix.{room}")  # imports nothing of it
         assert spec is not None, f"matmix.{room} cannot be found"
-        shutil.copytree(Path(spec.origin).parent, target / "matmix" / room, ignore=_LEFT_OUT)
+        shutil.copytree(Path(spec.origin).parent, target / "matmix" / room, ignore=left_out)
     # Without it, Python would prefer an installed package, wherever that is on the path, to the copy.
     shutil.copy(Path(spec.origin).parents[1] / "__init__.py", target / "matmix")
 
 
 def describe_revision() -> tuple[str, bytes]:
-    """("matmix 0.1.0, git 1a2b... with changes", the changes as a patch); no git, no revision and no patch."""
+    """Returns ("matmix 0.1.0, git 1a2b... with changes", the changes as a patch); no git, no revision and no patch."""
     installed = importlib.metadata.distributions(name="matmix")
-    version = f"matmix {next((found.version for found in installed), 'of unknown version')}"
+    version = f"matmix {next((package.version for package in installed), 'of unknown version')}"
     head = git("rev-parse", "HEAD")
     if head is None:
         return f"{version}, not from a git working copy", b""
@@ -156,9 +157,3 @@ def describe_revision() -> tuple[str, bytes]:
     if new:
         words += f"\nfiles that git does not know (in code/): {', '.join(new)}"
     return words, changes
-
-
-def installed_packages() -> Sequence[str]:
-    """name==version of everything installed, sorted, and the Python that runs it."""
-    packages = {f"{package.metadata['Name']}=={package.version}" for package in importlib.metadata.distributions()}
-    return [f"# Python {sys.version.split()[0]} at {sys.executable}", *sorted(packages, key=str.lower)]

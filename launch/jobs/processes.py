@@ -17,23 +17,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from matmix.data.processes import threads_of_each
 from matmix.train.process import launched
 from matmix.train.process.exits import EXIT_STOPPED
-from matmix.train.process.launched import SECRET_VARIABLE, STORE_VARIABLE
 from matmix.train.process.node_folders import make_own_folder
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_RANK = "matmix.launch.jobs.rank"
+RANK_MODULE = "matmix.launch.jobs.rank"
 # How long the other ranks have when one has failed: they may be writing.
 _GRACE_SECONDS = 30.0
-_LOOK_SECONDS = 0.1
-MARK = "MATMIX_AGENT"  # in the environment of an agent and all that it starts
+_MARK = "MATMIX_AGENT"  # in the environment of all that one start has started
 
 
 def check_counts(verb: object, *names: str) -> None:
@@ -50,19 +47,12 @@ class StopRequests:
         self.received: list[int] = []
 
     def __enter__(self) -> StopRequests:
-        self._previous = {number: signal.signal(number, self._note) for number in _STOPPING}
+        self._previous = {n: signal.signal(n, lambda number, _: self.received.append(number)) for n in _STOPPING}
         return self
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.received.append(number)
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    @property
-    def asked(self) -> bool:
-        return bool(self.received)
 
     @property
     def at_once(self) -> bool:
@@ -70,94 +60,50 @@ class StopRequests:
         return self.received.count(signal.SIGINT) > 1
 
 
-def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
-    """Runs an agent until it ends; its exit code, 128 + n where signal n killed it.
-
-    While it runs, its ranks are told to stop as `_run` says; an agent that has none yet is ended.
-    """
-    seen: set[int] = set()
-
-    def ranks(agents: Sequence[subprocess.Popen]) -> list[psutil.Process]:
-        running = [rank for agent in agents for rank in _ranks(agent.pid)]
-        seen.update(rank.pid for rank in running)
-        for agent in agents:
-            if not seen:
-                agent.terminate()
-        return running
-
-    return _run(command, {"": environment}, requests, ranks)
-
-
-def _ranks(agent: int) -> Iterator[psutil.Process]:
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(agent).children():
-            with contextlib.suppress(psutil.Error):
-                if _RANK in process.cmdline():
-                    yield process
-
-
-# -- one host, without torchrun ---------------------------------------------------------------------------------------
-
-
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
-    """This process's environment with what the ranks need."""
+    """Returns this process's environment with what the ranks need."""
     threads = str(threads_of_each(nproc))  # torchrun would set their number to 1, with a warning
     return {"OMP_NUM_THREADS": threads, **os.environ, "MATMIX_ATTEMPT": attempt, "PYTHONSAFEPATH": "1"}
 
 
 def rank_command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", _RANK, *arguments]
+    return [sys.executable, "-m", RANK_MODULE, *arguments]
 
 
-def run_here(arguments: Sequence[str], nproc: int, attempt: str) -> int:
-    """Runs the ranks of `matmix train` with these arguments once; the exit code of the one that failed first."""
-    with StopRequests() as requests:
-        return run_ranks(rank_command(arguments), nproc, environment_for(nproc, attempt), requests, make_own_folder())
+def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
+    """Runs an agent until it ends, and returns its exit code, 128 + n where signal n killed it. Its ranks are told to
+    stop; an agent that has had none yet is ended."""
+    return _run(command, {"": environment}, requests, agents=True)
 
 
-def run_ranks(
-    command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: StopRequests, folder: Path
-) -> int:
-    """Runs `command` once for each rank until all have ended; the exit code of the one that failed first, 128 + n where
-    signal n killed it.
-
-    The ranks are told to stop as `_run` says. folder: this user's alone; the file where the ranks meet is made there.
-    """
+def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: StopRequests) -> int:
+    """Runs `command` once for each rank of this host until all have ended, and returns the exit code of the one that
+    failed first, 128 + n where signal n killed it."""
+    folder = make_own_folder()
     store = folder / f"store-{_new_name()}"
     common = {
         **{name: value for name, value in environment.items() if name not in ("MASTER_ADDR", "MASTER_PORT")},
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "GROUP_RANK": "0",
-        STORE_VARIABLE: str(store),
-        SECRET_VARIABLE: secrets.token_hex(16),
+        launched.STORE_VARIABLE: str(store),
+        launched.SECRET_VARIABLE: secrets.token_hex(16),
     }
     ranks = {f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)}
     try:
-        return _run(command, ranks, requests, lambda running: running)
+        return _run(command, ranks, requests, agents=False)
     finally:
         for path in folder.glob(f"{store.name}*"):  # also what `matmix.train.process.console` has beside it
             path.unlink(missing_ok=True)
 
 
-# -- starting, watching, ending ----------------------------------------------------------------------------------------
-
-
 def _run(
-    command: Sequence[str],
-    environments: Mapping[str, Mapping[str, str]],
-    requests: StopRequests,
-    find_ranks: Callable[[Sequence[subprocess.Popen]], Sequence[psutil.Process | subprocess.Popen]],
+    command: Sequence[str], environments: Mapping[str, Mapping[str, str]], requests: StopRequests, *, agents: bool
 ) -> int:
-    """Runs `command` in each of these environments until all have ended; the exit code of the first that failed.
-
-    environments: by the name that a failure is reported by, "" = not reported. find_ranks: the ranks among, or below,
-    the children that run. Every rank is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a second
-    Ctrl-C. When this process dies, however it does, its children and their ranks end, too
-    (`matmix.train.process.launched`).
-    """
-    mark = _new_name()
-    own = {launched.LAUNCHER_VARIABLE: str(os.getpid()), MARK: mark}
+    """Runs `command` in each of these environments, which go by the name that a failure is reported by ("" = not
+    reported). Every rank, or rank of an agent, is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a
+    second Ctrl-C."""
+    own = {launched.LAUNCHER_VARIABLE: str(os.getpid()), _MARK: _new_name()}
     told: set[int] = set()
     failed, since = 0, 0.0
     running: dict[str, subprocess.Popen] = {}
@@ -166,7 +112,7 @@ def _run(
             # In a session of its own, so that Ctrl-C at a terminal reaches this process alone.
             running[name] = subprocess.Popen(command, env={**environment, **own}, start_new_session=True)
         while running:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.1)
             for name, process in list(running.items()):
                 if (code := process.poll()) is None:
                     continue
@@ -178,10 +124,19 @@ def _run(
             if failed and time.monotonic() - since > _GRACE_SECONDS:
                 for process in running.values():
                     process.kill()
-            if requests.asked:
-                _tell_ranks(find_ranks(list(running.values())), requests, told)
+            for process in running.values() if requests.received else ():
+                ranks = _ranks_of(process.pid) if agents else [process]
+                if not ranks and not told:
+                    process.terminate()
+                for rank in ranks:
+                    with contextlib.suppress(psutil.Error):
+                        if requests.at_once:
+                            rank.kill()
+                        elif rank.pid not in told:
+                            rank.send_signal(signal.SIGUSR2)
+                    told.add(rank.pid)
     finally:
-        _end_marked(mark)
+        _end_marked(own[_MARK])
     return failed
 
 
@@ -199,20 +154,14 @@ def _new_name() -> str:
     return f"{os.getpid()}-{time.time_ns()}"
 
 
-def _tell_ranks(ranks: Iterable[psutil.Process | subprocess.Popen], requests: StopRequests, told: set[int]) -> None:
-    """Sends what a stop asks for to each of these processes, SIGUSR2 only if it is not among those that were `told`."""
-    for process in ranks:
-        with contextlib.suppress(psutil.Error):
-            if requests.at_once:
-                process.kill()
-            elif process.pid not in told:
-                told.add(process.pid)
-                process.send_signal(signal.SIGUSR2)
+def _ranks_of(agent: int) -> list[psutil.Process]:
+    known = psutil.process_iter(["ppid", "cmdline"])
+    return [rank for rank in known if rank.info["ppid"] == agent and RANK_MODULE in (rank.info["cmdline"] or ())]
 
 
 def _end_marked(mark: str) -> None:
     """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
-    left = [found for found in psutil.process_iter(["environ"]) if (found.info["environ"] or {}).get(MARK) == mark]
+    left = [found for found in psutil.process_iter(["environ"]) if (found.info["environ"] or {}).get(_MARK) == mark]
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -16,15 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matmix.data.processes import threads_of_each
-from matmix.launch.jobs.slurm.rank import rank_variables
-from matmix.train.process import console
+from matmix.train.process import console, launched, node_folders
 from matmix.train.process.begin import begin_training
-from matmix.train.process.node_folders import cache_variables
 from matmix.train.run.outcome import local_folder
 
 
 def find_run_dir(arguments: Sequence[str]) -> str:
-    """The run directory that `matmix train` will find in these arguments, without the imports that it needs."""
+    """Returns the run directory that `matmix train` will find in these arguments, without the imports it needs."""
     for number, argument in enumerate(arguments):
         key, _, value = argument.partition("=")
         if key in ("--run-dir", "--run_dir"):
@@ -44,27 +42,46 @@ def find_run_dir(arguments: Sequence[str]) -> str:
 
 
 def log_path(run_dir: str, environment: Mapping[str, str]) -> Path:
-    """RUN/logs/<attempt>/rank-00003.log; for a run in an object store, in the folder that this node has for it."""
+    """Returns RUN/logs/<attempt>/rank-00003.log; of a run in an object store, in the folder this node has for it."""
     home = local_folder(run_dir, environment.get("GROUP_RANK") or 0)
     attempt = environment.get("MATMIX_ATTEMPT", "attempt")
     return home / "logs" / attempt / f"rank-{int(environment.get('RANK', '0')):05d}.log"
 
 
-def write_output_to(path: Path) -> None:
-    """Sends this process's stdout and stderr, also those of C code, to the end of `path`.
+# -- environment -------------------------------------------------------------------------------------------------------
 
-    What commands print about errors (`matmix.train.process.console.report`) still goes to the job's output as well.
+
+_SLURM_NODE = {launched.NODE_VARIABLE: "SLURMD_NODENAME", node_folders.DISK_VARIABLE: "SLURM_TMPDIR"}
+_SLURM_PLACE = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "GROUP_RANK": "SLURM_NODEID",
+}
+
+
+def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns what Slurm says of this node and, under `srun`, torchrun's variables for this process.
+
+    The latter are left out where they are set or where there is one process only; MASTER_ADDR and MASTER_PORT come from
+    the batch script. A step's own counts are used, so that a step smaller than the job is whole by itself. Raises
+    ValueError where Slurm's variables are incomplete.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    console.job_output = os.fdopen(os.dup(2), "w", buffering=1)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(log, number)
-    os.close(log)
-
-
-# -- environment --------------------------------------------------------------------------------
+    node = {name: environment[source] for name, source in _SLURM_NODE.items() if environment.get(source)}
+    if "RANK" in environment or "SLURM_PROCID" not in environment:
+        return node
+    step_tasks = environment.get("SLURM_STEP_NUM_TASKS")
+    merged = {**environment, **({"SLURM_NTASKS": step_tasks} if step_tasks else {})}
+    if missing := [name for name in _SLURM_PLACE.values() if name not in merged]:
+        raise ValueError(f"SLURM_PROCID is set but {', '.join(missing)} is not: start the ranks with srun")
+    place = {name: merged[source] for name, source in _SLURM_PLACE.items()}
+    if place["WORLD_SIZE"] == "1":
+        return node
+    counts: list[int] = []  # of the ranks of each node, from "2(x3),1"
+    for piece in (environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]).split(","):
+        count, _, times = piece.partition("(x")
+        counts += [int(count)] * int(times.rstrip(")") or 1)
+    return {**node, **place, "LOCAL_WORLD_SIZE": str(counts[int(place["GROUP_RANK"])])}
 
 
 _EVERYWHERE = {
@@ -84,13 +101,13 @@ _EVERYWHERE = {
 
 
 def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The defaults of what is not set in `environment`, for a rank whose variables of torchrun are there.
+    """Returns the defaults of what is not set in `environment`, for a rank whose variables of torchrun are there.
 
     Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
     """
     # Kernels are compiled once per node: a home folder on a network drive is slow and its locks unreliable, and where
     # torch itself would keep them another user can be the first.
-    chosen = cache_variables(environment) | _EVERYWHERE
+    chosen = node_folders.cache_variables(environment) | _EVERYWHERE
     chosen["OMP_NUM_THREADS"] = str(threads_of_each(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
     world_size = environment.get("WORLD_SIZE", "1")
     one_host = environment.get("LOCAL_WORLD_SIZE") == world_size
@@ -104,7 +121,7 @@ def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """The address of this node from which its way to `host` begins, and the address of `host`.
+    """Returns the address of this node from which its way to `host` begins, and the address of `host`.
 
     Raises OSError where there is no way, socket.gaierror where `host` does not resolve.
     """
@@ -115,7 +132,7 @@ def way_to(host: str) -> tuple[str, str]:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the network interface whose address this node would use to reach `host`; None if there is no way."""
+    """Returns the network interface whose address this node would use to reach `host`; None if there is no way."""
     import psutil
 
     try:
@@ -127,6 +144,17 @@ def interface_towards(host: str) -> str | None:
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
+
+
+def write_output_to(path: Path) -> None:
+    """Sends this process's stdout and stderr, also those of C code, to the end of `path`; errors of commands still go
+    to the job's output as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    console.job_output = os.fdopen(os.dup(2), "w", buffering=1)
+    with path.open("ab", buffering=0) as log:
+        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+            stream.flush()
+            os.dup2(log.fileno(), number)
 
 
 def main() -> int:

@@ -1,9 +1,7 @@
-"""Sweeps: one run for each combination of values, under names a person can read.
+"""Sweeps: one run for each combination of values, in a directory with a name a person can read.
 
-    --sweep optimizer.lr=1e-3,3e-4 --sweep model.layers=mru,attention     the product: four runs
-    --sweep-file runs.toml                                                  a list of tables [[run]] of overrides
-
-A run's directory is RUN/<its values>, such as RUN/lr=1e-3,layers=mru.
+--sweep optimizer.lr=1e-3,3e-4 --sweep model.layers=mru,attention     the product: RUN/lr=1e-3,layers=mru ...
+--sweep-file runs.toml                                                  a list of tables [[run]] of overrides
 """
 
 from __future__ import annotations
@@ -27,21 +25,27 @@ class Point:
 
 
 def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
-    """The runs of a sweep in a fixed order, the last axis fastest; [] where nothing is swept.
+    """Returns the runs of a sweep in a fixed order, the last axis fastest; [] where nothing is swept.
 
     axes: KEY=VALUE,VALUE each; values that hold commas themselves belong into a file.
     file: TOML with a list of tables `[[run]]`, dotted keys or tables of overrides, and optionally `name`.
     Raises ValueError for what cannot be read, and for two runs that would have the same name.
     """
-    rows = _read_rows(Path(file)) if file else []
+    if not axes and not file:
+        return []
+    rows = _read_rows(Path(file)) if file else [("", {})]
     values = [_axis(axis) for axis in axes]
     keys = [key for key, _ in values]
     if len(set(keys)) < len(keys):
         raise ValueError(f"--sweep: {max(keys, key=keys.count)} is given twice; name all its values in one list")
-    combinations = [dict(zip(keys, choice, strict=True)) for choice in itertools.product(*(v for _, v in values))]
-    if not rows and not axes:
-        return []
-    points = [_point(name, {**row, **swept}, swept) for name, row in rows or [("", {})] for swept in combinations]
+    points = []
+    for (given, row), choice in itertools.product(rows, itertools.product(*(chosen for _, chosen in values))):
+        swept = dict(zip(keys, choice, strict=True))
+        overrides = {**row, **swept}
+        name = ",".join(filter(None, [given, _readable(swept)])) if given else _readable(overrides)
+        name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", name).strip("-.")[:200] or "run"
+        words = (word for key, value in overrides.items() for word in (f"--{key}", *value.split(" ")))
+        points.append(Point(name, tuple(words)))
     names = [point.name for point in points]
     if doubled := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f'--sweep: two runs would share the directory "{doubled}"; give them a name in the file')
@@ -59,18 +63,17 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """Reads the name, or "", and the overrides of each run."""
     if not path.is_file():
         raise FileNotFoundError(f"sweep file not found: {path}")
     content = read_toml(path)
     rows = content.get("run")
     if set(content) != {"run"} or not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: a sweep is a list of tables [[run]] and nothing else")
-    named_rows = []
-    for row in rows:
-        if not isinstance(name := row.pop("name", ""), str):
-            raise ValueError(f"{path}: name should be a string, got {name!r}")
-        named_rows.append((name, _flatten(row)))
-    return named_rows
+    names = [row.pop("name", "") for row in rows]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ValueError(f"{path}: name should be a string, got {wrong[0]!r}")
+    return list(zip(names, map(_flatten, rows), strict=True))
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -83,16 +86,8 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _point(name: str, overrides: dict[str, str], swept: dict[str, str]) -> Point:
-    """name: given in the file, to which the values of `swept` are added; "" = all of `overrides`."""
-    parts = [name, _readable(swept)] if name else [_readable(overrides)]
-    flat = [word for key, value in overrides.items() for word in (f"--{key}", *value.split(" "))]
-    named = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", ",".join(filter(None, parts))).strip("-.")[:200]
-    return Point(named or "run", tuple(flat))
-
-
 def _readable(overrides: dict[str, str]) -> str:
-    """lr=1e-3,layers=mru: last words of the keys, as many as it takes to tell them apart."""
+    """Writes lr=1e-3,layers=mru: last words of the keys, as many as it takes to tell them apart."""
     names = {}
     for key in overrides:
         words = key.split(".")

@@ -21,7 +21,7 @@ from paths import ROOT
 
 from matmix.launch.cli import TREE, VERBS
 from matmix.launch.jobs.slurm.options import slurm_options
-from matmix.launch.jobs.slurm.prepare import plan_preparation
+from matmix.launch.jobs.slurm.submit import plan_preparation
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.launch.lab.compare.config import given_values, read_comparison, tasks_of
 from matmix.train.arguments import BorrowedOptions, field_names

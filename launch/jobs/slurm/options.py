@@ -1,16 +1,7 @@
-"""Holds the options of a Slurm job: defaults < site profile < command line.
+"""`matmix launch slurm`: the options of a job (defaults < site profile < command line), and what is said of it.
 
-A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`:
-
-    # ~/.config/matmix/clusters.toml (MATMIX_CLUSTERS names another file)
-    default = "jupiter"
-
-    [jupiter]
-    partition = "gpu"
-    account = "ab0123"
-    gpus_per_node = 4
-    setup = ["module load CUDA"]
-    env = { NCCL_IB_HCA = "mlx5" }
+A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`. The work is
+in `submit`.
 """
 
 from __future__ import annotations
@@ -27,16 +18,19 @@ import tyro
 from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
-from matmix.train.arguments import BorrowedOptions, unknown_key
+from matmix.data.artifacts import shell_line
+from matmix.launch.jobs.processes import check_counts
+from matmix.launch.jobs.sweep import parse_sweep
+from matmix.train.arguments import BorrowedOptions, Recipe, check_overrides, unknown_key
 from matmix.train.recipe_files import read_toml
 
+PREPARE_USAGE = "matmix launch slurm --prepare --parts N INPUT ... --out DIR"
 # Options whose values have a form, and that in words.
 _PATTERNS = {
     "gpus_per_node": (r"([A-Za-z0-9_.-]+:)?\d+", "a number or TYPE:NUMBER"),
     "time": (r"(?i)|(\d+:){0,2}\d+|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", "like 24:00:00, 2-12:00 or minutes"),
     "container_runtime": ("|pyxis|apptainer", "pyxis or apptainer"),
 }
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,20 +87,18 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
             low = 1 if name in ("nodes", "save_seconds") else 0
-            number = getattr(self, name)
-            if field.type == "int" and number < low:
-                raise ValueError(f"{name} must be at least {low}, got {number}")
+            if field.type == "int" and getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         for name, (pattern, words) in _PATTERNS.items():
             if not re.fullmatch(pattern, getattr(self, name)):
                 raise ValueError(f"{name} should be {words}, got {getattr(self, name)!r}")
-        limit = _seconds(self.time)
-        if limit is not None and limit <= self.save_seconds:
+        if 0 < _seconds(self.time) <= self.save_seconds:
             raise ValueError(
                 f"time {self.time} must be longer than save_seconds = {self.save_seconds}: the run would be told to "
                 f"save as soon as it begins, again and again"
             )
         for name in self.env:
-            if not _VARIABLE.fullmatch(name):
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"env: {name!r} cannot be the name of a variable")
 
     @property
@@ -129,34 +121,29 @@ class SlurmOptions:
         return self.container and (self.container_runtime or usual)
 
 
-def _seconds(limit: str) -> int | None:
-    """A time limit as Slurm reads it ("5" and "5:00" are minutes, "1-2" a day and two hours, "0" is no limit); None =
-    there is none."""
-    if not limit or not limit[0].isdigit():
-        return None
-    days, dash, clock = limit.rpartition("-")
-    fields = [int(field) for field in clock.split(":")]
-    if not dash and len(fields) < 3:
-        fields = [0, *fields]
-    hours, minutes, seconds = [*fields, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
-
-
 FIELDS = {field.name: field for field in dataclasses.fields(SlurmOptions)}
 
 
+def _seconds(limit: str) -> int:
+    """Reads a time limit as Slurm does ("5" and "5:00" are minutes, "1-2" a day and two hours); 0 = no limit."""
+    days, dash, clock = limit.rpartition("-")
+    fields = [int(field) for field in clock.split(":") if field.isdigit()]
+    if not dash and len(fields) < 3:
+        fields = [0, *fields]
+    hours, minutes, seconds = [*fields, 0, 0, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 class SlurmWords(BorrowedOptions):
-    """Reads the options of the command line: a given one overrides the profile; lists and tables are added to its
-    own."""
+    """The options of the command line, whose defaults None and () stand for "not given"."""
 
     described: ClassVar[type] = SlurmOptions
 
     @classmethod
     def option(cls, field: StructFieldSpec) -> StructFieldSpec:
-        """Makes an option's default None or (), which stand for "not given"."""
         flag = {"container_mounts": "container-mount", "sbatch": "sbatch-option"}.get(field.name)
         if FIELDS[field.name].type in ("int", "str"):
-            shown = f"(default: {field.default})" if FIELDS[field.name].type == "int" else ""
+            shown = f"(default: {field.default})" if field.type is int else ""
             kind = tyro.conf.arg(metavar="N" if field.type is int else "TEXT", help_behavior_hint=shown)
             return dataclasses.replace(field, type=Annotated[field.type | None, kind], default=None)
         kind = tyro.conf.arg(name=flag, metavar="K=V" if field.name == "env" else "TEXT")
@@ -166,24 +153,65 @@ class SlurmWords(BorrowedOptions):
 Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile (~/.config/matmix/clusters.toml).")]
 
 
-def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions:
-    """Options from a site's profile and the `SlurmWords` of the command line. Raises ValueError (one line)."""
-    address = os.environ.get("MATMIX_MASTER_ADDR")
-    return from_layers(load_profile(profile) | ({"master_addr": address} if address else {}), given)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """Submit a recipe as a Slurm job, a sweep of it as a job array, or with --prepare a preparation of data."""
 
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe; with --prepare the inputs of `matmix prepare`."""
+    sweep: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """KEY=V,V: a job array over these values."""
+    sweep_file: str | None = None
+    """A job array over the [[run]] tables of a TOML file."""
+    prepare: bool = False
+    """Prepare data: --parts N and the inputs and options of `matmix prepare`, whose parts become a job array."""
+    parts: int | None = None
+    """Tasks of the array of a preparation, one part each."""
+    dry_run: bool = False
+    """Print the scripts; write and submit nothing."""
+    profile: Profile = None
+    slurm: tyro.conf.OmitArgPrefixes[SlurmWords]
 
-def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
-    """Options from a profile's values and those of the command line (None or () = not given). Raises ValueError."""
-    values: dict[str, Any] = dict(profile)
-    for name, value in given.items():
-        if name == "env":
-            pairs = (word.partition("=") for word in value)
-            values["env"] = {**values.get("env", {}), **{key: text if equals else None for key, equals, text in pairs}}
-        elif isinstance(value, tuple | list):
-            values[name] = (*values.get(name, ()), *value)
-        elif value is not None:
-            values[name] = value
-    return SlurmOptions(**values)
+    @property
+    def first(self) -> tuple[str, str]:
+        """Names the first argument, and tells how the verb is used."""
+        if self.prepare:
+            return "input", "--prepare --parts N INPUT ... --out DIR"
+        return "recipe", "RECIPE [--key value ...]"
+
+    def run(self, rest: list[str], typed: list[str]) -> int:
+        """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
+        from matmix.launch.jobs.slurm.submit import plan_launch, plan_preparation  # imports torch; --help should not
+        from matmix.train.config import RunConfig
+
+        options = slurm_options(self.profile, self.slurm)
+        if self.prepare:
+            if self.parts is None:
+                raise ValueError(f"how many parts? {PREPARE_USAGE}")
+            check_counts(self, "parts")
+            plan = plan_preparation([self.recipe, *rest], self.parts, options, typed)
+        else:
+            if self.parts is not None:
+                raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
+            check_overrides(self, rest, RunConfig)
+            plan = plan_launch(self.recipe, rest, parse_sweep(self.sweep, self.sweep_file), options, typed)
+        if self.dry_run:
+            print(*plan.scripts.values(), sep="\n", end="")
+            return 0
+        job, home = plan.submit(), plan.home
+        log = (
+            shell_line("tail", "-F", home / "logs" / f"slurm-{job.after or job.job}") + "_*" * bool(job.tasks) + ".out"
+        )
+        if self.prepare:
+            home = home.with_suffix("")  # they find the launches beside the dataset by its own path
+            end = f"Failed parts are made again by: {shell_line('matmix', 'launch', 'resubmit', home)}"
+            print(f"Submitted {job.tasks} parts as job {job.after}, and job {job.job} that joins them")
+        else:
+            end = f"End it:     {shell_line('matmix', 'launch', 'cancel', home)}   (saves first)"
+            what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
+            print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
+        print(f"Follow it:  {shell_line('matmix', 'launch', 'status', home)}   or   {log}\n{end}")
+        return 0
 
 
 # -- site profiles -----------------------------------------------------------------------------------------------------
@@ -197,15 +225,36 @@ _KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
+def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions:
+    """Makes the options of a site's profile and the `SlurmWords` of the command line. Raises ValueError (one line)."""
+    address = os.environ.get("MATMIX_MASTER_ADDR")
+    return from_layers(load_profile(profile) | ({"master_addr": address} if address else {}), given)
+
+
+def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
+    """Makes options of a profile's values and those of the command line, which override single values and are added to
+    lists and tables. Raises ValueError."""
+    values: dict[str, Any] = dict(profile)
+    for name, value in given.items():
+        if name == "env":
+            pairs = (word.partition("=") for word in value)
+            values["env"] = {**values.get("env", {}), **{key: text if equals else None for key, equals, text in pairs}}
+        elif isinstance(value, tuple | list):
+            values[name] = (*values.get(name, ()), *value)
+        elif value is not None:
+            values[name] = value
+    return SlurmOptions(**values)
+
+
 def profiles_path() -> Path:
-    """Where profiles are looked for; the file need not exist."""
+    """Returns where profiles are looked for; the file need not exist."""
     if named := os.environ.get("MATMIX_CLUSTERS"):
         return Path(named)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "matmix" / "clusters.toml"
 
 
 def load_profile(name: str | None) -> dict[str, Any]:
-    """The values of a profile; of the file's `default` where `name` is None; {} where there is neither.
+    """Returns the values of a profile; of the file's `default` where `name` is None; {} where there is neither.
 
     Raises ValueError (one line, naming file and profile) for unknown profiles and keys and for values of a wrong type.
     """
@@ -219,8 +268,7 @@ def load_profile(name: str | None) -> dict[str, Any]:
     for key, value in profiles.items():
         if not isinstance(value, dict):
             raise ValueError(f'{path}: "{key}" should be a table [{key}] with a profile in it, or `default`')
-    name = default if name is None else name
-    if name is None:
+    if (name := default if name is None else name) is None:
         return {}
     if name not in profiles:
         near = difflib.get_close_matches(str(name), profiles, n=1, cutoff=0.0)

@@ -13,7 +13,7 @@ import pytest
 from failures import each
 
 from matmix.launch.cli import main
-from matmix.launch.jobs.torchrun import Torchrun, address_here, parse_endpoint, wait_for_host
+from matmix.launch.jobs.hosts import Torchrun, address_here, parse_endpoint, wait_for_host
 from matmix.train.errors import RendezvousError
 
 # A rank that takes a second to save (a minute where the folder says so), as if it were torch's worker: named in its
@@ -190,9 +190,9 @@ def test_the_command_of_a_node_is_printed(capsys):
 NAMER = """
 import sys
 from matmix.launch.cli import main
-from matmix.launch.jobs import torchrun
-torchrun.run_here = lambda arguments, nproc, attempt: print(attempt)
-torchrun.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
+from matmix.launch.jobs import hosts
+hosts.run_ranks = lambda command, nproc, environment, requests: print(environment["MATMIX_ATTEMPT"])
+hosts.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
 sys.exit(main(sys.argv[1:]))
 """
 

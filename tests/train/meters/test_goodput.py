@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs import records, run_recipe
 
-from matmix.launch.jobs.status import time_lines
+from matmix.launch.jobs.control import time_lines
 from matmix.train.meters import speed
 from matmix.train.meters.speed import CAUSES, Goodput, first_start
 

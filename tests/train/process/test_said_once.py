@@ -9,6 +9,7 @@ import pytest
 
 from matmix.launch.jobs.processes import StopRequests, run_ranks
 from matmix.train.process import console
+from matmix.train.process.node_folders import make_own_folder
 
 # What each rank ends with, by its number; ranks without an error go on until they are told to stop.
 RANK = """
@@ -55,19 +56,18 @@ ALIKE = "(0.3 * (3 - int(os.environ['RANK'])), ValueError('data is missing'))"
     ],
 )
 def test_what_ranks_say(errors, lines, tmp_path, capfd):
-    here, logs = tmp_path / "here", tmp_path / "logs"
+    here = tmp_path / "here"
     here.mkdir()
-    logs.mkdir()
     code = RANK.replace("{errors}", errors).replace("{here!r}", repr(str(here)))
     with StopRequests() as requests:
-        run_ranks([sys.executable, "-P", "-c", code], 3, os.environ, requests, logs)
+        run_ranks([sys.executable, "-P", "-c", code], 3, os.environ, requests)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("matmix: error: ")]
     said = [line.removeprefix("matmix: error: ") for line in said]
     if lines in (["no file"], ["[rank 2] disk full", "... is gone"]):  # the last is said by either of two ranks
         assert said[-1].endswith(lines[-1].removeprefix("..."))
         said[-1] = lines[-1]
     assert said == lines
-    assert list(logs.iterdir()) == []
+    assert list(make_own_folder().glob("store-*")) == []
 
 
 @pytest.fixture

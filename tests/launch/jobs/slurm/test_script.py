@@ -7,7 +7,7 @@ import pytest
 from failures import each
 
 from matmix.launch.cli import main
-from matmix.launch.jobs.slurm.script import array_option, render, sbatch_value
+from matmix.launch.jobs.slurm.submit import array_option, render, sbatch_value
 
 ODD = 'it\'s "odd" $HOME `x` 100%'
 
