@@ -14,10 +14,10 @@ from comparisons import ENTRIES, TINY, VARIANTS, csv_rows
 from runs import records
 
 from matmix.launch.cli import main
+from matmix.launch.jobs.control import runs_of
 from matmix.launch.jobs.launches import Job
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.submit import plan_configs
-from matmix.launch.jobs.control import runs_of
 from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison, tasks_of
 from matmix.launch.lab.compare.report import collect, write_report
