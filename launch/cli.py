@@ -30,7 +30,7 @@ _LAUNCH = {
         "this node's part; the same command on every node: RECIPE --nnodes 2 --nproc 8 --rdzv HOST:PORT",
         "matmix.launch.jobs.hosts:Torchrun",
     ),
-    "slurm": Branch("as a Slurm job (--dry-run prints its script)", "matmix.launch.jobs.slurm.options:Slurm"),
+    "slurm": Branch("as a Slurm job (--dry-run prints its script)", "matmix.launch.jobs.slurm.command:Slurm"),
     "status": Branch("what the run is doing", "matmix.launch.jobs.control:Status"),
     "cancel": Branch("saves the run, then ends its jobs", "matmix.launch.jobs.control:Cancel"),
     "resubmit": Branch("the last launch again: same code, same config", "matmix.launch.jobs.control:Resubmit"),

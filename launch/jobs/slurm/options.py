@@ -1,7 +1,6 @@
-"""`matmix launch slurm`: the options of a job (defaults < site profile < command line), and what is said of it.
+"""Holds the options of a Slurm job: defaults < site profile < command line.
 
-A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`. The work is
-in `submit`.
+A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ import tyro
 from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
-from matmix.data.artifacts import shell_line
-from matmix.launch.jobs.processes import check_counts
-from matmix.launch.jobs.sweep import parse_sweep
-from matmix.train.arguments import BorrowedOptions, Recipe, check_overrides, unknown_key
+from matmix.train.arguments import BorrowedOptions, unknown_key
 from matmix.train.recipe_files import read_toml
 
-PREPARE_USAGE = "matmix launch slurm --prepare --parts N INPUT ... --out DIR"
 # Options whose values have a form, and that in words.
 _PATTERNS = {
     "gpus_per_node": (r"([A-Za-z0-9_.-]+:)?\d+", "a number or TYPE:NUMBER"),
@@ -151,67 +146,6 @@ class SlurmWords(BorrowedOptions):
 
 
 Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile (~/.config/matmix/clusters.toml).")]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slurm:
-    """Submit a recipe as a Slurm job, a sweep of it as a job array, or with --prepare a preparation of data."""
-
-    recipe: Recipe = ""
-    """Path, run directory, or name of a bundled recipe; with --prepare the inputs of `matmix prepare`."""
-    sweep: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """KEY=V,V: a job array over these values."""
-    sweep_file: str | None = None
-    """A job array over the [[run]] tables of a TOML file."""
-    prepare: bool = False
-    """Prepare data: --parts N and the inputs and options of `matmix prepare`, whose parts become a job array."""
-    parts: int | None = None
-    """Tasks of the array of a preparation, one part each."""
-    dry_run: bool = False
-    """Print the scripts; write and submit nothing."""
-    profile: Profile = None
-    slurm: tyro.conf.OmitArgPrefixes[SlurmWords]
-
-    @property
-    def first(self) -> tuple[str, str]:
-        """Names the first argument, and tells how the verb is used."""
-        if self.prepare:
-            return "input", "--prepare --parts N INPUT ... --out DIR"
-        return "recipe", "RECIPE [--key value ...]"
-
-    def run(self, rest: list[str], typed: list[str]) -> int:
-        """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
-        from matmix.launch.jobs.slurm.submit import plan_launch, plan_preparation  # imports torch; --help should not
-        from matmix.train.config import RunConfig
-
-        options = slurm_options(self.profile, self.slurm)
-        if self.prepare:
-            if self.parts is None:
-                raise ValueError(f"how many parts? {PREPARE_USAGE}")
-            check_counts(self, "parts")
-            plan = plan_preparation([self.recipe, *rest], self.parts, options, typed)
-        else:
-            if self.parts is not None:
-                raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
-            check_overrides(self, rest, RunConfig)
-            plan = plan_launch(self.recipe, rest, parse_sweep(self.sweep, self.sweep_file), options, typed)
-        if self.dry_run:
-            print(*plan.scripts.values(), sep="\n", end="")
-            return 0
-        job, home = plan.submit(), plan.home
-        log = (
-            shell_line("tail", "-F", home / "logs" / f"slurm-{job.after or job.job}") + "_*" * bool(job.tasks) + ".out"
-        )
-        if self.prepare:
-            home = home.with_suffix("")  # they find the launches beside the dataset by its own path
-            end = f"Failed parts are made again by: {shell_line('matmix', 'launch', 'resubmit', home)}"
-            print(f"Submitted {job.tasks} parts as job {job.after}, and job {job.job} that joins them")
-        else:
-            end = f"End it:     {shell_line('matmix', 'launch', 'cancel', home)}   (saves first)"
-            what = f"job {job.job}" + (f" ({job.tasks} tasks)" if job.tasks else "")
-            print(f"Submitted {what}: {plan.folder / 'job.sbatch'}")
-        print(f"Follow it:  {shell_line('matmix', 'launch', 'status', home)}   or   {log}\n{end}")
-        return 0
 
 
 # -- site profiles -----------------------------------------------------------------------------------------------------

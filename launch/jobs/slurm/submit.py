@@ -22,7 +22,7 @@ from matmix.data.prepare.parts import missing_parts
 from matmix.launch.jobs import launches
 from matmix.launch.jobs.launches import Job, launch_home
 from matmix.launch.jobs.slurm import scheduler
-from matmix.launch.jobs.slurm.options import PREPARE_USAGE, SlurmOptions
+from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.sweep import Point
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
@@ -30,6 +30,7 @@ from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
 from matmix.train.run.directory import RunDirectory
 
+PREPARE_USAGE = "matmix launch slurm --prepare --parts N INPUT ... --out DIR"
 SCRIPT, _PARTS, _MERGE = "job.sbatch", "parts.sbatch", "merge.sbatch"
 # What templates may use of the options.
 _OPTIONS = ("setup", "env", "runtime", "container", "gpus", "master_addr", "max_requeues")
