@@ -10,27 +10,27 @@ import torch
 
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig
-from matmix.model.interop.importing.foreign import (
-    check_plain,
-    indexed_files,
-    read_object,
-    read_safetensors,
-    read_torch,
-)
-from matmix.model.interop.importing.hydra import hydra_mlm_values
-from matmix.model.interop.importing.layouts import rename_state
-from matmix.model.interop.importing.mru import mru_lm_values
-from matmix.model.interop.importing.reference import reference_layout
+from matmix.model.interop.importing import foreign
+from matmix.model.interop.importing.hydra import hydra_mlm_layout, hydra_mlm_values
+from matmix.model.interop.importing.mru import mru_lm_layout, mru_lm_values
 
-SOURCES = {"hydra": "hydra-mlm", "mru-lm": "mru-lm"}
-"""Name of a project -> kind of its whole models."""
+SOURCES = {"hydra": (hydra_mlm_layout, hydra_mlm_values), "mru-lm": (mru_lm_layout, mru_lm_values)}
+"""Name of a project -> the layout of its models, and the configuration that the shapes of a state imply."""
 
 _CONFIG_FILES = ("config.json", "modelcfg.json", "model.json")
 _WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin", "model.pt")
+_COUNTS = ("num_hidden_layers", "n_layers", "n_blocks", "layers")
+_LARGEST_SIZE = 1 << 31
+# Training scripts of mru-lm write whole run configurations, of which this is the model's part.
+_MRU_KEYS = (
+    *("form", "vocab_size", "embedding_size", "dropout_rate", "n_state_heads", "state_size", "n_attn_heads"),
+    *("key_size", "value_size", "layers", "n_blocks", "max_sequence_length"),
+    *("state_construction", "construction", "element_scale"),
+)
 
 
 def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Read a checkpoint of another project.
+    """Reads a checkpoint of another project.
 
     Args:
         source: "hydra" (encoder with masked-LM head) or "mru-lm".
@@ -54,31 +54,27 @@ def open_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no such file or directory: {path}")
-    kind = SOURCES[source]
     weights = find_weights(path) if path.is_dir() else path
-    state, found = read_tensors(weights)
+    state, metadata = read_tensors(weights)
+    config_file = next((file for name in _CONFIG_FILES if (file := weights.parent / name).is_file()), None)
+    configured = {} if config_file is None else foreign.read_object(config_file)
+    layout_of, values_of = SOURCES[source]
     try:
-        return _fitted(kind, strip_prefixes(state), found, weights, overrides)
+        state = strip_prefixes(state)
+        values = {**values_of(state), **metadata, **configured}
+        if source == "mru-lm":
+            values = {name: value for name, value in values.items() if name in _MRU_KEYS}
+        values |= overrides
+        for name, value in values.items():
+            _check_size(name, value, len(state))
+        layout = layout_of(state, values)
+        config = layout.arguments["config"]
+        renamed = layout.renamed(dict(build_model(config, device="meta").named_parameters()), state)
     except ValueError:
         raise
     except Exception as error:  # what shapes and values that nobody would write make of the layouts
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         raise ValueError(f"{weights} does not fit together ({ascii(reason)[1:-1]})") from None
-
-
-def _fitted(
-    kind: str, state: dict[str, torch.Tensor], found: dict[str, Any], weights: Path, overrides: Mapping[str, Any]
-) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    shapes = (hydra_mlm_values if kind == "hydra-mlm" else mru_lm_values)(state)
-    values = {**shapes, **found, **read_config_file(weights.parent), **overrides}
-    if kind == "mru-lm":
-        # Training scripts write whole run configurations; only the model's part counts.
-        values = {name: value for name, value in values.items() if name in _MRU_KEYS or name in overrides}
-    for name, value in values.items():
-        _check_size(name, value, len(state))
-    config, layout = reference_layout(kind, state, values)
-    expected = dict(build_model(config, device="meta").named_parameters())
-    renamed = rename_state(layout, expected, state)
     return config, {name: tensor.detach() for name, tensor in renamed.items()}
 
 
@@ -88,39 +84,14 @@ def _check_size(name: str, value: Any, tensors: int) -> None:
         size = len(value) if isinstance(value, list | tuple) else int(value)
     except (TypeError, ValueError, OverflowError):
         return
-    limit = tensors if name in _COUNTS else _LARGEST_SIZE
-    if size > limit:
+    if size > (tensors if name in _COUNTS else _LARGEST_SIZE):
         raise ValueError(
             f"its configuration has {ascii(name)[1:-1]:.60} = {str(size)[:40]}, which its weights cannot have"
         )
 
 
-_COUNTS = ("num_hidden_layers", "n_layers", "n_blocks", "layers")
-_LARGEST_SIZE = 1 << 31
-
-_MRU_KEYS = frozenset(
-    {
-        "form",
-        "vocab_size",
-        "embedding_size",
-        "dropout_rate",
-        "n_state_heads",
-        "state_size",
-        "n_attn_heads",
-        "key_size",
-        "value_size",
-        "layers",
-        "n_blocks",
-        "max_sequence_length",
-        "state_construction",
-        "construction",
-        "element_scale",
-    }
-)
-
-
 def find_weights(directory: Path) -> Path:
-    """The weights in a directory: the first known name, else the only .safetensors, .pt or .pth file."""
+    """Returns the weights in a directory: the first known name, else the only .safetensors, .pt, .pth or .bin file."""
     for name in _WEIGHT_FILES:
         if (directory / name).is_file():
             return directory / name
@@ -131,27 +102,15 @@ def find_weights(directory: Path) -> Path:
     return others[0]
 
 
-def read_config_file(directory: Path) -> dict[str, Any]:
-    """The first configuration file in a directory, or nothing."""
-    for name in _CONFIG_FILES:
-        file = directory / name
-        if file.is_file():
-            return read_object(file)
-    return {}
-
-
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of a file (or of the shards of a safetensors index), and the configuration in its
-    metadata."""
+    """Reads all tensors of a file (or of the shards of a safetensors index), and the configuration in its metadata."""
     if path.name.endswith(".index.json"):
-        tensors: dict[str, torch.Tensor] = {}
-        for shard in indexed_files(path):
-            tensors |= read_tensors(shard)[0]
-        return tensors, {}
+        shards = [read_tensors(shard)[0] for shard in foreign.indexed_files(path)]
+        return {name: tensor for shard in shards for name, tensor in shard.items()}, {}
     if path.suffix == ".safetensors":
-        tensors, metadata = read_safetensors(path)
+        tensors, metadata = foreign.read_safetensors(path)
         return tensors, {key: value for key, value in metadata.items() if key != "format"}
-    content = read_torch(path)
+    content = foreign.read_torch(path)
     # Composer keeps the weights below state.model, others below one of these words.
     for word in ("state", "model", "state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
@@ -161,19 +120,18 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     for name, tensor in content.items():
         if not isinstance(name, str):
             raise ValueError(f"{path} does not hold a state dict of tensors: its names are no texts")
-        check_plain(name, tensor, path)
+        foreign.check_plain(name, tensor, path)
     return dict(content), {}
 
 
 def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Removes the prefixes that wrappers add to every name (compile, DDP, Composer), and the "state." of golden
-    files."""
-    while True:
-        for prefix in ("_orig_mod.", "module.", "model.", "state."):
-            if any(name.startswith(prefix) for name in state):
-                kept = {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
-                break
-        else:
-            return state
-        # Tensors outside of the prefix (inputs, gradients, metrics beside the weights) are not the model's.
-        state = kept
+    """Removes the prefixes that wrappers add to every name (compile, DDP, Composer), and the "state." of golden files.
+
+    Tensors outside of the prefix (inputs, gradients, metrics beside the weights) are not the model's.
+    """
+    for prefix in ("_orig_mod.", "module.", "model.", "state."):
+        if any(name.startswith(prefix) for name in state):
+            return strip_prefixes(
+                {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+            )
+    return state

@@ -8,11 +8,12 @@ such blocks, all of them MRUs with chunked input, and no norm at the end.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.config import MixerOptions, ModelConfig
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout, is_tied, shape_text
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
@@ -23,11 +24,27 @@ _CONSTRUCTIONS = ("cayley", "identity_plus", "ldu", "qr")
 """Those of ours that are that project's to the last sign: its product of reflections has no minus, and its step of
 Newton-Schulz is another."""
 
-_POSITION_TABLES = frozenset(f"position_embedding.{name}" for name in ("c", "s", "t", "invt"))
+_POSITION_TABLES = {f"position_embedding.{name}" for name in ("c", "s", "t", "invt")}
+_PARAMETERS = {
+    "mru": {
+        "mixer.in_proj": "state_matrices_up",
+        "mixer.state_up": "state_matrices_up",
+        "mixer.state_down": "state_matrices_down",
+        "mixer.out_proj": "mru_out",
+    },
+    "attn": {
+        "mixer.q_proj": "query_layer",
+        "mixer.k_proj": "key_layer",
+        "mixer.v_proj": "value_layer",
+        "mixer.out_proj": "attention_down",
+    },
+    "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
+}
+"""Kind of layer -> beginnings of our names in a block -> theirs."""
 
 
-def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
-    """The model (kind mru-lm) that the reference's configuration describes.
+def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> Layout:
+    """Returns the layout of the model (kind mru-lm) that the reference's configuration describes.
 
     Beyond the reference's keys, `state_construction` names the construction of state matrices, which that code has
     changed by editing: "cayley", "identity_plus", "ldu" or "qr". By default it is what the published networks had:
@@ -41,7 +58,10 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
     other scales, have the same names and shapes and compute something else.
     """
     config = ForeignConfig("mru-lm", values)
-    first = is_first_form(state, config)
+    form = config.get("form", "")
+    if form not in ("", "first"):
+        raise ValueError(f'mru-lm: form = {form!r}; known: "first" (of December 2024), or leave it out')
+    first = form == "first" or "blocks.0.state_matrices_up" in state
     d_model = config.require("embedding_size", int)
     nheads, state_size = config.require("n_state_heads", int), config.get("state_size", d_model)
     order = math.isqrt(state_size // nheads) if nheads > 0 else 0
@@ -77,7 +97,7 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
             mru=MRUConfig(
                 order=order,
                 nheads=nheads,
-                construction=construction_of(state, config, nheads, order, blocks, first),
+                construction="identity_plus" if first else construction_of(state, config, nheads, order, blocks),
                 element_scale=config.get("element_scale", 0.0),
                 input="chunked" if first else "dense",
                 dropout=dropout,
@@ -91,58 +111,42 @@ def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) 
             ),
         ),
     )
-    config.refuse_unknown(frozenset({"create_state_matrix", "n_blocks", "layers"}))
+    config.refuse_unknown(("create_state_matrix", "n_blocks", "layers"))
     # A matrix of two names goes by that under which the reference's named_parameters() has it.
     embedding, twin = (head, "wte.weight") if first and tied and head in state else ("wte.weight", head)
-    names = {"embedding.weight": embedding}
-    if not first:
-        names["norm.weight"] = "final_ln.weight"
-    if not tied:
-        names["output.weight"] = head
+    names = {"embedding.weight": embedding, "output.weight": head, "norm": "final_ln"}
+    return Layout(
+        kind="mru-lm",
+        bases=(LanguageModel,),
+        arguments={"config": model},
+        names=names | (names_in_blocks(kinds, first) if blocks else names_in_layers(kinds)),
+        ignored=_POSITION_TABLES | ({twin} if tied else set()),
+    )
+
+
+def names_in_blocks(kinds: Sequence[str], first: bool) -> dict[str, str]:
+    """Returns the names of blocks of a mixer and an MLP; those of the first form have no folder of their mixer."""
+    names = {}
     for index, kind in enumerate(kinds):
-        ours = f"blocks.{index}."
-        inner = "" if first or kind == "mlp" else f"{kind}."
-        theirs = f"blocks.{index}.{inner}" if blocks else f"layers.{index}."
-        norm = f"blocks.{index}.first_ln" if blocks else f"pre_lns.{index}"
-        names |= layer_names("first" if first else kind, ours, theirs, norm)
-        if blocks:
-            names |= layer_names("mlp", ours, f"blocks.{index}.", f"blocks.{index}.second_ln")
-    ignored = _POSITION_TABLES | ({twin} if tied else set())
-    return model, Layout(kind="mru-lm", names=names, ignored=frozenset(ignored))
-
-
-def layer_names(kind: str, ours: str, theirs: str, norm: str) -> dict[str, str]:
-    """Names of one mixer ("first": an MRU of the first form) or MLP and of the LayerNorm before it."""
-    modules = {
-        "first": {"mixer.out_proj": "mru_out"},
-        "mru": {"mixer.in_proj": "state_matrices_up", "mixer.out_proj": "mru_out"},
-        "attn": {
-            "mixer.q_proj": "query_layer",
-            "mixer.k_proj": "key_layer",
-            "mixer.v_proj": "value_layer",
-            "mixer.out_proj": "attention_down",
-        },
-        "mlp": {"mlp.up": "mlp.0", "mlp.down": "mlp.2"},
-    }[kind]
-    names = {f"{ours}{our}.weight": f"{theirs}{their}.weight" for our, their in modules.items()}
-    if kind == "first":
-        names[f"{ours}mixer.state_up"] = f"{theirs}state_matrices_up"
-    if kind in ("first", "mru"):
-        names[f"{ours}mixer.state_down"] = f"{theirs}state_matrices_down"
-    names[f"{ours}{'norm_mlp' if kind == 'mlp' else 'norm_mixer'}.weight"] = f"{norm}.weight"
+        block = f"blocks.{index}."
+        names |= {f"{block}norm_mixer": f"{block}first_ln", f"{block}norm_mlp": f"{block}second_ln"}
+        for part, place in ((kind, block if first else f"{block}{kind}."), ("mlp", block)):
+            names |= {f"{block}{ours}": f"{place}{theirs}" for ours, theirs in _PARAMETERS[part].items()}
     return names
 
 
-def is_first_form(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> bool:
-    """Returns True for the network of December 2024: as configured, or by the name of an input's weights."""
-    form = config.get("form", "")
-    if form not in ("", "first"):
-        raise ValueError(f'mru-lm: form = {form!r}; known: "first" (of December 2024), or leave it out')
-    return form == "first" or "blocks.0.state_matrices_up" in state
+def names_in_layers(kinds: Sequence[str]) -> dict[str, str]:
+    """Returns the names of layers, each a mixer or an MLP behind a norm."""
+    names = {}
+    for index, kind in enumerate(kinds):
+        norm = "norm_mlp" if kind == "mlp" else "norm_mixer"
+        names[f"blocks.{index}.{norm}"] = f"pre_lns.{index}"
+        names |= {f"blocks.{index}.{ours}": f"layers.{index}.{theirs}" for ours, theirs in _PARAMETERS[kind].items()}
+    return names
 
 
 def layer_kinds(config: ForeignConfig) -> list[str]:
-    """The list of layers of the "layers" arrangement, checked."""
+    """Returns the list of layers of the "layers" arrangement, checked."""
     kinds = list(config.get("layers", None, list | tuple) or config.require("layers", list))
     for kind in kinds:
         if kind not in _OUR_NAMES:
@@ -151,45 +155,41 @@ def layer_kinds(config: ForeignConfig) -> list[str]:
 
 
 def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> list[str]:
-    """The mixer of every block of the "blocks" arrangement, from the names in the state."""
-    found = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
-    count = config.get("n_blocks", 1 + max(found, default=0))
+    """Returns the mixer of every block of the "blocks" arrangement, from the names in the state."""
+    numbers = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
+    count = config.get("n_blocks", 1 + max(numbers, default=0))
     return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
 
 
 def construction_of(
-    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, blocks: bool, first: bool
+    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, blocks: bool
 ) -> str:
-    """The configured construction, or that of the first form, or the one that the shape of an up projection allows."""
-    wanted = config.get("state_construction", config.get("construction", ""))
-    if wanted:
-        if wanted not in _CONSTRUCTIONS:
-            raise ValueError(f"mru-lm: state_construction = {wanted!r}; can be read: {', '.join(_CONSTRUCTIONS)}")
-        return wanted
-    if first:
-        return "identity_plus"
-    of_squares = "qr" if blocks else "ldu"
-    for name, tensor in state.items():
-        if name.endswith("state_matrices_up.weight"):
-            full, triangle = nheads * order**2, nheads * order * (order - 1) // 2
-            if tensor.shape[0] not in (full, triangle):
-                raise ValueError(
-                    f"mru-lm: key {name!r} has shape {shape_text(tensor)}, but the configuration gives "
-                    f"({full}, {config.values['embedding_size']})"
-                )
-            return of_squares if tensor.shape[0] == full else "cayley"
-    return of_squares
+    """Returns the configured construction, or the one that the shape of an up projection allows."""
+    of_squares, full, triangle = "qr" if blocks else "ldu", nheads * order**2, nheads * order * (order - 1) // 2
+    given = config.get("construction", "")
+    if given or config.get("state_construction", ""):
+        return config.choice("state_construction", given, _CONSTRUCTIONS)
+    up = next(((name, part) for name, part in state.items() if name.endswith("state_matrices_up.weight")), None)
+    if up is not None and up[1].shape[0] not in (full, triangle):
+        raise ValueError(
+            f"mru-lm: key {up[0]!r} has shape {shape_text(up[1])}, but the configuration gives "
+            f"({full}, {config.values['embedding_size']})"
+        )
+    return of_squares if up is None or up[1].shape[0] == full else "cayley"
 
 
 def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The configuration that the shapes of a state imply, for checkpoints without one."""
-    downs = [tensor for name, tensor in state.items() if name.endswith("state_matrices_down")]
-    embedding = state.get("wte.weight", state.get("lm_head_weights"))
-    if embedding is None or not downs or downs[0].dim() != 3:
+    """Returns the configuration that the shapes of a state imply, for checkpoints without one."""
+
+    def first_of(ending: str) -> torch.Tensor | None:
+        return next((tensor for name, tensor in state.items() if name.endswith(ending)), None)
+
+    down, embedding = first_of("state_matrices_down"), state.get("wte.weight", state.get("lm_head_weights"))
+    if embedding is None or down is None or down.dim() != 3:
         raise ValueError(
             "mru-lm: the state lacks key 'wte.weight' or a 'state_matrices_down' of shape (heads, order, c)"
         )
-    nheads, order, _ = downs[0].shape
+    nheads, order, _ = down.shape
     vocab_size, d_model = embedding.shape
     values: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -199,16 +199,14 @@ def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
     layers = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
     if layers:
-        signs = {"state_matrices_down": "mru", "query_layer.weight": "attn", "mlp.0.weight": "mlp"}
+        signs = {"state_matrices_down": "mru", "query_layer.weight": "attn"}
         values["layers"] = [
             next((kind for sign, kind in signs.items() if f"layers.{index}.{sign}" in state), "mlp")
             for index in sorted(layers)
         ]
-    queries = [tensor for name, tensor in state.items() if name.endswith("query_layer.weight")]
-    table = state.get("position_embedding.c")
-    if queries and table is not None:
-        value = next(tensor for name, tensor in state.items() if name.endswith("value_layer.weight"))
-        values |= {"key_size": queries[0].shape[0], "value_size": value.shape[0]}
-        values["n_attn_heads"] = queries[0].shape[0] // table.shape[-1]
+    query, table = first_of("query_layer.weight"), state.get("position_embedding.c")
+    if query is not None and table is not None:
+        values |= {"key_size": query.shape[0], "value_size": first_of("value_layer.weight").shape[0]}
+        values["n_attn_heads"] = query.shape[0] // table.shape[-1]
         values["max_sequence_length"] = table.shape[0]
     return values

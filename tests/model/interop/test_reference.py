@@ -496,7 +496,7 @@ def test_unknown_kinds_and_options_are_named():
             state_size=32,
             state_construction="householder",
         )
-    with pytest.raises(ValueError, match=r"lacks key 'wte\.weight' of shape \(7, 32\)"):
+    with pytest.raises(ValueError, match=r"lacks key 'blocks\.0\.first_ln\.weight' of shape \(32\)"):
         from_reference("mru-lm", {}, form="first", vocab_size=7, embedding_size=32, n_state_heads=2, n_blocks=1)
     with pytest.raises(ValueError, match=r"nheads \* order = 2 \* 4 does not divide"):
         from_reference("mru-lm", {}, form="first", vocab_size=7, embedding_size=36, state_size=32, n_state_heads=2)
