@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from matmix.model.config import ModelConfig, model_config_from_dict
 from matmix.model.initialization import default_init_rule
-from matmix.model.interop.export.inputs import documents, refuse_others, tokens_or_embeddings
+from matmix.model.interop.export.inputs import Count, documents, tokens_or_embeddings
 from matmix.model.parameter_rules import stated_rules
 
 SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).parameters
@@ -67,7 +67,7 @@ class MatmixPreTrainedModel(PreTrainedModel):
         keywords: dict[str, Any],
         **more: Any,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """`run` on texts, each a row or, where positions say so, several in a row."""
+        """Does `run` on texts, each a row or, where positions say so, several in a row."""
         inputs = tokens_or_embeddings(input_ids, inputs_embeds)
         layout = documents(tuple(inputs.shape[:2]), attention_mask, position_ids, keywords)
         if layout["cu_seqlens"] is not None and self.one_text_a_row:
@@ -75,12 +75,16 @@ class MatmixPreTrainedModel(PreTrainedModel):
         return self.run(inputs, keywords, **layout, **more)
 
     def loss(
-        self, function: Callable[..., torch.Tensor], outputs: torch.Tensor, labels: torch.Tensor | None, **more: Any
+        self,
+        function: Callable[..., torch.Tensor],
+        outputs: torch.Tensor,
+        labels: torch.Tensor | None,
+        count: Count | None,
     ) -> torch.Tensor | None:
-        """function(outputs, labels, **more), of which one is `count`; None without labels."""
+        """Returns function(outputs, labels, count=count); None without labels."""
         if labels is not None:
-            return function(outputs, labels, **more)
-        if self.training and more["count"] is not None and not SMOOTHING_COUNTS:
+            return function(outputs, labels, count=count)
+        if self.training and count is not None and not SMOOTHING_COUNTS:
             warnings.warn(
                 "num_items_in_batch without labels: where these are smoothed (label_smoothing_factor), this version of "
                 "transformers does not divide by it, and steps are too large by the number of batches that are "
@@ -97,30 +101,30 @@ class MatmixPreTrainedModel(PreTrainedModel):
         return named | {name for name, parameter in self.named_parameters() if parameter.dim() < 2}
 
     def streams(self, keywords: dict[str, Any]) -> list[torch.Tensor] | None:
-        """An empty list for the residual streams where hidden states are asked for, else None.
+        """Returns an empty list for the residual streams where hidden states are asked for, else None.
 
         keywords: the arguments of `forward` that no class has a use of its own for: output_hidden_states and
         output_attentions (None = as the configuration says), is_causal, as the model is, and num_items_in_batch, which
         only losses need. skip_logits, with which Trainer allows models to leave them out, changes nothing. Raises
         ValueError (one line) for others.
         """
-        asked = keywords.pop("output_hidden_states", None), keywords.pop("output_attentions", None)
-        output_hidden_states, output_attentions = asked
+        asked = {}
+        for name in ("output_hidden_states", "output_attentions"):
+            given = keywords.pop(name, None)
+            asked[name] = getattr(self.config, name) if given is None else given
         is_causal = keywords.pop("is_causal", None)
         if is_causal is not None and bool(is_causal) != self.model.causal:
             raise ValueError(f"is_causal = {is_causal}: {type(self).__name__} is what its mixers make it; leave it out")
-        for without_effect in ("num_items_in_batch", "skip_logits"):
-            keywords.pop(without_effect, None)
-        refuse_others(keywords, type(self).__name__)
-        if self.config.output_attentions if output_attentions is None else output_attentions:
+        for name, value in keywords.items():
+            if value is not None and value is not False and name not in ("num_items_in_batch", "skip_logits"):
+                raise ValueError(f"{type(self).__name__} has no use for {name}: leave it out")
+        if asked["output_attentions"]:
             warnings.warn(
                 "matmix models compute no attention matrices: output_attentions is without effect, and attentions is "
                 "None; `matmix show-mixer` draws the matrices of all mixers",
                 stacklevel=4,
             )
-        return (
-            [] if (self.config.output_hidden_states if output_hidden_states is None else output_hidden_states) else None
-        )
+        return [] if asked["output_hidden_states"] else None
 
     def hidden_states(self, streams: list[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
         """The streams (B, L, d_model) before the first layer and after each, the last one after the final norm."""

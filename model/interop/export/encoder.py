@@ -1,4 +1,4 @@
-"""Encoders for transformers: AutoModel and AutoModelForMaskedLM."""
+"""Encoders for transformers: AutoModel, AutoModelForMaskedLM, and classifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.utils import can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder, EncoderTrunk
 from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassifier, TokenClassifier
@@ -45,7 +45,7 @@ class MatmixEncoderBase(MatmixPreTrainedModel):
 
 
 class MatmixEncoderModel(MatmixEncoderBase):
-    """The residual stream after the last layer, (B, L, d_model)."""
+    """The residual stream after the last layer, (B, L, d_model); at padding it carries no information."""
 
     @can_return_tuple
     def forward(
@@ -57,16 +57,43 @@ class MatmixEncoderModel(MatmixEncoderBase):
         inputs_embeds: torch.Tensor | None = None,
         **keywords: Any,
     ) -> BaseModelOutput | tuple:
-        """Features (B, L, d_model); at padding they carry no information."""
         texts = input_ids, inputs_embeds, attention_mask, position_ids
         features, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
         return BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
 
 
-class MatmixForMaskedLM(MatmixEncoderBase):
-    """Logits for every token, to fill in <mask>."""
+class MatmixLabelledEncoder(MatmixEncoderBase):
+    """An encoder with outputs for which there may be labels."""
+
+    output_class: ClassVar[type[ModelOutput]]
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: Count | None = None,
+        **keywords: Any,
+    ) -> ModelOutput | tuple:
+        """Logits, as the class describes them, and their loss where there are labels."""
+        texts = input_ids, inputs_embeds, attention_mask, position_ids
+        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        loss = self.loss(self.label_loss, logits, labels, num_items_in_batch)
+        return self.output_class(loss=loss, logits=logits, hidden_states=hidden)
+
+    def label_loss(self, logits: torch.Tensor, labels: torch.Tensor, count: Count | None) -> torch.Tensor:
+        return class_loss(logits, labels, count)
+
+
+class MatmixForMaskedLM(MatmixLabelledEncoder):
+    """Logits (B, L, vocab_size), to fill in <mask>; labels (B, L) hold the token to find, -100 where there is none."""
 
     encoder_class = Encoder
+    output_class = MaskedLMOutput
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.classifier\."]
 
     def __init__(self, config: MatmixEncoderConfig):
@@ -86,34 +113,15 @@ class MatmixForMaskedLM(MatmixEncoderBase):
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         missing = embeddings.weight.shape[0] - self.model.head.bias.shape[0]
         if missing:
-            bias = self.model.head.bias.data
-            bias = F.pad(bias, (0, missing)) if missing > 0 else bias[:missing].clone()
-            self.model.head.bias = nn.Parameter(bias)
+            # A negative number of places to fill cuts.
+            self.model.head.bias = nn.Parameter(F.pad(self.model.head.bias.data, (0, missing)))
         return embeddings
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: Count | None = None,
-        **keywords: Any,
-    ) -> MaskedLMOutput | tuple:
-        """Logits (B, L, vocab_size); labels (B, L) hold the token to find, -100 where there is none."""
-        texts = input_ids, inputs_embeds, attention_mask, position_ids
-        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
-        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 
 # -- encoder heads --------------------------------------------------------------------------------
 
 
-class MatmixEncoderWithHead(MatmixEncoderBase):
+class MatmixEncoderWithHead(MatmixLabelledEncoder):
     """A classifier in `self.model`."""
 
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.(head|output)\."]
@@ -133,59 +141,47 @@ class MatmixEncoderWithHead(MatmixEncoderBase):
 
 
 class MatmixForSequenceClassification(MatmixEncoderWithHead):
-    """Classes or values of whole texts and pairs of texts."""
+    """Logits or values (B, num_labels) of whole texts and pairs of texts; labels as for `classification_loss`, by
+    config.problem_type."""
 
     encoder_class = SequenceClassifier
+    output_class = SequenceClassifierOutput
     architecture = "sequence_classifier"
     one_text_a_row = True
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: Count | None = None,
-        **keywords: Any,
-    ) -> SequenceClassifierOutput | tuple:
-        """Logits (B, num_labels); labels as for `classification_loss`, by config.problem_type."""
-        texts = input_ids, inputs_embeds, attention_mask, position_ids
-        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
-        problem = self.config.problem_type
-        loss = self.loss(classification_loss, logits, labels, problem=problem, count=num_items_in_batch)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
+    def label_loss(self, logits: torch.Tensor, labels: torch.Tensor, count: Count | None) -> torch.Tensor:
+        return classification_loss(logits, labels, self.config.problem_type, count)
 
 
 class MatmixForTokenClassification(MatmixEncoderWithHead):
-    """Classes of single tokens."""
+    """Logits (B, L, num_labels) of single tokens; labels (B, L) classes, -100 where there is none."""
 
     encoder_class = TokenClassifier
+    output_class = TokenClassifierOutput
     architecture = "token_classifier"
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: Count | None = None,
-        **keywords: Any,
-    ) -> TokenClassifierOutput | tuple:
-        """Logits (B, L, num_labels); labels (B, L) classes, -100 where there is none."""
-        texts = input_ids, inputs_embeds, attention_mask, position_ids
-        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
-        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
-        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
+
+class MatmixForMultipleChoice(MatmixEncoderWithHead):
+    """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
+
+    encoder_class = SequenceClassifier
+    output_class = MultipleChoiceModelOutput
+    architecture = "sequence_classifier"
+    one_text_a_row = True
+    outputs = 1
+
+    def run_text(
+        self, *texts: Any, token_type_ids: torch.Tensor | None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        *texts, keywords = texts
+        choices = next((values.shape[:2] for values in texts[:2] if values is not None), None)
+        *texts, types = (None if values is None else values.flatten(0, 1) for values in (*texts, token_type_ids))
+        logits, hidden = super().run_text(*texts, keywords, token_type_ids=types)
+        return logits.view(choices), hidden
 
 
 class MatmixForQuestionAnswering(MatmixEncoderWithHead):
-    """Where in the text the answer starts and ends."""
+    """Where in the text the answer starts and ends: start_logits and end_logits (B, L)."""
 
     encoder_class = SpanClassifier
     architecture = "span_classifier"
@@ -205,46 +201,13 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
         num_items_in_batch: Count | None = None,
         **keywords: Any,
     ) -> QuestionAnsweringModelOutput | tuple:
-        """start_logits and end_logits (B, L); start_positions and end_positions (B,) are tokens of the row. Behind its
-        end they have no loss: the answer was cut off."""
+        """start_positions and end_positions (B,) are tokens of the row. Behind its end they have no loss: the answer
+        was cut off."""
         texts = input_ids, inputs_embeds, attention_mask, position_ids
         logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
-        start_logits, end_logits = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
+        starts, ends = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
         loss = None
         if start_positions is not None and end_positions is not None:
-            starts = span_loss(start_logits, start_positions, num_items_in_batch)
-            loss = (starts + span_loss(end_logits, end_positions, num_items_in_batch)) / 2
-        return QuestionAnsweringModelOutput(
-            loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=hidden
-        )
-
-
-class MatmixForMultipleChoice(MatmixEncoderWithHead):
-    """Which of several texts is the right one."""
-
-    encoder_class = SequenceClassifier
-    architecture = "sequence_classifier"
-    one_text_a_row = True
-    outputs = 1
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        num_items_in_batch: Count | None = None,
-        **keywords: Any,
-    ) -> MultipleChoiceModelOutput | tuple:
-        """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
-        texts = [
-            None if values is None else values.flatten(0, 1)
-            for values in (input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids)
-        ]
-        logits, hidden = self.run_text(*texts[:4], keywords, token_type_ids=texts[4])
-        logits = logits.view((inputs_embeds if input_ids is None else input_ids).shape[:2])
-        loss = self.loss(class_loss, logits, labels, count=num_items_in_batch)
-        return MultipleChoiceModelOutput(loss=loss, logits=logits, hidden_states=hidden)
+            loss = span_loss(starts, start_positions, num_items_in_batch)
+            loss = (loss + span_loss(ends, end_positions, num_items_in_batch)) / 2
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends, hidden_states=hidden)

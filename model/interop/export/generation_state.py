@@ -84,13 +84,6 @@ class CarriedState:
         self.reorder_cache(rows.repeat_interleave(repeats))
 
 
-def check_cache_position(cache_position: torch.Tensor | None, new: int, carried: CarriedState | None) -> None:
-    """Raises ValueError (one line) where cache_position (new,) is not that of the next columns."""
-    seen = 0 if carried is None else carried.get_seq_length()
-    if cache_position is not None and cache_position.tolist() != list(range(seen, seen + new)):
-        raise ValueError(f"cache_position is not {seen} to {seen + new - 1}, what comes next: leave it out")
-
-
 def check_state(carried: Any, rows: int, new: int) -> None:
     """Raises ValueError (one line) where `new` columns of so many rows do not continue a state."""
     if not isinstance(carried, CarriedState):
@@ -110,25 +103,31 @@ def check_state(carried: Any, rows: int, new: int) -> None:
 
 
 def check_continuation(
-    carried: CarriedState,
+    carried: CarriedState | None,
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
+    cache_position: torch.Tensor | None,
 ) -> None:
-    """Raises ValueError (one line) where inputs of `shape` (B, new) cannot be read after a state."""
+    """Raises ValueError (one line) where inputs of `shape` (B, new) cannot be read after a state, or at first."""
     rows, new = shape
-    check_state(carried, rows, new)
-    if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
-        raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
-    if position_ids is not None and not bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()):
-        raise ValueError("position_ids of tokens that continue a state count on one by one: leave them out")
+    seen = 0
+    if carried is not None:
+        check_state(carried, rows, new)
+        seen = carried.seen
+        if attention_mask is not None and new > 1 and not bool(attention_mask[:, -new:].all()):
+            raise ValueError("tokens that continue a state cannot be padded; pad only the first prompt")
+        if position_ids is not None and not bool((position_ids[:, 1:] == position_ids[:, :-1] + 1).all()):
+            raise ValueError("position_ids of tokens that continue a state count on one by one: leave them out")
+    if cache_position is not None and cache_position.tolist() != list(range(seen, seen + new)):
+        raise ValueError(f"cache_position is not {seen} to {seen + new - 1}, what comes next: leave it out")
 
 
 def advance(
     model: LanguageModel, inputs: torch.Tensor, state: Any, columns: Columns, streams: list[torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, Any]:
-    """Logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings (n, length, d_model),
-    and the new state. streams: as of `Backbone.forward`."""
+    """Returns logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings
+    (n, length, d_model), and the new state. streams: as of `Backbone.forward`."""
     if inputs.shape[1] == 1 and streams is None:
         logits, state = model(inputs[:, 0], state, method="step")
         logits = take_columns(logits.unsqueeze(1), columns)
@@ -145,71 +144,28 @@ def read_prompt(
     columns: Columns,
     streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
-    """Logits and state after a batch of prompts with padding anywhere.
+    """Returns logits (B, columns, vocab_size) and the state after a batch of prompts with padding anywhere.
 
-    Args: inputs: token ids (B, L) or embeddings (B, L, d_model); attention_mask (B, L) or None; columns: of which
-        there shall be logits; streams: as of `Backbone.forward`.
-    Returns: logits (B, columns, vocab_size); at padding they are those of the row's last token before it,
-        so that the last column always predicts a row's next token.
-    Raises ValueError if a row has no tokens.
+    inputs: token ids (B, L) or embeddings (B, L, d_model). Where a column is padding, it has the logits of the token
+    before it (or of the row's first token), so that the last column always predicts a row's next token. streams: as of
+    `Backbone.forward`, zero at padding. Raises ValueError if a row has no tokens.
     """
-    length = inputs.shape[1]
-    if attention_mask is None:
-        attention_mask = torch.ones(inputs.shape[:2], device=inputs.device)
-    mask = attention_mask.ne(0).long()
+    shape = inputs.shape[:2]
+    mask = torch.ones(shape, device=inputs.device) if attention_mask is None else attention_mask
+    mask = mask.ne(0).long()
     counts = mask.sum(1).tolist()
     if 0 in counts:
         raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
     tokens_first = mask.argsort(dim=1, descending=True, stable=True)
     # For each wanted column the number of tokens of its row up to there, as an index into the row's tokens.
     wanted = take_columns((mask.cumsum(1) - 1).clamp(min=0), columns)
-    last_only = columns == slice(length - 1, length)
-    logits, groups = None, []
+    groups = []
     for count in sorted(set(counts)):
         rows = torch.tensor([row for row, n in enumerate(counts) if n == count], device=inputs.device)
-        places = (rows.unsqueeze(1), tokens_first[rows, :count])
-        found: list[torch.Tensor] | None = None if streams is None else []
-        of_group = slice(count - 1 if last_only else 0, count)
         state = model.initial_state(rows.numel(), inputs.device)
-        part, state = advance(model, inputs[places], state, of_group, found)
-        put_streams(streams, found, places, mask.shape)
-        if not last_only:
-            part = part.take_along_dim(wanted[rows].unsqueeze(-1), dim=1)
-        logits = part.new_empty(len(counts), *part.shape[1:]) if logits is None else logits
-        logits = logits.index_copy(0, rows, part)
-        groups.append((rows, state))
-    assert logits is not None
-    return logits, CarriedState(join_groups(groups), length)
-
-
-def put_streams(
-    streams: list[torch.Tensor] | None,
-    parts: list[torch.Tensor] | None,
-    places: tuple[torch.Tensor, torch.Tensor],
-    shape: torch.Size,
-) -> None:
-    """Put the streams (n, count, d_model) of a group of rows at their places, rows (n, 1) and columns (n, count), of
-    those of the batch, of `shape` (B, L), which are zero elsewhere."""
-    if streams is None or parts is None:
-        return
-    if not streams:
-        streams += [part.new_zeros(*shape, part.shape[-1]) for part in parts]
-    for index, part in enumerate(parts):
-        streams[index] = streams[index].index_put(tuple(place.to(part.device) for place in places), part)
-
-
-def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:
-    """Groups with states of the same shape become one."""
-    joined: dict[tuple, list[tuple[torch.Tensor, Any]]] = {}
-    for rows, state in groups:
-        joined.setdefault(state_shapes(state), []).append((rows, state))
-    return [
-        (
-            torch.cat([rows for rows, _ in members]),
-            map_state(lambda *tensors: torch.cat(tensors), *(state for _, state in members)),
-        )
-        for members in joined.values()
-    ]
+        groups.append((rows, tokens_first[rows, :count], state, wanted[rows]))
+    logits, states = advance_groups(model, inputs, groups, streams)
+    return logits, CarriedState(join_groups(states), shape[1])
 
 
 def continue_state(
@@ -219,17 +175,45 @@ def continue_state(
     columns: Columns,
     streams: list[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, CarriedState]:
-    """Logits (B, columns, vocab_size) and state after inputs (B, n) more tokens, or their embeddings, none of them
-    padding. streams: as of `Backbone.forward`, of the new tokens."""
-    logits, groups = None, []
+    """Returns logits (B, columns, vocab_size) and the state after inputs (B, n) more tokens, or their embeddings, none
+    of them padding. streams: as of `Backbone.forward`, of the new tokens."""
     new = torch.arange(inputs.shape[1], device=inputs.device)
-    for rows, state in carried.groups:
-        found: list[torch.Tensor] | None = None if streams is None else []
-        of_group = columns if isinstance(columns, slice) or columns.dim() == 1 else columns[rows]
-        part, state = advance(model, inputs[rows], state, of_group, found)
-        put_streams(streams, found, (rows.unsqueeze(1), new), inputs.shape[:2])
+    in_rows = isinstance(columns, torch.Tensor) and columns.dim() == 2
+    groups = [(rows, new, state, columns[rows] if in_rows else columns) for rows, state in carried.groups]
+    logits, states = advance_groups(model, inputs, groups, streams)
+    return logits, CarriedState(states, carried.seen + inputs.shape[1])
+
+
+def advance_groups(
+    model: LanguageModel,
+    inputs: torch.Tensor,
+    groups: list[tuple[torch.Tensor, torch.Tensor, Any, Columns]],
+    streams: list[torch.Tensor] | None,
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Any]]]:
+    """Advances each group of rows of a batch on its own; returns logits (B, kept, vocab_size) and rows with new states.
+
+    groups: rows (n,), the columns of their tokens (n, count) or (count,), their state, and which tokens get logits.
+    streams: those of the batch, at the places of tokens.
+    """
+    logits, states = None, []
+    for rows, tokens, state, wanted in groups:
+        places, parts = (rows.unsqueeze(1), tokens), None if streams is None else []
+        part, state = advance(model, inputs[places], state, wanted, parts)
+        states.append((rows, state))
         logits = part.new_empty(inputs.shape[0], *part.shape[1:]) if logits is None else logits
         logits = logits.index_copy(0, rows, part)
-        groups.append((rows, state))
+        for index, stream in enumerate(parts or ()):
+            if len(streams) == index:
+                streams.append(stream.new_zeros(*inputs.shape[:2], stream.shape[-1]))
+            streams[index] = streams[index].index_put(tuple(place.to(stream.device) for place in places), stream)
     assert logits is not None
-    return logits, CarriedState(groups, carried.seen + inputs.shape[1])
+    return logits, states
+
+
+def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:
+    """Makes one group of those with states of the same shape."""
+    joined: dict[tuple, list[tuple[torch.Tensor, Any]]] = {}
+    for group in groups:
+        joined.setdefault(state_shapes(group[1]), []).append(group)
+    pairs = (zip(*members, strict=True) for members in joined.values())
+    return [(torch.cat(rows), map_state(lambda *tensors: torch.cat(tensors), *states)) for rows, states in pairs]

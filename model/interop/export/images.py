@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,11 +41,7 @@ class MatmixImageModel(MatmixImageBase):
     """The residual stream after the last layer, and one vector for each image."""
 
     @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        **keywords: Any,
-    ) -> BaseModelOutputWithPooling | tuple:
+    def forward(self, pixel_values: torch.Tensor, **keywords: Any) -> BaseModelOutputWithPooling | tuple:
         """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
         (B, channels, H, W)."""
         streams = self.streams(keywords)
@@ -70,8 +67,9 @@ class MatmixForImageClassification(MatmixImageBase):
         """Logits (B, num_labels) of pixel_values (B, channels, H, W); labels as for `classification_loss`, by
         config.problem_type."""
         logits, hidden = self.run(self.in_own_type(pixel_values), keywords)
-        problem = self.config.problem_type
-        loss = self.loss(classification_loss, logits, labels, problem=problem, count=num_items_in_batch)
+        loss = self.loss(
+            partial(classification_loss, problem=self.config.problem_type), logits, labels, num_items_in_batch
+        )
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 

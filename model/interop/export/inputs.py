@@ -1,5 +1,7 @@
-"""Reads the arguments that transformers' own classes take: inputs, documents in a row, columns
-of logits. What they have no meaning for is refused in one line, as it would otherwise be lost without a word."""
+"""Reads the arguments that transformers' own classes take: inputs, documents in a row, columns of logits; and losses.
+
+What they have no meaning for is refused in one line, as it would otherwise be lost without a word.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,14 @@ def tokens_or_embeddings(input_ids: torch.Tensor | None, inputs_embeds: torch.Te
     return inputs_embeds
 
 
-def refuse_others(keywords: dict[str, Any], owner: str) -> None:
-    """Raises ValueError (one line) for the first of the keywords that says something: None and False do not."""
-    for name, value in keywords.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{owner} has no use for {name}: leave it out")
-
-
 def documents(
     shape: tuple[int, int],
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     keywords: dict[str, Any],
 ) -> dict[str, torch.Tensor | None]:
-    """How the positions of a batch of `shape` make up documents: attention_mask and cu_seqlens of `Backbone.forward`.
+    """Says how the positions of a batch of `shape` make up documents: attention_mask and cu_seqlens of
+    `Backbone.forward`.
 
     position_ids: (B or 1, L), which in each document count from 0 on; a row may hold several documents, one after the
     other, if there is no padding. keywords: cu_seq_lens_q and cu_seq_lens_k (ndocs + 1,), the boundaries of documents
@@ -53,40 +49,28 @@ def documents(
     padded = attention_mask is not None and (position_ids is not None or given is not None) and not attention_mask.all()
     boundaries = None
     if position_ids is not None:
-        positions = _expanded(position_ids, shape)
-        if padded:
-            real = attention_mask.bool()
-            if not torch.equal(positions[real], (real.cumsum(1) - 1)[real]):
-                raise ValueError("position_ids of padded rows count their real tokens from 0: leave them out")
-        else:
+        if position_ids.shape not in (shape, (1, shape[1])):
+            raise ValueError(f"position_ids has shape {tuple(position_ids.shape)} for inputs of {shape}: give that")
+        positions = position_ids.expand(shape)
+        if not padded:
             boundaries = _boundaries(positions)
-    if given is not None or also is not None:
-        if given is None or also is None or not torch.equal(given, also):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k are the boundaries of the same documents: give both alike"
-            )
-        given = given.flatten().to(torch.int32)
-        if shape[0] != 1 or int(given[0]) or int(given[-1]) != shape[1] or not bool((given.diff() > 0).all()):
-            raise ValueError(
-                f"cu_seq_lens_q bounds documents in one row: it rises from 0 to {shape[1]} in a batch of 1"
-            )
-        if padded or (position_ids is not None and boundaries is not None and not torch.equal(boundaries, given)):
-            raise ValueError(
-                "cu_seq_lens_q bounds other documents than attention_mask or position_ids: leave those out"
-            )
-        boundaries = given
-    return {"attention_mask": None if boundaries is not None else attention_mask, "cu_seqlens": boundaries}
-
-
-def _expanded(position_ids: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    if position_ids.dim() != 2 or position_ids.shape[1] != shape[1] or position_ids.shape[0] not in (1, shape[0]):
-        raise ValueError(f"position_ids has shape {tuple(position_ids.shape)} for inputs of {shape}: give that")
-    return position_ids.expand(shape)
+        elif bool((positions != attention_mask.bool().cumsum(1) - 1)[attention_mask.bool()].any()):
+            raise ValueError("position_ids of padded rows count their real tokens from 0: leave them out")
+    if given is None and also is None:
+        return {"attention_mask": attention_mask if boundaries is None else None, "cu_seqlens": boundaries}
+    if given is None or also is None or not torch.equal(given, also):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k are the boundaries of the same documents: give both alike")
+    given = given.flatten().to(torch.int32)
+    if shape[0] != 1 or int(given[0]) or int(given[-1]) != shape[1] or not bool((given.diff() > 0).all()):
+        raise ValueError(f"cu_seq_lens_q bounds documents in one row: it rises from 0 to {shape[1]} in a batch of 1")
+    if padded or (boundaries is not None and not torch.equal(boundaries, given)):
+        raise ValueError("cu_seq_lens_q bounds other documents than attention_mask or position_ids: leave those out")
+    return {"attention_mask": None, "cu_seqlens": given}
 
 
 def _boundaries(positions: torch.Tensor) -> torch.Tensor | None:
-    """cu_seqlens (ndocs + 1,) int32 of positions (B, L) that start again with each document; None where each row is
-    one."""
+    """Returns cu_seqlens (ndocs + 1,) int32 of positions (B, L) that start again with each document; None where each
+    row is one."""
     starts = positions == 0
     goes_on = positions[:, 1:] == positions[:, :-1] + 1
     if not (starts[:, 0].all() and (starts[:, 1:] | goes_on).all()):
@@ -102,35 +86,35 @@ Columns = slice | torch.Tensor
 
 
 def columns_to_keep(logits_to_keep: int | torch.Tensor | None, shape: tuple[int, int]) -> Columns:
-    """The last `logits_to_keep` columns (0: all) of a batch of `shape`, or those that a tensor names: (n,) or (B, n)
-    positions, negative ones from the end, or (L,) bool. Raises ValueError (one line) for any other."""
-    length = shape[1]
+    """Returns the last `logits_to_keep` columns (0: all) of a batch of `shape`, or those that a tensor names: (n,) or
+    (B, n) positions, negative ones from the end, or (L,) bool. Raises ValueError (one line) for any other."""
+    rows, length = shape
     if not isinstance(logits_to_keep, torch.Tensor):
         keep = int(logits_to_keep or 0)
         if keep < 0:
             raise ValueError(f"logits_to_keep = {keep}: give the number of the last columns, or a tensor of positions")
         return slice(max(length - keep, 0) if keep else 0, length)
-    found = logits_to_keep
-    if found.dtype == torch.bool and found.shape == (length,):
-        return found.nonzero().squeeze(1)
-    if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
-        words = f"{found.dtype} of shape {tuple(found.shape)}"
-        raise ValueError(f"logits_to_keep is a tensor of {words}: positions are integers (n,) or ({shape[0]}, n)")
-    if found.dim() == 2 and found.shape[0] != shape[0]:
-        raise ValueError(f"logits_to_keep has {found.shape[0]} rows, the batch {shape[0]}: give the same number")
-    if found.numel() and not (-length <= int(found.min()) and int(found.max()) < length):
+    places = logits_to_keep
+    if places.dtype == torch.bool and places.shape == (length,):
+        return places.nonzero().squeeze(1)
+    if places.is_floating_point() or places.dtype == torch.bool or places.dim() not in (1, 2):
+        words = f"{places.dtype} of shape {tuple(places.shape)}"
+        raise ValueError(f"logits_to_keep is a tensor of {words}: positions are integers (n,) or ({rows}, n)")
+    if places.dim() == 2 and places.shape[0] != rows:
+        raise ValueError(f"logits_to_keep has {places.shape[0]} rows, the batch {rows}: give the same number")
+    if places.numel() and not (-length <= int(places.min()) and int(places.max()) < length):
         raise ValueError(
             f"logits_to_keep names columns beyond the {length} of the batch: count from 0, or from the end"
         )
-    return found.long().remainder(length)
+    return places.long().remainder(length)
 
 
 def take_columns(x: torch.Tensor, columns: Columns) -> torch.Tensor:
-    """(B, L, ...) -> (B, n, ...)"""
-    columns = columns if isinstance(columns, slice) else columns.to(x.device)
-    if isinstance(columns, slice) or columns.dim() == 1:
+    """Takes columns of x (B, L, ...) -> (B, n, ...)."""
+    if isinstance(columns, slice):
         return x[:, columns]
-    return x[torch.arange(x.shape[0], device=x.device).unsqueeze(1), columns]
+    columns = columns.to(x.device)
+    return x[:, columns] if columns.dim() == 1 else x[torch.arange(x.shape[0], device=x.device).unsqueeze(1), columns]
 
 
 # -- the losses of exported models: those of transformers' own classes, also of a batch that comes in parts ----------

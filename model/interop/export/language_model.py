@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from matmix.model.interop.export.base import MatmixPreTrainedModel
 from matmix.model.interop.export.config import MatmixConfig
 from matmix.model.interop.export.generation_state import (
     CarriedState,
-    check_cache_position,
     check_continuation,
     check_state,
     continue_state,
@@ -123,31 +123,23 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
         state, past = None, cache if past_key_values is None else past_key_values
         # No parameter: Trainer takes all those named after labels for columns that each batch has.
         shift_labels = keywords.pop("shift_labels", None)
+        check_continuation(past, shape, attention_mask, position_ids, keywords.pop("cache_position", None))
+        layout = documents(shape, attention_mask, position_ids, keywords) if past is None else {}
+        streams = self.streams(keywords)
         if past is not None:
-            check_continuation(past, shape, attention_mask, position_ids)
-        check_cache_position(keywords.pop("cache_position", None), shape[1], past)
-        if past is not None:
-            streams = self.streams(keywords)
             logits, state = continue_state(self.model, inputs, past, columns, streams)
+        elif use_cache:
+            if layout["cu_seqlens"] is not None:
+                raise ValueError("a state is carried for one text in each row: give each text a row of its own")
+            logits, state = read_prompt(self.model, inputs, attention_mask, columns, streams)
+        elif columns == slice(0, shape[1]):
+            logits = self.model(inputs, **layout, streams=streams)
         else:
-            layout = documents(shape, attention_mask, position_ids, keywords)
-            streams = self.streams(keywords)
-            if use_cache:
-                if layout["cu_seqlens"] is not None:
-                    raise ValueError("a state is carried for one text in each row: give each text a row of its own")
-                logits, state = read_prompt(self.model, inputs, attention_mask, columns, streams)
-            else:
-                select = None
-                if columns != slice(0, shape[1]):
-                    places = torch.arange(shape[0] * shape[1], device=inputs.device).view(shape)
-                    select = take_columns(places, columns)
-                flat = None if select is None else select.flatten()
-                logits = self.model(inputs, **layout, select=flat, streams=streams)
-                logits = logits if select is None else logits.unflatten(0, select.shape)
+            places = take_columns(torch.arange(inputs.shape[:2].numel(), device=inputs.device).view(shape), columns)
+            logits = self.model(inputs, **layout, select=places.flatten(), streams=streams).unflatten(0, places.shape)
+        loss = partial(next_token_loss, shifted=shift_labels is not None)
+        loss = self.loss(loss, logits, labels if shift_labels is None else shift_labels, num_items_in_batch)
         hidden = self.hidden_states(streams)
-        shifted = shift_labels is not None
-        targets = shift_labels if shifted else labels
-        loss = self.loss(next_token_loss, logits, targets, shifted=shifted, count=num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=state, hidden_states=hidden)
 
     def prepare_inputs_for_generation(
@@ -163,21 +155,21 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
     ) -> dict[str, Any]:
         """The tokens that the state has not seen, or at first the vectors in their place; everything else `generate`
         carries along is of no use here."""
-        past_key_values = cache if past_key_values is None else past_key_values
-        if past_key_values is not None:
+        past = cache if past_key_values is None else past_key_values
+        # Those of a prompt are looked at; with each token they go on as the state does.
+        position_ids = kwargs.get("position_ids") if past is None else None
+        if past is not None:
             # Of a prompt of vectors input_ids has no columns, but the mask has.
             columns = input_ids.shape[1] if attention_mask is None else attention_mask.shape[1]
-            new = columns - past_key_values.get_seq_length()
+            new = columns - past.get_seq_length()
             if new < 1:
                 # The state has read more than there are columns: vectors that an adapter puts before the text.
                 position = kwargs.get("cache_position")
                 new = kwargs.get("next_sequence_length") or (0 if position is None else position.numel())
-            check_state(past_key_values, input_ids.shape[0], new)
+            check_state(past, input_ids.shape[0], new)
             input_ids, inputs_embeds = input_ids[:, input_ids.shape[1] - new :], None
         elif inputs_embeds is not None:
             input_ids = None
-        # Those of a prompt, which are looked at; with each token they go on as the state does.
-        position_ids = kwargs.get("position_ids") if past_key_values is None else None
         given = inputs_embeds if input_ids is None else input_ids
         if position_ids is not None and position_ids.shape[1] != given.shape[1]:
             position_ids = None
@@ -186,7 +178,7 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
             "input_ids": input_ids,
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
+            "past_key_values": past,
             "use_cache": use_cache,
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
             **{name: kwargs.get(name) for name in ("output_attentions", "output_hidden_states")},
