@@ -3,12 +3,13 @@ other architectures are written as weights and configuration."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -19,7 +20,6 @@ from safetensors.torch import load_file
 
 from matmix.model.architecture import Outputs
 from matmix.model.architectures.encoder import EncoderTrunk
-from matmix.model.backbone import Backbone
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.images.config import ImageInputs
@@ -27,7 +27,7 @@ from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.config import EXPORT, FORMS, head_fields, main_class
 from matmix.model.interop.export.model_card import model_card
 from matmix.model.interop.export.onnx.file import check_packages, write_onnx
-from matmix.model.interop.export.sentence_transformers import takes_layout, write_layout
+from matmix.model.interop.export.sentence_transformers import layout_files, takes_layout
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 from matmix.model.interop.export.weights import write_weights
 
@@ -61,26 +61,29 @@ def export_model(
     images: ImageInputs | None = None,
     onnx: bool = False,
 ) -> Path:
-    """Write weights, configuration, tokenizer and, for transformers, the code of a model into a new directory.
-
-    The directory appears whole or not at all: everything is written next to it first and then renamed.
+    """Writes weights, configuration, tokenizer and, for transformers, the code of a model into a new directory, which
+    appears whole or not at all.
 
     Args:
-        config: the model's configuration. state: its weights by name; an iterable of pairs is consumed
-        one tensor at a time, so that no more than one file of weights is in memory. tokenizer: a
-        sentencepiece model or a tokenizer.json; None exports without a tokenizer. out_dir: must not
-        exist, or be empty. special: ids of pad, unk, bos, eos, cls, sep, mask, where there are such
-        tokens. prefix, suffix: names of the special tokens that stood before and after every document in
-        training. dtype: "float32", "bfloat16" or "float16". max_shard_bytes: largest size of a file of
-        weights. max_length: tokens of the longest documents in training, from which on the tokenizer and
-        sentence-transformers cut texts if asked to; 0 = config.max_seqlen. notes: Markdown for the model card, such as
-        where the weights come from. licence: of the weights, for the model card; "" = unknown. languages: of the texts,
-        for the model card; () = unknown. outputs: what those of a classifier stand for. images: what a model of images
-        has to be given; None exports without an image processor. onnx: also write model.onnx.
-    Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each
-    other.
+        state: weights by name; an iterable of pairs is consumed one tensor at a time, so that no more than one file of
+            weights is in memory.
+        tokenizer: a sentencepiece model or a tokenizer.json; None exports without a tokenizer.
+        out_dir: must not exist, or be empty.
+        special: ids of pad, unk, bos, eos, cls, sep, mask, where there are such tokens.
+        prefix, suffix: names of the special tokens that stood before and after every document in training.
+        dtype: "float32", "bfloat16" or "float16".
+        max_shard_bytes: largest size of a file of weights.
+        max_length: tokens of the longest documents in training, from which on the tokenizer and sentence-transformers
+            cut texts if asked to; 0 = config.max_seqlen.
+        notes: Markdown for the model card, such as where the weights come from.
+        licence: of the weights, for the model card; "" = unknown.
+        languages: of the texts, for the model card; () = unknown.
+        outputs: what those of a classifier stand for.
+        images: what a model of images has to be given; None exports without an image processor.
+        onnx: also write model.onnx.
+    Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each other.
     """
-    out_dir, special = Path(out_dir), dict(special or {})
+    out_dir, special, max_length = Path(out_dir), dict(special or {}), max_length or config.max_seqlen
     if onnx:
         check_packages()
     check_target(out_dir)
@@ -89,40 +92,37 @@ def export_model(
     for language in languages:
         if not re.fullmatch(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*", language):
             raise ValueError(f"language {language!r}: give its ISO code, such as en or zh")
-    max_length = max_length or config.max_seqlen
     fast = None if tokenizer is None else load_fast_tokenizer(tokenizer, special)
     if fast is not None and fast.get_vocab_size() > config.vocab_size:
         raise ValueError(
             f"the tokenizer {tokenizer} has {fast.get_vocab_size()} ids, the model only {config.vocab_size}; "
             "take the tokenizer that the model was trained with"
         )
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out_dir.parent / f".tmp-{out_dir.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
+    with new_directory(out_dir) as folder:
         expected = {name: t.shape for name, t in build_model(config, device="meta").state_dict().items()}
         pairs = state.items() if isinstance(state, Mapping) else state
-        write_weights(
-            temporary, pairs, expected=expected, prefix="model.", dtype=dtype, max_shard_bytes=max_shard_bytes
-        )
+        write_weights(folder, pairs, expected=expected, prefix="model.", dtype=dtype, max_shard_bytes=max_shard_bytes)
         if onnx:
-            write_onnx(_load(config, temporary), temporary / "model.onnx", longest=max(max_length, config.max_seqlen))
+            model = build_model(config)
+            for file in sorted(folder.glob("*.safetensors")):
+                weights = {name.removeprefix("model."): value for name, value in load_file(file).items()}
+                model.load_state_dict(weights, strict=False)
+            write_onnx(model.eval(), folder / "model.onnx", longest=max(max_length, config.max_seqlen))
         if config.architecture in FORMS:
-            write_code(temporary, config)
-            (temporary / "LICENSE").write_text(license_of_the_code(), encoding="utf-8")
+            write_code(folder, config)
+            (folder / "LICENSE").write_text(license_of_the_code(), encoding="utf-8")
         if images is not None:
-            write_image_processor(temporary, config, images)
-        _write_json(temporary / "config.json", config_file(config, special, dtype, outputs, max_length))
+            write_image_processor(folder, config, images)
+        files = {"config.json": config_file(config, special, dtype, outputs, max_length)}
         if config.causal and config.model_class.inputs == "tokens":
             # Where documents start with no token of their own, what is generated from nothing starts as after
             # the end of one.
             start = special.get("bos") if prefix == "bos" else special.get("eos")
             ids = {"pad": special.get("pad"), "bos": start, "eos": special.get("eos")}
-            _write_json(temporary / "generation_config.json", _token_ids(ids))
+            files["generation_config.json"] = _token_ids(ids)
         if fast is not None:
             write_tokenizer(
-                temporary,
+                folder,
                 fast,
                 special=special,
                 prefix=special.get(prefix),
@@ -133,44 +133,52 @@ def export_model(
                 padding_side="left" if config.causal else "right",
                 token_types=issubclass(config.model_class, EncoderTrunk) and config.type_vocab_size > 1,
             )
-            if takes_layout(config):
-                write_layout(temporary, config, max_length)
+            files |= layout_files(config, max_length) if takes_layout(config) else {}
+        for name, content in files.items():
+            _write_json(folder / name, content)
         takes = {"has_tokenizer": fast is not None, "has_processor": images is not None}
         card = model_card(config, **takes, notes=notes, licence=licence, languages=languages, outputs=outputs)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        write_sums(temporary)
-        if out_dir.exists():
-            out_dir.rmdir()
-        temporary.rename(out_dir)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_sums(folder)
     return out_dir
 
 
-def _load(config: ModelConfig, directory: Path) -> Backbone:
-    """The model, in float32, with the weights that were written."""
-    model = build_model(config)
-    for file in sorted(directory.glob("*.safetensors")):
-        weights = {name.removeprefix("model."): value for name, value in load_file(file).items()}
-        model.load_state_dict(weights, strict=False)
-    return model.eval()
+@contextlib.contextmanager
+def new_directory(out_dir: Path) -> Iterator[Path]:
+    """Yields a folder that becomes `out_dir` in the end, or is gone after an error. Raises ValueError (one line)."""
+    check_target(out_dir)
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out_dir.parent / f".tmp-{out_dir.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        # Onto an empty directory, or into nothing: what came there in the meantime stays, and this fails.
+        temporary.rename(out_dir)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_target(out_dir: Path) -> None:
+    """Raises ValueError unless `out_dir` is free to be written."""
+    if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
+        raise ValueError(f"{out_dir} exists and is not an empty directory; choose another one, or remove it")
 
 
 def license_of_the_code() -> str:
-    """The text of the licence that the code in an export has, which is that of this project: from the clone that this
-    file lies in, or what was installed."""
+    """Returns the licence of the code in an export, which is that of this project: from the clone that this file lies
+    in, or what was installed."""
     if (path := Path(__file__).parents[3] / "LICENSE").is_file():
         return path.read_text(encoding="utf-8")
     # In the folder of a build several distributions have the name, of which some are without it.
-    texts = [found.read_text("licenses/LICENSE") for found in distributions(name="matmix")]
-    known = [text for text in texts if text]
-    assert known, "matmix was installed without its LICENSE"
-    return known[0]
+    texts = (distribution.read_text("licenses/LICENSE") for distribution in distributions(name="matmix"))
+    text = next(filter(None, texts), None)
+    assert text is not None, "matmix was installed without its LICENSE"
+    return text
 
 
 def write_sums(directory: Path) -> None:
-    """Write SHA256SUMS over all files in a directory, in the form that `sha256sum -c` reads."""
+    """Writes SHA256SUMS over all files in a directory, in the form that `sha256sum -c` reads."""
     lines = []
     for path in exported_files(directory):
         with path.open("rb") as file:
@@ -180,102 +188,83 @@ def write_sums(directory: Path) -> None:
 
 
 def exported_files(directory: Path) -> list[Path]:
-    """All files in a directory and in folders of it, sorted."""
+    """Returns all files in a directory and in folders of it, sorted."""
     return sorted(path for path in directory.rglob("*") if not path.is_dir())
-
-
-def check_target(out_dir: Path) -> None:
-    """Raise ValueError unless `out_dir` is free to be written."""
-    if out_dir.is_dir() and not any(out_dir.iterdir()):
-        return
-    if out_dir.exists():
-        raise ValueError(f"{out_dir} exists and is not an empty directory; choose another one, or remove it")
 
 
 def config_file(
     config: ModelConfig, special: Mapping[str, int | None], dtype: str, outputs: Outputs, max_length: int
 ) -> dict[str, Any]:
-    """The content of config.json."""
-    for_transformers = {}
+    """Returns the content of config.json."""
+    fields: dict[str, Any] = {}
     if form := FORMS.get(config.architecture):
         classes = {name: target.partition(":")[2] for name, target in form.auto_classes.items()}
         modules = {name: f"modeling_matmix.{target}" for name, target in classes.items()}
-        for_transformers = {
+        fields = {
             "model_type": form.model_type,
             "architectures": [classes[main_class(config, outputs)]],
             "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class}", **modules},
             **head_fields(config, outputs),
         }
-    reads_tokens = config.model_class.inputs == "tokens"
-    return {
-        **for_transformers,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "dtype": dtype,
-        **({"max_position_embeddings": longest_text(config, max_length)} if reads_tokens else {}),
-        **_token_ids(special),
-        "matmix": model_config_to_dict(config),
-    }
+    fields |= {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings, "dtype": dtype}
+    if config.model_class.inputs == "tokens":
+        fields["max_position_embeddings"] = longest_text(config, max_length)
+    return {**fields, **_token_ids(special), "matmix": model_config_to_dict(config)}
 
 
 def longest_text(config: ModelConfig, max_length: int) -> int:
-    """Tokens of a text that tools shall not go beyond: those of the training, or of what the model has parameters
-    for."""
+    """Returns the tokens of a text that tools shall not go beyond: those of the training, or of what the model has
+    parameters for."""
     return config.max_seqlen if config.position_embeddings or config.fixed_length_mixers() else max_length
 
 
 def write_code(directory: Path, config: ModelConfig) -> None:
-    """Write modeling_matmix.py and configuration_matmix.py."""
-    form, matmix_version = FORMS[config.architecture], version("matmix")
-    kind = config.architecture.replace("_", " ")
-
-    def header(what: str, extra: str = "") -> str:
-        origin = f"Written by matmix {matmix_version} from its own sources. Not meant to be edited."
-        return f'{_LICENSE}"""{what}\n\n{origin}{extra}\n"""'
-
+    """Writes modeling_matmix.py and configuration_matmix.py."""
+    form, kind = FORMS[config.architecture], config.architecture.replace("_", " ")
     places = [target.split(":") for target in form.auto_classes.values()]
     # The configuration names the architecture, which must be known even where AutoModel needs less than all of it.
     own = (config.model_class.__module__, config.model_class.__qualname__)
-    modeling = bundle(
+    modeling = _bundled(
+        directory / "modeling_matmix.py",
         [own, *((f"{EXPORT}.{module}", name) for module, name in places)],
-        header=header(f"A matmix {kind} for transformers, in PyTorch alone."),
-        version=matmix_version,
+        f"A matmix {kind} for transformers, in PyTorch alone.",
         registries={"MIXERS": used_mixers(config)},
         siblings={_CONFIG_SOURCE: ".configuration_matmix"},
     )
     # transformers remembers model classes by their configuration class, and takes configuration files with
     # the same content, in directories of the same name, for the same: they must differ where the models do.
     fingerprint = hashlib.sha256(modeling.encode()).hexdigest()[:16]
-    configuration = bundle(
+    _bundled(
+        directory / "configuration_matmix.py",
         [(_CONFIG_SOURCE, form.config_class)],
-        header=header("Configuration of a matmix model for transformers.", f"\nFor modeling_matmix.py {fingerprint}."),
-        version=matmix_version,
+        "Configuration of a matmix model for transformers.",
+        f"\nFor modeling_matmix.py {fingerprint}.",
     )
-    (directory / "modeling_matmix.py").write_text(modeling, encoding="utf-8")
-    (directory / "configuration_matmix.py").write_text(configuration, encoding="utf-8")
 
 
 def write_image_processor(directory: Path, config: ModelConfig, images: ImageInputs) -> None:
-    """Write preprocessor_config.json and image_processing_matmix.py. Raises ValueError (one line) where they do not fit
-    the model."""
+    """Writes preprocessor_config.json and image_processing_matmix.py. Raises ValueError (one line) where they do not
+    fit the model."""
     image = config.image
     if len(images.mean) != image.channels or images.size % image.patch:
         raise ValueError(
             f"images of {images.size} pixels and {len(images.mean)} channels do not fit a model of patches of "
             f"{image.patch} and {image.channels} channels"
         )
-    origin = f"Written by matmix {version('matmix')} from its own sources. Not meant to be edited."
-    code = bundle(
-        [(f"{EXPORT}.images", "MatmixImageProcessor")],
-        header=f'{_LICENSE}"""From pictures to the inputs of a matmix model.\n\n{origin}\n"""',
-        version=version("matmix"),
-    )
-    (directory / "image_processing_matmix.py").write_text(code, encoding="utf-8")
-    name = "image_processing_matmix.MatmixImageProcessor"
-    _write_json(
-        directory / "preprocessor_config.json",
-        {"image_processor_type": "MatmixImageProcessor", "auto_map": {"AutoImageProcessor": name}, **asdict(images)},
-    )
+    name = "MatmixImageProcessor"
+    roots = [(f"{EXPORT}.images", name)]
+    _bundled(directory / "image_processing_matmix.py", roots, "From pictures to the inputs of a matmix model.")
+    fields = {"image_processor_type": name, "auto_map": {"AutoImageProcessor": f"image_processing_matmix.{name}"}}
+    _write_json(directory / "preprocessor_config.json", fields | asdict(images))
+
+
+def _bundled(path: Path, roots: list[tuple[str, str]], what: str, extra: str = "", **options: Any) -> str:
+    """Writes the module that `bundle` makes, with a header; returns it."""
+    series = version("matmix")
+    origin = f"Written by matmix {series} from its own sources. Not meant to be edited."
+    code = bundle(roots, header=f'{_LICENSE}"""{what}\n\n{origin}{extra}\n"""', version=series, **options)
+    path.write_text(code, encoding="utf-8")
+    return code
 
 
 def _token_ids(special: Mapping[str, int | None]) -> dict[str, int]:
@@ -283,5 +272,6 @@ def _token_ids(special: Mapping[str, int | None]) -> dict[str, int]:
     return {f"{name}_token_id": special[name] for name in names if special.get(name) is not None}
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

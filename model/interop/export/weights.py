@@ -22,7 +22,7 @@ def write_weights(
     dtype: str,
     max_shard_bytes: int,
 ) -> int:
-    """Write model.safetensors, or model-00001-of-0000N.safetensors with an index; returns the bytes written.
+    """Writes model.safetensors, or model-00001-of-0000N.safetensors with an index; returns the bytes written.
 
     Memory stays bounded by one file: a tensor is taken from `tensors`, converted, and kept only until its
     file is full. A tensor larger than `max_shard_bytes` gets a file of its own.
@@ -39,24 +39,9 @@ def write_weights(
         raise ValueError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes = {max_shard_bytes}: must be at least 1")
-    shards: list[list[str]] = []
+    parts: list[tuple[Path, list[str]]] = []
     pending: dict[str, torch.Tensor] = {}
-    seen: set[str] = set()
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal size
-        if pending:
-            file = directory / _part_name(len(shards))
-            try:
-                save_file(pending, file, metadata={"format": "pt"})
-            except SafetensorError as error:  # the library's own kind also for what the disk refuses
-                raise OSError(f"{file} cannot be written: {str(error).partition(chr(10))[0]}") from None
-            file.chmod(0o644)  # safetensors writes files that only their owner can read
-            shards.append(list(pending))
-            pending.clear()
-            size = 0
-
+    missing, size, total = dict(expected), 0, 0
     for name, tensor in tensors:
         if name not in expected:
             raise ValueError(f"the weights hold {name!r}, which the configured model does not have")
@@ -65,38 +50,42 @@ def write_weights(
                 f"the weights hold {name!r} with shape {tuple(tensor.shape)}, "
                 f"but the configured model has {tuple(expected[name])}"
             )
-        seen.add(name)
+        missing.pop(name, None)
         kept = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * kept.itemsize
-        if size + nbytes > max_shard_bytes:
-            flush()
+        if pending and size + nbytes > max_shard_bytes:
+            parts.append(_save(directory / f"part-{len(parts)}", pending))
+            size = 0
         converted = tensor.detach().to("cpu", kept).contiguous()
         if converted.untyped_storage().nbytes() > nbytes:
             converted = converted.clone()  # not a part of something larger, which would stay in memory
         pending[prefix + name] = converted
         size, total = size + nbytes, total + nbytes
-    missing = [name for name in expected if name not in seen]
     if missing:
-        raise ValueError(f"the weights lack {missing[0]!r} ({len(missing)} of {len(expected)} tensors are missing)")
-    flush()
-    _name_shards(directory, shards, total)
+        first = next(iter(missing))
+        raise ValueError(f"the weights lack {first!r} ({len(missing)} of {len(expected)} tensors are missing)")
+    parts.append(_save(directory / f"part-{len(parts)}", pending))
+    # The names that transformers expects hold the number of files, known only now.
+    if len(parts) == 1:
+        parts[0][0].rename(directory / "model.safetensors")
+        return total
+    weight_map = {}
+    for number, (part, names) in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        part.rename(directory / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return total
 
 
-def _part_name(index: int) -> str:
-    return f"part-{index + 1:05d}.safetensors"
-
-
-def _name_shards(directory: Path, shards: list[list[str]], total: int) -> None:
-    """Give the files the names transformers expects, which hold their number, known only now."""
-    if len(shards) == 1:
-        (directory / _part_name(0)).rename(directory / "model.safetensors")
-        return
-    weight_map = {}
-    for index, names in enumerate(shards):
-        file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / _part_name(index)).rename(directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index_file = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    text = json.dumps(index_file, indent=2) + "\n"
-    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+def _save(file: Path, tensors: dict[str, torch.Tensor]) -> tuple[Path, list[str]]:
+    """Writes tensors and forgets them; returns the file and their names."""
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's own kind also for what the disk refuses
+        raise OSError(f"{file} cannot be written: {str(error).partition(chr(10))[0]}") from None
+    file.chmod(0o644)  # safetensors writes files that only their owner can read
+    names = list(tensors)
+    tensors.clear()
+    return file, names
