@@ -34,6 +34,7 @@ from matmix.train.checkpoint.nodes import Transfer, exchange, free_bytes
 from matmix.train.checkpoint.save import RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
 from matmix.train.engine.base import Engine
+from matmix.train.engine.kinds import files_of
 from matmix.train.process.distributed import (
     FolderGroup,
     agree,
@@ -148,11 +149,13 @@ class LocalCopies:
                 f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
             )
         fits = layout["engine"] == engine.kind and layout["shapes"] == engine.shapes()
-        shards = set(engine.shards(files)) if fits else set()
+        reader = files_of(layout["engine"])
+        shards = reader.shards(files) if fits else set()
         self._fetch(path, files, held, [files.keys() - shards] * len(held))
         if shards:
             try:
-                wanted = agree(lambda: engine.shards_to_load(path, layout))[rank_and_world_size()[0]]
+                tensors = dict(engine.named_tensors())
+                wanted = agree(lambda: reader(path, layout).files_for(tensors))[rank_and_world_size()[0]]
             except ValueError as error:
                 raise OSError(complaint(error)) from None
             self._fetch(path, files, held, [set().union(*parts) for parts in self._by_node(wanted)])

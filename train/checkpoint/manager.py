@@ -358,10 +358,7 @@ class CheckpointManager:
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         generators = read_generators(path / GENERATORS, engine.mesh.batch_rank)
-        if kind == FULL_TENSORS:
-            engine.load_full(open_full(path, layout))
-        else:
-            engine.load(path, layout)
+        engine.load(open_full(path, layout))
         restore_generators(generators, engine.mesh.batch_rank)
         if self.copies is not None:
             self.copies.follow(path)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from matmix.data.loading.batch import Batch
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.engine.clipping import clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import FullState, load_moments, load_weights
+from matmix.train.engine.full_state import FullState, fill, load_weights, state_to_fill
 from matmix.train.engine.mesh import Mesh
 from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer, full_shape, is_sharded, local_part
@@ -30,15 +31,19 @@ Initialize = Callable[[nn.Module], None]
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
-class Snapshot(abc.ABC):
+@dataclasses.dataclass(eq=False)
+class Snapshot:
     """This rank's part of a checkpoint. It keeps its tensors alive: drop it when it is written."""
 
-    @abc.abstractmethod
+    state: Any
+    writer: Callable[[Any, Path, dist.ProcessGroup | None], None]
+
     def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
         """Writes it below `directory` and to the disk, on all ranks together; in any thread, if `group` is its own.
 
         group: as for `distributed.gather_objects`. Raises OSError where the storage failed, on that rank at least.
         """
+        self.writer(self.state, directory, group)
 
 
 class HostMemory:
@@ -197,24 +202,14 @@ class Engine(abc.ABC):
         """Returns this rank's part of model and optimizer as they are now. copy: into host memory, so that it stays as
         it is until the next one is taken; without, it is good until the next step."""
 
-    @abc.abstractmethod
-    def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        """Reads what a snapshot wrote on any number of ranks; layout: what `layout` returned at the save."""
-
-    def shards(self, files: Iterable[str]) -> list[str]:
-        """Returns those of a checkpoint's files of which a rank's `load` reads some only."""
-        return []
-
-    def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
-        """Returns which of its `shards` this rank's `load` would read; the checkpoint is of this kind of engine and
-        this model, and all its other files are in `directory`."""
-        return set()
-
-    def load_full(self, state: FullState) -> None:
+    def load(self, state: FullState) -> None:
         """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine. Options of
-        the optimizer stay as they are. Raises ValueError, before anything changes, if the engine has no room for it."""
+        the optimizer stay as they are. A rank reads what it holds. Raises ValueError, before anything changes, if the
+        engine has no room for it."""
+        wanted = state_to_fill(self.optimizer, dict(self.module.named_parameters()), state)
         self.load_weights(state)
-        load_moments(self.optimizer, dict(self.module.named_parameters()), state)
+        for key, tensor in wanted.items():
+            fill(tensor, state, key)
 
     def load_weights(self, state: FullState) -> None:
         """Takes over the weights and buffers that `state` has, before the first step; the others stay as they are, and

@@ -7,8 +7,7 @@ names, so that any of these, with any number of ranks, reads what another one wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, layout_of_moments, state_to_fill
-from matmix.train.engine.kinds import sharded_files
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, layout_of_moments
 from matmix.train.engine.mesh import Mesh
 from matmix.train.optim.base import is_sharded
 from matmix.train.process.distributed import Distributed
@@ -118,9 +116,6 @@ class FsdpEngine(Engine):
             module.reshard()
         return persistent_tensors(self.module)
 
-    def _model_state(self) -> dict[str, torch.Tensor]:
-        return {f"{MODEL}{name}": tensor.detach() for name, tensor in self.named_tensors()}
-
     def layout(self) -> dict[str, Any]:
         layout = super().layout()
         moments = {
@@ -131,39 +126,18 @@ class FsdpEngine(Engine):
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Returns model and optimizer as this rank holds them."""
-        state = self._model_state()
+        state = {f"{MODEL}{name}": tensor.detach() for name, tensor in self.named_tensors()}
         for name, entries in self.optimizer.named_state():
             for entry, value in entries.items():
                 state[f"{OPTIMIZER}{name}.{entry}"] = value
         return state
 
     def snapshot(self, *, copy: bool) -> Snapshot:
-        sharded_files()  # here and not in the thread that writes, which would be late for the next save
-        state = self._state()
-        own = self.mesh.written_here(state)
-        return _ShardedSnapshot(self.host.copy(own) if copy else own)
+        # Imported here and not in the thread that writes, which would be late for the next save.
+        from matmix.train.engine.sharded_writer import write_sharded
 
-    def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        source = sharded_files().ShardedFiles(directory, layout)
-        model = self._model_state()
-        wanted = state_to_fill(self.optimizer, dict(self.module.named_parameters()), source)
-        source.fill(model)
-        source.fill(wanted)
-
-    def shards(self, files: Iterable[str]) -> list[str]:
-        folder, suffix = sharded_files().SUBDIRECTORY, sharded_files().SHARD_SUFFIX
-        return [name for name in files if name.startswith(f"{folder}/") and name.endswith(suffix)]
-
-    def shards_to_load(self, directory: Path, layout: dict[str, Any]) -> set[str]:
-        source = sharded_files().ShardedFiles(directory, layout)
-        state, held = self._model_state(), source.moments()
-        for name, parameter in self.module.named_parameters():
-            for entry in held.get(name, ()):
-                key = f"{OPTIMIZER}{name}.{entry}"
-                # What has the parameter's shape lies as the parameter does.
-                shape = source.entries[key].shape
-                state[key] = parameter.detach() if shape == tuple(parameter.shape) else torch.zeros(shape)
-        return {f"{sharded_files().SUBDIRECTORY}/{name}" for name in source.files_of(state)}
+        own = self.mesh.written_here(self._state())
+        return Snapshot(self.host.copy(own) if copy else own, write_sharded)
 
 
 def _give_memory(model: nn.Module, device: torch.device) -> None:
@@ -172,13 +146,3 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
         model.to_empty(device=device)
     else:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-
-
-class _ShardedSnapshot(Snapshot):
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self.state = state
-
-    @torch.no_grad()
-    def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        files = sharded_files()
-        files.write_sharded(self.state, directory / files.SUBDIRECTORY, group)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from matmix.train.optim.averaging import AVERAGE, ENTRIES
-from matmix.train.optim.base import Optimizer, is_sharded
+from matmix.train.optim.base import Optimizer, is_sharded, local_part
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 Moments = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -75,22 +75,27 @@ class FullState(abc.ABC):
         return kept
 
 
-class AveragedState(FullState):
-    """A state with the averages of the weights in the place of the weights, and nothing of the optimizer; buffers, and
-    weights that were never updated, are as they are. Raises ValueError (one line) where there are no averages."""
+class RenamedState(FullState):
+    """Some of the tensors of a state, under other keys."""
 
-    def __init__(self, state: FullState, where: str) -> None:
-        """where: whose state it is, for messages."""
-        self._state = state
-        averages = {f"{MODEL}{name}": f"{OPTIMIZER}{name}.{AVERAGE}" for name in state.moments()}
-        self._keys = {key: averages.get(key, key) for key in state.entries if key.startswith(MODEL)}
-        self._keys = {key: source if source in state.entries else key for key, source in self._keys.items()}
-        if all(key == source for key, source in self._keys.items()):
-            raise ValueError(f"{where} holds no average of the weights, which ema.decay keeps: take the raw weights")
-        self.entries = {key: state.entries[source] for key, source in self._keys.items()}
+    def __init__(self, state: FullState, keys: Mapping[str, str]) -> None:
+        """keys: those of this state -> those of `state`."""
+        self._state, self._keys = state, keys
+        self.entries = {key: state.entries[source] for key, source in keys.items()}
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         return self._state.read(self._keys[key], start, stop)
+
+
+def averaged(state: FullState, where: str) -> FullState:
+    """Returns a state with the averages of the weights in the place of the weights, and nothing of the optimizer;
+    buffers, and weights that were never updated, are as they are. Raises ValueError (one line) where there are no
+    averages; where: whose state it is."""
+    weights = [key for key in state.entries if key.startswith(MODEL)]
+    averages = {key: f"{OPTIMIZER}{key.removeprefix(MODEL)}.{AVERAGE}" for key in weights}
+    if not any(average in state.entries for average in averages.values()):
+        raise ValueError(f"{where} holds no average of the weights, which ema.decay keeps: take the raw weights")
+    return RenamedState(state, {key: one if one in state.entries else key for key, one in averages.items()})
 
 
 class CheckpointFiles(FullState):
@@ -105,14 +110,18 @@ class CheckpointFiles(FullState):
         suffice. Raises ValueError if the files do not hold the layout's tensors."""
 
     @staticmethod
-    def index_files(files: Iterable[str]) -> list[str]:
-        """Returns those of a checkpoint's `files` that say what lies in the others."""
-        return []
+    def shards(files: Iterable[str]) -> set[str]:
+        """Returns those of a checkpoint's `files` of which the others say what lies in them: a rank that loads it reads
+        those alone that `files_for` names."""
+        return set()
 
-    @staticmethod
+    def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        return set()
+
+    @classmethod
     @abc.abstractmethod
-    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-        """Returns those of a checkpoint's `files` that must be read for its weights; its `index_files` are there."""
+    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        """Returns those of a checkpoint's `files` that must be read for its weights; all but its `shards` are there."""
 
 
 def layout_of_moments(moments: Moments, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -153,16 +162,26 @@ def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, An
 # -- into tensors and optimizers ---------------------------------------------------------------------------------
 
 
+def _region(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of this rank's part of a tensor, and where it begins in the whole."""
+    if not is_sharded(tensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first and behind the last row of a tensor of which this rank holds elements; (0, 1) for a number."""
+    shape, offset = _region(tensor)
+    return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
+
+
 @torch.no_grad()
 def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
     """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor, along whichever
     dimensions that is cut; if that of the state has fewer rows, into the first rows of the whole."""
-    whole, shape, offset = tensor.shape, tensor.shape, (0,) * tensor.dim()
-    if is_sharded(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
-        tensor = tensor.to_local()
+    (shape, offset), tensor, whole = _region(tensor), local_part(tensor), tensor.shape
     if not shape:
         tensor.copy_(state.read(key).view(()))
         return
@@ -225,9 +244,3 @@ def state_to_fill(
             optimizer.state[parameter] = {entry: new[entry] for entry in entries}
             wanted |= {f"{OPTIMIZER}{name}.{entry}": new[entry] for entry in entries}
     return wanted
-
-
-def load_moments(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: FullState) -> None:
-    """Replaces all that an optimizer keeps by what `state` has of it; see `state_to_fill`."""
-    for key, tensor in state_to_fill(optimizer, parameters, state).items():
-        fill(tensor, state, key)

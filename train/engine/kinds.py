@@ -7,16 +7,16 @@ sends (n - 1) / n S from each, an all-reduce twice that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import AveragedState, CheckpointFiles, FullState
+from matmix.train.engine.full_state import CheckpointFiles, FullState, averaged
 from matmix.train.engine.layouts import COUNTS
 from matmix.train.engine.mesh import MeshShape
+from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.engine.zero_files import ZeroFiles
 from matmix.train.state import Weights
 
@@ -26,18 +26,10 @@ _BUCKET, _LIVE = 500_000_000, 1_000_000_000
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
-def sharded_files() -> ModuleType:
-    """Returns the module of torch's sharded files. It is imported with the first checkpoint that is read or written: it
-    takes half a second, which a start has no use for."""
-    from matmix.train.engine import sharded_files
-
-    return sharded_files
-
-
-_READERS = {
-    "torch": lambda: sharded_files().ShardedFiles,
-    "deepspeed": lambda: ZeroFiles,
-    full_tensors.KIND: lambda: full_tensors.FullTensorFiles,
+_READERS: dict[str, type[CheckpointFiles]] = {
+    "torch": ShardedFiles,
+    "deepspeed": ZeroFiles,
+    full_tensors.KIND: full_tensors.FullTensorFiles,
 }
 """By what layouts call the engine. Engines of one kind read each other's checkpoints, and all read full tensors."""
 assert _READERS.keys() == COUNTS.keys()
@@ -48,7 +40,7 @@ def files_of(kind: Any) -> type[CheckpointFiles]:
     is no such kind."""
     if kind not in _READERS:
         raise ValueError(f"no engine is called {kind!a}")
-    return _READERS[kind]()
+    return _READERS[kind]
 
 
 def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> FullState:
@@ -61,12 +53,7 @@ def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights =
     all files must be there. Raises ValueError (one line) where the checkpoint has none."""
     if weights == "raw":
         return open_full(checkpoint, layout, weights_only=True)
-    return AveragedState(open_full(checkpoint, layout), f"checkpoint {checkpoint}")
-
-
-def index_files(files: Iterable[str]) -> list[str]:
-    """Returns those of a checkpoint's `files` that say what lies in the others."""
-    return [name for reader in _READERS.values() for name in reader().index_files(files)]
+    return averaged(open_full(checkpoint, layout), f"checkpoint {checkpoint}")
 
 
 # -- costs -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +27,7 @@ from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limit
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
 from matmix.train.engine.mesh import Mesh
-from matmix.train.engine.zero_files import SUBDIRECTORY, ZeroFiles, ZeroSnapshot, make_files
+from matmix.train.engine.zero_files import SUBDIRECTORY, make_files, write_files
 from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
 from matmix.train.optim.base import OTHERS
 from matmix.train.process.distributed import Distributed, ensure_group, is_distributed
@@ -180,24 +179,21 @@ class ZeroEngine(Engine):
         self.files.contents = {}
         self.model.save_checkpoint("snapshot", tag=SUBDIRECTORY, save_latest=False)  # nothing is written to there
         contents, self.files.contents = self.files.contents, {}
-        return ZeroSnapshot(self.host.copy(contents) if copy else contents)
+        return Snapshot(self.host.copy(contents) if copy else contents, write_files)
 
-    def load(self, directory: Path, layout: dict[str, Any]) -> None:
-        # DeepSpeed's own reader wants the same stage and number of ranks, and takes the options of the
-        # optimizer from the file.
-        self.load_full(ZeroFiles(directory, layout))
+    # DeepSpeed's own reader wants the same stage and number of ranks, and takes the options of the optimizer from the
+    # file.
+    def load(self, state: FullState) -> None:
+        if self.config.zero_stage > 0:
+            load_partitioned(self.optimizer, self.module, state, self.rank)
+        else:
+            super().load(state)
 
     def load_weights(self, state: FullState) -> None:
         if self.config.zero_stage > 0:
             load_partitioned_weights(self.optimizer, self.module, state, self.rank)
         else:
             super().load_weights(state)
-
-    def load_full(self, state: FullState) -> None:
-        if self.config.zero_stage > 0:
-            load_partitioned(self.optimizer, self.module, state, self.rank)
-        else:
-            super().load_full(state)
 
 
 # -- from full states into the partitions of ZeRO 1 to 3, at any number of ranks --------------------------------------

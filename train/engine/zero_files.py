@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from matmix.data.storage.files import open_durable
-from matmix.train.engine.base import Snapshot, find_os_error
+from matmix.train.engine.base import find_os_error
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry
 
 SUBDIRECTORY = "zero"
@@ -69,23 +69,18 @@ def make_files() -> Any:
     return Files()
 
 
-class ZeroSnapshot(Snapshot):
-    """The contents of the files that this rank writes, by their names."""
-
-    def __init__(self, files: dict[str, Any]) -> None:
-        self.files = files
-
-    def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        folder = directory / SUBDIRECTORY
-        folder.mkdir(exist_ok=True)
-        for name, contents in self.files.items():
-            try:
-                with open_durable(folder / name) as file:
-                    torch.save(contents, file)
-            except Exception as error:
-                if (cause := find_os_error(error)) is None:
-                    raise
-                raise cause from None
+def write_files(files: dict[str, Any], directory: Path, _group: dist.ProcessGroup | None) -> None:
+    """Writes the contents of the files of this rank, given by their names."""
+    folder = directory / SUBDIRECTORY
+    folder.mkdir(exist_ok=True)
+    for name, contents in files.items():
+        try:
+            with open_durable(folder / name) as file:
+                torch.save(contents, file)
+        except Exception as error:
+            if (cause := find_os_error(error)) is None:
+                raise
+            raise cause from None
 
 
 class ZeroFiles(CheckpointFiles):
@@ -108,8 +103,8 @@ class ZeroFiles(CheckpointFiles):
         with _holding(checkpoint):
             self._find_entries(layout, weights_only)
 
-    @staticmethod
-    def weight_files(checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    @classmethod
+    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         # From stage 3 on the weights lie with what the optimizer keeps.
         return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
 

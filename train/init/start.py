@@ -17,7 +17,7 @@ from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.model.interop.importing.exported import load_weights
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine.base import Engine, persistent_tensors
-from matmix.train.engine.full_state import MODEL, FullState
+from matmix.train.engine.full_state import MODEL, RenamedState
 from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names
 
@@ -54,23 +54,20 @@ class Start:
         return "; ".join(parts)
 
 
-class _Taken(FullState):
+class _Taken(RenamedState):
     """The weights that are taken, by the model's names."""
 
     def __init__(self, start: Start, model: ModelConfig) -> None:
-        self._state, self._model = start.source.state, model
-        self._keys = {MODEL + ours: MODEL + theirs for ours, theirs in start.taken.items()}
-        self._resized = {MODEL + name for name in start.resized}
-        self.entries = {ours: self._state.entries[theirs] for ours, theirs in self._keys.items()}
+        super().__init__(start.source.state, {MODEL + ours: MODEL + theirs for ours, theirs in start.taken.items()})
+        self._model, self._resized = model, {MODEL + name for name in start.resized}
         for name, shape in start.resized.items():
             self.entries[MODEL + name] = dataclasses.replace(self.entries[MODEL + name], shape=shape)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        if key in self._resized:
-            whole = self._state.read_whole(self._keys[key])
-            name = key.removeprefix(MODEL)
-            return self._model.model_class.resized_parameter(name, whole, self._model).flatten()[start:stop]
-        return self._state.read(self._keys[key], start, stop)
+        if key not in self._resized:
+            return super().read(key, start, stop)
+        whole, name = self._state.read_whole(self._keys[key]), key.removeprefix(MODEL)
+        return self._model.model_class.resized_parameter(name, whole, self._model).flatten()[start:stop]
 
 
 def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:

@@ -19,7 +19,7 @@ from matmix.data.storage.remote import RemoteError, RemoteFolder
 from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.manifest import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
-from matmix.train.engine.kinds import files_of, index_files
+from matmix.train.engine.kinds import files_of
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lock
 from matmix.train.run.lock import Lease
@@ -166,12 +166,13 @@ class RunSync:
             (target / MANIFEST).unlink(missing_ok=True)
             for name in set(list_files(target)) - files.keys():
                 (target / name).unlink()  # of another attempt at this step
-            first = index_files(files) if weights_only else []
-            self._pull_files(step, files, first, logging.DEBUG)
-            layout = manifest["layout"]
-            reader = files_of(layout["engine"])
-            wanted = reader.weight_files(target, layout, files) if weights_only else list(files)
-            self._pull_files(step, files, set(wanted).difference(first), logging.INFO)
+            layout, wanted, first = manifest["layout"], set(files), set()
+            if weights_only:
+                reader = files_of(layout["engine"])
+                first = files.keys() - shards if (shards := reader.shards(files)) else set()
+                self._pull_files(step, files, first, logging.DEBUG)
+                wanted = set(reader.weight_files(target, layout, files))
+            self._pull_files(step, files, wanted - first, logging.INFO)
         except ValueError as error:
             return str(error).replace(f"checkpoint {target}", f"checkpoint {remote.url}")
         write_atomic(target / MANIFEST, raw)

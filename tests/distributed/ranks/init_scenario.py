@@ -13,9 +13,10 @@ from beginnings import first_weights
 from saved_weights import read_weights
 
 from matmix.train.checkpoint.manifest import read_manifest
-from matmix.train.engine import sharded_files
+from matmix.train.engine import kinds
 from matmix.train.engine.full_state import MODEL, FullState
 from matmix.train.engine.kinds import open_full
+from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.entry import main
 from matmix.train.init import InitSource, source_of, start
 
@@ -66,18 +67,18 @@ def train_and_begin(source: list[str], begin: list[str]) -> tuple[bool, int, int
     assert main(["debug_hydra", *source, "--device", "cpu"]) == 0
     lengths: list[int] = []
 
-    class Reader(sharded_files._Reader):
-        def _slice_file(self, file, place):
-            if source[-1] in str(self.path):
-                lengths.append(place.length)
-            return super()._slice_file(file, place)
+    class Reader(ShardedFiles):
+        def _load(self, chunk):
+            if source[-1] in str(self.directory):
+                lengths.append(chunk.length)
+            return super()._load(chunk)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_files, "_Reader", Reader)
+        patch.setitem(kinds._READERS, "torch", Reader)
         found = first_weights("debug_hydra", begin)
     checkpoint = max(Path(source[-1]).glob("checkpoints/step-*"))
     expected = dict(read_weights(checkpoint))
     same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    places = open_full(checkpoint, read_manifest(checkpoint)["layout"])._index.storage_data
-    stored = sum(place.length for index, place in places.items() if index.fqn.startswith(MODEL))
+    chunks = open_full(checkpoint, read_manifest(checkpoint)["layout"]).chunks
+    stored = sum(chunk.length for key, parts in chunks.items() if key.startswith(MODEL) for chunk in parts)
     return same, sum(lengths), stored

@@ -21,7 +21,8 @@ from matmix.train.engine import mesh
 from matmix.train.engine.fsdp import FsdpEngine
 from matmix.train.engine.full_state import fill
 from matmix.train.engine.mesh import Dimension
-from matmix.train.engine.sharded_files import SUBDIRECTORY, ShardedFiles, write_sharded
+from matmix.train.engine.sharded_files import ShardedFiles
+from matmix.train.engine.sharded_writer import write_sharded
 from matmix.train.optim.base import local_part
 from matmix.train.recipe import load_config
 
@@ -74,7 +75,7 @@ def saved_in_columns(directory: str) -> list[bool]:
     it: whether each is what was saved."""
     ranks = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(15.0).view(3, 5)
-    write_sharded({"model.weight": distribute_tensor(whole, ranks, [Shard(1)])}, Path(directory) / SUBDIRECTORY)
+    write_sharded({"model.weight": distribute_tensor(whole, ranks, [Shard(1)])}, Path(directory))
     files = ShardedFiles(Path(directory), {"shapes": {"weight": [3, 5]}, "moments": {}})
     same = []
     for placement in (Shard(1), Shard(0), Replicate()):
