@@ -12,7 +12,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,27 +41,35 @@ Keep = Callable[[Iterable[int]], set[int]]
 """Returns which of these steps, valid ones in order, stay."""
 
 
-class Store(Protocol):
-    """The place where the checkpoints of a run are written, and where they count."""
+class Store:
+    """The place where the checkpoints of a run are written, and where they count: a folder that all ranks see. Others
+    bring what was written to where it counts."""
 
-    directory: Path
-    """The folder that they are written to."""
-    where: str
-    """The name that the user knows the place by."""
-    folder: FolderGroup
-    """The ranks that share `directory`."""
+    def __init__(self, directory: Path, where: str = "", folder: FolderGroup | None = None) -> None:
+        """directory: the folder that they are written to; where: the name that the user knows the place by; folder: the
+        ranks that share `directory`, by default all."""
+        self.directory, self.where = directory, where or str(directory)
+        self.folder = folder or FolderGroup.of_all()
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, valid or not, in order."""
+        return list_steps(self.directory)
 
     def looks_whole(self, step: int) -> bool:
         """Returns whether the checkpoint of a step is there; its content is not read."""
+        try:
+            check_sizes(self.directory / step_name(step))
+        except (ValueError, OSError):
+            return False
+        return True
 
     def steps_to_try(self) -> list[int]:
         """Returns the steps of which there may be a valid checkpoint, in order, the same on all ranks."""
+        return from_rank_zero(self.steps())
 
     def find_problem(self, step: int, *, weights_only: bool) -> str | None:
         """Says on all ranks what is wrong with the checkpoint of a step; None: it is whole, and in `directory`."""
+        return find_problem(self.directory / step_name(step), weights_only=weights_only)
 
     def publish(self, step: int, group: dist.ProcessGroup | None) -> None:
         """Brings a written checkpoint to where it counts. Raises OSError on all ranks if the storage there failed."""
@@ -70,57 +78,24 @@ class Store(Protocol):
         """Removes from `directory`, on a rank that leads it, what else may go after a save that failed."""
 
     def remove_all_but(self, written: int, keep: Keep) -> None:
-        """Removes the checkpoints that need not stay beside that of `written`. Called on all ranks. Where the storage
-        fails, a warning says so."""
-
-
-class FolderStore:
-    """A folder that all ranks see: what is written there counts."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.where, self.folder = directory, str(directory), FolderGroup.of_all()
-
-    def steps(self) -> list[int]:
-        return list_steps(self.directory)
-
-    def looks_whole(self, step: int) -> bool:
-        try:
-            check_sizes(self.directory / step_name(step))
-        except (ValueError, OSError):
-            return False
-        return True
-
-    def steps_to_try(self) -> list[int]:
-        return from_rank_zero(self.steps())
-
-    def find_problem(self, step: int, *, weights_only: bool) -> str | None:
-        return find_problem(self.directory / step_name(step), weights_only=weights_only)
-
-    def publish(self, step: int, group: dist.ProcessGroup | None) -> None:
-        """Does nothing: the checkpoint is where it counts."""
-
-    def clear_failed(self, step: int) -> None:
-        """Does nothing: all that is here is valid."""
-
-    def remove_all_but(self, written: int, keep: Keep) -> None:
+        """Removes the checkpoints that need not stay beside that of `written`, which is known to be valid. Called on
+        all ranks."""
         if self.folder.leads:
-            # The one just written is known to be valid; others only look like it.
-            remove_checkpoints(self.directory, {written, *keep(filter(self.looks_whole, self.steps()))}, self.where)
+            self.remove_here({written, *keep(filter(self.looks_whole, self.steps()))})
 
-
-def remove_checkpoints(directory: Path, keep: set[int], where: str) -> None:
-    """Removes all checkpoints in a folder but those of the steps to keep, and what is unfinished. Where the storage
-    fails, a warning says so; where: what the user calls the folder."""
-    try:
-        for path in list(directory.iterdir()):
-            if path.name.startswith(LEFTOVERS):
-                shutil.rmtree(path)
-            elif (step := step_of(path.name)) is not None and step not in keep:
-                # The manifest goes first, so that a half-removed directory is never taken for a whole one.
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path.rename(directory / f".old-{path.name}"))
-    except OSError as error:
-        logger.warning(f"old checkpoints in {where} could not be removed: {error}")
+    def remove_here(self, keep: set[int]) -> None:
+        """Removes all checkpoints in `directory` but those of the steps to keep, and what is unfinished. Where the
+        storage fails, a warning says so."""
+        try:
+            for path in list(self.directory.iterdir()):
+                if path.name.startswith(LEFTOVERS):
+                    shutil.rmtree(path)
+                elif (step := step_of(path.name)) is not None and step not in keep:
+                    # The manifest goes first, so that a half-removed directory is never taken for a whole one.
+                    (path / MANIFEST).unlink(missing_ok=True)
+                    shutil.rmtree(path.rename(self.directory / f".old-{path.name}"))
+        except OSError as error:
+            logger.warning(f"old checkpoints in {self.where} could not be removed: {error}")
 
 
 class CheckpointManager:
@@ -139,7 +114,7 @@ class CheckpointManager:
         """keep_last: newest checkpoints that stay; keep_every: multiples of so many steps stay for ever; record: a file
         outside of the folder that says that there were checkpoints, should they vanish; start_over: they may have;
         copies: those of the same run that lie with the nodes."""
-        self.store: Store = FolderStore(Path(directory)) if isinstance(directory, str | Path) else directory
+        self.store = directory if isinstance(directory, Store) else Store(Path(directory))
         self.keep_last, self.keep_every = keep_last, keep_every
         self.record, self.start_over, self.copies = record, start_over, copies
         self.best = -1
@@ -183,22 +158,21 @@ class CheckpointManager:
         saves as `save` does.
         """
         running = self._running
-        if running is not None and running.is_running() and not running.local and not self._said_slow:
+        if running is not None and not running.saved.done() and not running.local and not self._said_slow:
             self._said_slow = True
             logger.warning(
                 f"at step {step} the checkpoint of step {running.step} is still being written, and "
                 f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
             )
         self.wait()
-        state = self._copied(step, engine, extra)
-        if state is None:
-            logger.warning(
-                f"there is no host memory for a copy of the state: training waits while step {step} is saved; "
-                f"checkpoint.asynchronous = false spares the try"
-            )
-            self.save(step, engine, extra)
+        if (state := self._copied(step, engine, extra)) is not None:
+            self._begin(state, engine, self._complete)
             return
-        self._running = BackgroundSave(step, functools.partial(self._complete, state, self._side()), engine.device)
+        logger.warning(
+            f"there is no host memory for a copy of the state: training waits while step {step} is saved; "
+            f"checkpoint.asynchronous = false spares the try"
+        )
+        self.save(step, engine, extra)
 
     def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
         """Begins a copy that lies with the nodes and is no checkpoint, as `begin_save` does; none where a save is still
@@ -206,7 +180,7 @@ class CheckpointManager:
         copies = self.copies
         if copies is None or copies.off:
             return
-        if any(gather_objects(self._running is not None and self._running.is_running())):
+        if any(gather_objects(self._running is not None and not self._running.saved.done())):
             return
         self.wait()
         if copies.off:
@@ -215,13 +189,19 @@ class CheckpointManager:
         if state is None:
             copies.give_up("there is no host memory for a copy of the state")
         elif copies.has_room(engine.host.size):
-            work = functools.partial(copies.complete, state, self._side())
-            self._running = BackgroundSave(step, work, engine.device, local=True)
+            self._begin(state, engine, copies.complete, local=True)
 
-    def _side(self) -> dist.ProcessGroup | None:
-        if self._group is None:
-            self._group = make_side_group()
-        return self._group
+    def _begin(
+        self,
+        state: RankState,
+        engine: Engine,
+        complete: Callable[[RankState, dist.ProcessGroup | None], bool],
+        *,
+        local: bool = False,
+    ) -> None:
+        self._group = self._group or make_side_group()
+        work = functools.partial(complete, state, self._group)
+        self._running = BackgroundSave.begin(state.step, work, engine.device, local=local)
 
     @staticmethod
     def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> RankState | None:
@@ -243,7 +223,7 @@ class CheckpointManager:
         Raises any other error of the save, such as the end of another rank.
         """
         running, self._running = self._running, None
-        if running is None or running.join():
+        if running is None or running.saved.result():
             return None
         if running.local:
             self.copies.off = True
@@ -261,13 +241,13 @@ class CheckpointManager:
 
     def _complete(self, state: RankState, group: dist.ProcessGroup | None) -> bool:
         """Writes, then clears up; in the background, too. Returns whether there is a checkpoint now."""
-        step, target, folder = state.step, self.path(state.step), self.store.folder
+        step, target, leads = state.step, self.path(state.step), self.store.folder.leads
         temporary = target.with_name(f".tmp-{target.name}")
         try:
-            write_checkpoint(state, temporary, target, group, folder)
+            write_checkpoint(state, temporary, target, group, self.store.folder)
             self.store.publish(step, group)
         except OSError as error:
-            if folder.leads:
+            if leads:
                 shutil.rmtree(temporary, ignore_errors=True)
                 self.store.clear_failed(step)
             whole = [s for s in self.steps() if self._looks_whole(s)]
@@ -275,7 +255,7 @@ class CheckpointManager:
             logger.warning(f"no checkpoint at step {step}: {complaint(error)}; training goes on, {last}")
             return False
         self._damaged.discard(step)
-        if folder.leads and self.record is not None:
+        if leads and self.record is not None:
             try:
                 write_atomic(self.record, json.dumps({"step": step}) + "\n")
             except OSError as error:
@@ -347,19 +327,18 @@ class CheckpointManager:
         if path not in self._verified and (problem := find_problem(path)) is not None:
             raise ValueError(problem)
         manifest = read_manifest(path)
-        layout = manifest["layout"]
-        kind = layout["engine"]
-        if kind not in (engine.kind, FULL_TENSORS):
-            run, there, here = path.parent.parent, files_of(kind), files_of(engine.kind)
+        layout, rank = manifest["layout"], engine.mesh.batch_rank
+        if layout["engine"] not in (engine.kind, FULL_TENSORS):
+            run, there, here = path.parent.parent, files_of(layout["engine"]), files_of(engine.kind)
             raise ValueError(
                 f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
                 f"{here.engine_names} as it is: set engine.name accordingly, or go on from the run that "
                 f"`{shell_line('matmix', 'checkpoints', 'convert', run, '--out', f'{run}-converted')}` makes"
             )
         check_shapes(path, layout["shapes"], engine.shapes())
-        generators = read_generators(path / GENERATORS, engine.mesh.batch_rank)
+        generators = read_generators(path / GENERATORS, rank)
         engine.load(open_full(path, layout))
-        restore_generators(generators, engine.mesh.batch_rank)
+        restore_generators(generators, rank)
         if self.copies is not None:
             self.copies.follow(path)
         return manifest["extra"]

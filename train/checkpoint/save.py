@@ -10,9 +10,10 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -62,12 +63,13 @@ def write_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         (temporary / GENERATORS).mkdir(parents=True)
 
-    def write_generators() -> None:
-        with open_durable(temporary / GENERATORS / f"rank-{state.batch_rank:05d}.json") as file:
-            file.write(json.dumps(state.generators).encode())
+    def write() -> None:
+        if state.generators is not None:
+            with open_durable(temporary / GENERATORS / f"rank-{state.batch_rank:05d}.json") as file:
+                file.write(json.dumps(state.generators).encode())
 
     agree(begin, here=folder.leads, group=group)
-    agree(write_generators, here=state.generators is not None, group=group)
+    agree(write, group=group)
     agree(lambda: state.snapshot.write(temporary, group), group=group)
     listed = agree(lambda: (folder.number, list_files(temporary)), here=folder.leads, group=group)
     names = dict(filter(None, listed))[folder.number]
@@ -100,39 +102,32 @@ def _put_in_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-class BackgroundSave:
+class BackgroundSave(NamedTuple):
     """A save in a thread of its own."""
 
-    def __init__(self, step: int, work: Callable[[], bool], device: torch.device, *, local: bool = False) -> None:
-        """work: does the save, and returns whether there is a checkpoint now; local: it is
-        only a copy with the nodes."""
-        self.step, self.local = step, local
-        self._work, self._device = work, device
-        self._saved = False
-        self._error: BaseException | None = None
+    step: int
+    local: bool  # it is only a copy with the nodes
+    saved: Future[bool]  # whether there is a checkpoint, once it has ended
+
+    @classmethod
+    def begin(cls, step: int, work: Callable[[], bool], device: torch.device, *, local: bool = False) -> BackgroundSave:
+        """work: does the save, and returns whether there is a checkpoint now."""
+        saved: Future[bool] = Future()
+
+        def run() -> None:
+            nonlocal work
+            try:
+                if device.type == "cuda":
+                    torch.cuda.set_device(device)  # else this thread would open a context on the first device
+                saved.set_result(work())
+            except BaseException as error:
+                saved.set_exception(error)
+            finally:
+                del work  # and with it what it was writing
+
         # A daemon: where the other ranks are gone it may wait for them long after this process has given up.
-        self._thread = threading.Thread(target=self._run, name=f"save of step {step}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # else this thread would open a context on the first device
-            self._saved = self._work()
-        except BaseException as error:
-            self._error = error
-        finally:
-            del self._work  # and with it what it was writing
-
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    def join(self) -> bool:
-        """Waits for its end and returns whether there is a checkpoint now. Raises what it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._saved
+        threading.Thread(target=run, name=f"save of step {step}", daemon=True).start()
+        return cls(step, local, saved)
 
 
 # -- random generators -----------------------------------------------------------------------------------
@@ -147,8 +142,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """States of the generators of Python, NumPy and torch (CPU, and the CUDA device in use), as JSON
-    values."""
+    """Returns the states of Python's, NumPy's and torch's generators (CPU, and the CUDA device in use), as JSON has
+    them."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -161,18 +156,6 @@ def generator_states() -> dict[str, Any]:
     return state
 
 
-def _check_state(state: Any) -> None:
-    """Raises ValueError (one line) where `set_generators` would stop half-way."""
-    try:
-        random.Random().setstate(_python_state(state))
-        np.random.RandomState().set_state(_numpy_state(state))
-        torch.Generator().set_state(_decode(state["torch"]))
-        _decode(state.get("cuda", ""))
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"it holds no state of random generators ({type(error).__name__}: {text})") from None
-
-
 def set_generators(state: dict[str, Any]) -> None:
     """Puts the generators back to a state from `generator_states`; without CUDA in use its part is left out."""
     random.setstate(_python_state(state))
@@ -183,7 +166,8 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def read_generators(directory: Path, batch_rank: int) -> tuple[dict[str, Any], bool]:
-    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError.
+    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError (one
+    line) where `set_generators` would stop half-way.
 
     batch_rank: `Mesh.batch_rank`, by which the files are numbered.
     """
@@ -191,9 +175,13 @@ def read_generators(directory: Path, batch_rank: int) -> tuple[dict[str, Any], b
     path = own if own.is_file() else directory / "rank-00000.json"
     state = read_json(path)
     try:
-        _check_state(state)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        random.Random().setstate(_python_state(state))
+        np.random.RandomState().set_state(_numpy_state(state))
+        torch.Generator().set_state(_decode(state["torch"]))
+        _decode(state.get("cuda", ""))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{path} is damaged: it holds no state of random generators ({text})") from None
     return state, path == own
 
 

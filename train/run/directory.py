@@ -20,7 +20,7 @@ from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint import local_copies
 from matmix.train.checkpoint.local_copies import LocalCopies
-from matmix.train.checkpoint.manager import CheckpointManager, FolderStore, Store
+from matmix.train.checkpoint.manager import CheckpointManager, Store
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
 from matmix.train.recipe_files import read_toml
@@ -181,7 +181,7 @@ class RunDirectory:
         return CheckpointManager(self._store(config), record=self.path / SAVED, copies=copies, **options)
 
     def _store(self, config: CheckpointConfig) -> Store:
-        return FolderStore(self.checkpoints)
+        return Store(self.checkpoints)
 
     def lead(self, checkpoints: CheckpointManager) -> None:
         """Makes `checkpoints` write to and remove from the folder that is held, whatever lies at its path."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from matmix.data.storage.remote import RemoteFolder, is_url, refuse_secrets
-from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store, remove_checkpoints
+from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store
 from matmix.train.checkpoint.manifest import matches, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name
 from matmix.train.config import CheckpointConfig, RunConfig
@@ -30,15 +30,15 @@ from matmix.train.run.sync import CHECKPOINTS, RunSync
 logger = logging.getLogger(__name__)
 
 
-class UploadedStore:
+class UploadedStore(Store):
     """Checkpoints of a run at a URL: written into each node's folder, then uploaded; only what is uploaded counts."""
 
     def __init__(self, sync: RunSync, *, up_to_date: bool, keep_last: int) -> None:
         """sync: rank 0 holds its lease; up_to_date: whether this node took part in the last start of the run;
         keep_last: checkpoints that stay in the node's folder."""
+        super().__init__(sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}", FolderGroup.of_node())
         self.sync, self.up_to_date, self.keep_last = sync, up_to_date, keep_last
-        self.directory, self.where = sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}"
-        self.folder, self._is_first = FolderGroup.of_node(), rank_and_world_size()[0] == 0
+        self._is_first = rank_and_world_size()[0] == 0
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
 
     def steps(self) -> list[int]:
@@ -56,21 +56,18 @@ class UploadedStore:
         self._uploaded = sorted([*self._uploaded, step])
 
     def clear_failed(self, step: int) -> None:
-        self._keep_here({step, *list_steps(self.directory, written=True)[-self.keep_last :]})
+        self.remove_here({step, *list_steps(self.directory, written=True)[-self.keep_last :]})
 
     def remove_all_but(self, written: int, keep: Keep) -> None:
         kept = {written, *keep(self._uploaded)}
         self._uploaded = [step for step in self._uploaded if step in kept]
         if self.folder.leads:
-            self._keep_here({written, *self._uploaded[-self.keep_last :]})
+            self.remove_here({written, *self._uploaded[-self.keep_last :]})
         if self._is_first:
             try:
                 self.sync.remove_all_but({*self._uploaded, written})
             except OSError as error:
                 logger.warning(f"old checkpoints of {self.sync.url} could not be removed: {error}")
-
-    def _keep_here(self, steps: set[int]) -> None:
-        remove_checkpoints(self.directory, steps, self.where)
 
     def steps_to_try(self) -> list[int]:
         """Returns those at the URL. A checkpoint that the last start wrote but could not upload is uploaded first."""
