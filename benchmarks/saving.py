@@ -22,7 +22,7 @@ from matmix.launch.lab.measuring import environment, prepare
 from matmix.model import ModelConfig
 from matmix.train.checkpoint.local_copies import RECORD, LocalCopies
 from matmix.train.checkpoint.manager import CheckpointManager
-from matmix.train.config import ObjectiveConfig
+from matmix.train.config import CheckpointConfig, ObjectiveConfig
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
@@ -136,7 +136,7 @@ def measure(config: EngineConfig, distributed: Distributed, parameters: int, fol
 
 def measure_copies(engine: Engine, folder: Path, repeats: int) -> dict[str, float]:
     """Returns medians in seconds of a copy in the node's memory: until training goes on, and until it is complete."""
-    copies = LocalCopies(str(folder), folder / RECORD, every=1)
+    copies = LocalCopies(str(folder), folder / RECORD, CheckpointConfig(local_every=1))
     manager = CheckpointManager(folder, copies=copies)
     copies.follow(None)
     stalls, background = [], []

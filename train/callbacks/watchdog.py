@@ -24,7 +24,7 @@ from matmix.train.process.distributed import wait_for_ranks
 from matmix.train.process.exits import EXIT_HUNG
 from matmix.train.process.hang_report import Whereabouts, exchange, explain
 from matmix.train.process.heartbeat import beat, last_beat
-from matmix.train.run.outcome import attempt_id, write_outcome
+from matmix.train.run.outcome import Outcome, attempt_id, write_outcome
 from matmix.train.words import duration
 
 logger = logging.getLogger(__name__)
@@ -147,16 +147,10 @@ class Watchdog(Callback):
             exchange(places, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
-        state = self.run.state
         steps = self.run.saved_steps()
-        write_outcome(
-            self.run.path,
-            code=EXIT_HUNG,
-            reason=reason,
-            step=state.step,
-            saved_step=steps[-1] if steps else None,
-            rank=self.rank,
-        )
+        saved = steps[-1] if steps else None
+        outcome = Outcome(code=EXIT_HUNG, reason=reason, step=self.run.state.step, saved_step=saved)
+        write_outcome(self.run.path, outcome, self.rank)
 
     def _place(self) -> str:
         """The place where the main thread is, in a few words."""

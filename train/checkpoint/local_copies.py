@@ -22,7 +22,7 @@ import tempfile
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ from matmix.data.storage.private import is_own, private_folder
 from matmix.train.checkpoint.manifest import list_files, matches, read_manifest
 from matmix.train.checkpoint.nodes import Transfer, exchange, free_bytes
 from matmix.train.checkpoint.save import RankState, write_checkpoint
-from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name, step_of
+from matmix.train.checkpoint.steps import MANIFEST, list_steps, remove_checkpoint, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.kinds import files_of
 from matmix.train.process.distributed import (
@@ -43,6 +43,9 @@ from matmix.train.process.distributed import (
     gather_objects,
     rank_and_world_size,
 )
+
+if TYPE_CHECKING:
+    from matmix.train.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -55,23 +58,13 @@ _Kept = tuple[str, int | None]  # name of a start, and a step of it; None = any
 class LocalCopies:
     """The copies of one run. Every method but `complete` is called on all ranks, by the thread that trains."""
 
-    def __init__(
-        self,
-        run: str,
-        record: Path,
-        *,
-        every: int,
-        directory: str = "",
-        peers: bool = True,
-        up_to_date: bool = True,
-    ) -> None:
-        """run: its folder or URL; record: the file that names the start, in the run's folder; every: steps, 0 = no
-        copies are made, and what earlier starts left is removed; directory: of the node, "" = in memory where there is
-        such a place; peers: each node also holds what the one before it wrote; up_to_date: on rank 0, whether the
-        records of the run are here as the last start left them."""
-        self.record, self.peers, self.up_to_date = record, peers, up_to_date
-        self.off = every == 0
-        base = Path(directory).expanduser() if directory else _memory_folder()
+    def __init__(self, run: str, record: Path, config: CheckpointConfig, *, up_to_date: bool = True) -> None:
+        """run: its folder or URL; record: the file that names the start, in the run's folder; config: where it has no
+        `local_every`, what earlier starts left is removed; up_to_date: on rank 0, whether the records of the run are
+        here as the last start left them."""
+        self.record, self.peers, self.up_to_date = record, config.local_peers, up_to_date
+        self.off = config.local_every == 0
+        base = Path(config.local_dir).expanduser() if config.local_dir else _memory_folder()
         self._base = base / f"matmix-{os.geteuid()}"
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rsplit("/", 1)[-1])[:64]
         self._of_run = self._base / f"{stem}-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
@@ -108,11 +101,11 @@ class LocalCopies:
     def _read_record(self) -> list[_Kept]:
         """Returns which copies count: those of the last start, and the one that it began from."""
         try:
-            record = read_json(self.record)
+            record = read_json(self.record) if self.up_to_date else None
             kept = [(record["name"], None), *([tuple(record["origin"])] if record["origin"] else [])]
         except (OSError, ValueError, LookupError, TypeError):
             return []
-        return kept if self.up_to_date and all(isinstance(name, str) for name, *_ in kept) else []
+        return kept if all(isinstance(name, str) for name, *_ in kept) else []
 
     def _find(self, kept: list[_Kept], after: int) -> dict[int, tuple[str, bytes]]:
         """Returns what this node has that counts: step -> hash of what the copy says of itself, the same on all nodes,
@@ -178,14 +171,11 @@ class LocalCopies:
             _require_room(self.folder, sum(files[name][0] for name in missing))
             path.mkdir(exist_ok=True)
 
-        def compare() -> None:
-            if damaged := [name for name in missing if name not in arrived]:
-                raise OSError(f"{damaged[0]} arrived damaged")
-
         agree(prepare, here=self._node.leads)
         agree(lambda: exchange(path, transfers), here=self._node.leads)
         arrived = self._whole(path, files, missing)[self._number]
-        agree(compare)
+        if damaged := next(filter(None, gather_objects([name for name in missing if name not in arrived])), None):
+            raise OSError(f"{damaged[0]} arrived damaged")
 
     def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
         """Returns for each node, in the order of `_leaders`, which of these files it holds with the right checksum. Its
@@ -304,26 +294,24 @@ class LocalCopies:
             return True
         node, host = self._node, socket.gethostname()
         everywhere = gather_objects((node.number, node.index, node.count, host))
-        nodes = sorted({number for number, *_ in everywhere})
-        indices = {each: sorted(index for number, index, *_ in everywhere if number == each) for each in nodes}
-        problem = None
-        if all(indices[number] == list(range(count)) for number, _, count, _ in everywhere):
-            self._number = nodes.index(node.number)
+        firsts = {number: rank for rank, (number, index, *_) in enumerate(everywhere) if index == 0}
+        counted = {(number, index) for number, _, count, _ in everywhere for index in range(count)}
+        problem = "the launcher does not say which ranks share a node (GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE)"
+        if sorted((number, index) for number, index, *_ in everywhere) == sorted(counted):
             # By the host's name: at the next start the nodes may be numbered otherwise.
             here = sorted({number for number, _, _, other in everywhere if other == host}).index(node.number)
             self.folder = self._of_run / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', host)}-{here}"
+            problem = None
             try:
                 for folder in (self._base, self._of_run, self.folder):
                     private_folder(folder)
             except (OSError, ValueError) as error:
                 problem = f"{host}: {error}"
-        else:
-            problem = "the launcher does not say which ranks share a node (GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE)"
         if problem := next(filter(None, gather_objects(problem)), None):
             self.give_up(problem)
             return False
-        firsts = {number: rank for rank, (number, index, *_) in enumerate(everywhere) if index == 0}
-        self._leaders = [firsts[each] for each in nodes]
+        self._leaders = [firsts[number] for number in sorted(firsts)]
+        self._number = sorted(firsts).index(node.number)
         return True
 
     def give_up(self, problem: str) -> None:
@@ -334,9 +322,8 @@ class LocalCopies:
     def _remove_all_but(self, kept: Path | None) -> None:
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             if path != kept:
-                # The manifest goes first, so that a half-removed copy is never taken for a whole one.
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(path)
 
 
 def _remove(folder: Path, names: Collection[str]) -> None:

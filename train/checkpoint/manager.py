@@ -28,7 +28,7 @@ from matmix.train.checkpoint.save import (
     restore_generators,
     write_checkpoint,
 )
-from matmix.train.checkpoint.steps import LEFTOVERS, MANIFEST, list_steps, step_name, step_of
+from matmix.train.checkpoint.steps import LEFTOVERS, list_steps, remove_checkpoint, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
 from matmix.train.engine.kinds import files_of, open_full
@@ -91,9 +91,7 @@ class Store:
                 if path.name.startswith(LEFTOVERS):
                     shutil.rmtree(path)
                 elif (step := step_of(path.name)) is not None and step not in keep:
-                    # The manifest goes first, so that a half-removed directory is never taken for a whole one.
-                    (path / MANIFEST).unlink(missing_ok=True)
-                    shutil.rmtree(path.rename(self.directory / f".old-{path.name}"))
+                    remove_checkpoint(path)
         except OSError as error:
             logger.warning(f"old checkpoints in {self.where} could not be removed: {error}")
 

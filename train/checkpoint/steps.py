@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 MANIFEST = "checkpoint.json"
@@ -28,3 +29,9 @@ def list_steps(folder: Path, *, written: bool = False) -> list[int]:
     names = os.listdir(folder) if folder.is_dir() else []
     steps = {name: step for name in names if (step := step_of(name)) is not None}
     return sorted(step for name, step in steps.items() if not written or (folder / name / MANIFEST).is_file())
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint: its manifest goes first, so that half of one is never taken for a whole."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path.rename(path.with_name(f"{LEFTOVERS[1]}{path.name}")))

@@ -11,9 +11,9 @@ def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | No
     (one line) where it does not fit the ranks."""
     mesh = mesh or make_mesh(config, distributed)
     if config.kind == "deepspeed":
-        from matmix.train.engine.zero import ZeroEngine
+        from matmix.train.engine.zero import PartitionedEngine, ZeroEngine
 
-        return ZeroEngine(config, distributed, mesh)
+        return (PartitionedEngine if config.zero_stage else ZeroEngine)(config, distributed, mesh)
     from matmix.train.engine.fsdp import FsdpEngine
 
     return FsdpEngine(config, distributed, mesh)

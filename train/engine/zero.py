@@ -12,17 +12,18 @@ float32 copy of the model in host memory per rank while a run starts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
+from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
@@ -51,7 +52,7 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 
 
 class ZeroEngine(Engine):
-    """The engine behind `name = "deepspeed"`."""
+    """The engine behind `name = "deepspeed"` at stage 0, where every rank has a copy of everything."""
 
     kind = "deepspeed"
 
@@ -101,8 +102,81 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
-        if self.config.zero_stage == 0:
-            return self._step_of_copies(max_norm)
+        norm, is_finite = self.clip(max_norm, self._agreed)
+        self.model.step() if is_finite else self.model.zero_grad()
+        return norm
+
+    def _agreed(self, norms: torch.Tensor) -> torch.Tensor:
+        if is_distributed():
+            norms, self.gradients_differ = agree_on_norms(norms, norms, None)
+        return norms
+
+    def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield MODEL + name, parameter.detach()
+        for name, entries in self.optimizer.named_state():
+            for entry, value in entries.items():
+                yield f"{OPTIMIZER}{name}.{entry}", torch.as_tensor(value)
+
+    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = {name for name, _ in self.module.named_parameters()}
+        return ((MODEL + name, tensor) for name, tensor in self.named_tensors() if name not in parameters)
+
+    def layout(self) -> dict[str, Any]:
+        # The optimizer's file has numbers instead of names.
+        names = [name for name, _, _ in self.optimizer.named_parameters()]
+        return {**super().layout(), "zero_stage": 0, "optimizer": names}
+
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        self.files.contents = {}
+        self.model.save_checkpoint("snapshot", tag=SUBDIRECTORY, save_latest=False)  # nothing is written to there
+        contents, self.files.contents = self.files.contents, {}
+        return Snapshot(self.host.copy(contents) if copy else contents, write_files)
+
+
+class _Fragment(NamedTuple):
+    """Elements of a tensor that lie on this rank."""
+
+    name: str
+    start: int  # in the tensor
+    numel: int
+    offset: int  # where they lie in the flat tensor of the group
+
+
+class PartitionedEngine(ZeroEngine):
+    """The same at stages 1 to 3, where the optimizer's groups are flat and each rank updates a part of each.
+
+    In float32 the weights of the forward pass and those that the optimizer updates are equal, so that filling the
+    former and copying is exact. What the optimizer keeps is laid out like the weights. DeepSpeed's own reader wants the
+    same stage and number of ranks, and takes the options of the optimizer from the file.
+    """
+
+    @property
+    def third(self) -> bool:
+        return self.config.zero_stage == 3
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """This rank's part of the weights that the optimizer updates, for each of its groups (at stage 3, for each of
+        the pieces of them)."""
+        optimizer = self.optimizer
+        return optimizer.fp32_partitioned_groups_flat if self.third else optimizer.single_partition_of_fp32_groups
+
+    def _group(self, index: int) -> dict[str, Any]:
+        """Returns the group of the flat tensor of this number."""
+        return self.optimizer.param_groups[self.optimizer.sub_group_to_group_id[index] if self.third else index]
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Lets weights be changed within the context: what stage 3 has gathered at the moment is partitioned before."""
+        if self.third:
+            self.optimizer.checkpoint_event_prologue()
+        yield
+        if self.third:
+            self.optimizer.checkpoint_event_epilogue()
+
+    @torch.no_grad()
+    def step(self, max_norm: float) -> torch.Tensor:
         limits = clip_limits(self.optimizer.param_groups, max_norm)
         self.optimizer.clip_grad, norm = 0.0, None
         if len(limits) == 1:
@@ -119,14 +193,11 @@ class ZeroEngine(Engine):
     def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
         """Clips each clipping group, over all ranks, before DeepSpeed's own step, and returns the norm of all gradients
         before. If that is not finite they are left alone: DeepSpeed sees it as well and drops the step."""
-        optimizer, third = self.optimizer, self.config.zero_stage == 3
-        # DeepSpeed's groups are the optimizer's, at stage 3 in pieces: what of each lies here.
-        parts = optimizer.fp16_groups if third else optimizer.params_in_partition
+        optimizer = self.optimizer
         gradients: dict[str, list[torch.Tensor]] = {name: [] for name in limits}
         squares = {name: torch.zeros((), device=self.device) for name in limits}
-        for index, part in enumerate(parts):
-            group = optimizer.param_groups[optimizer.sub_group_to_group_id[index] if third else index]
-            name = group.get("clip_group", OTHERS)
+        for index, part in enumerate(optimizer.fp16_groups if self.third else optimizer.params_in_partition):
+            name = self._group(index).get("clip_group", OTHERS)
             tensors = optimizer.averaged_gradients[index]
             gradients[name] += tensors
             norm = optimizer.get_grad_norm_direct(tensors, part)  # over all ranks; -1 where it is not finite
@@ -135,149 +206,83 @@ class ZeroEngine(Engine):
         norm, _, self.clip_norms = clip_groups(gradients, norms, limits)
         return norm
 
-    def _step_of_copies(self, max_norm: float) -> torch.Tensor:
-        def agreed(norms: torch.Tensor) -> torch.Tensor:
-            if is_distributed():
-                norms, self.gradients_differ = agree_on_norms(norms, norms, None)
-            return norms
-
-        norm, is_finite = self.clip(max_norm, agreed)
-        self.model.step() if is_finite else self.model.zero_grad()
-        return norm
-
+    @torch.no_grad()
     def swap_averages(self) -> None:
-        if self.config.zero_stage > 0:
-            swap_partitioned_averages(self.optimizer)
-        else:
-            super().swap_averages()
-
-    # -- copies ------------------------------------------------------------------------------------------
+        with self._changing():
+            for flat in self.flat:
+                swap_average(flat, self.optimizer.optimizer.state.get(flat))
+            if not self.third:
+                self.optimizer.update_lp_params()
+                return
+            for part, flat in zip(self.optimizer.fp16_partitioned_groups_flat, self.flat, strict=True):
+                part.data.copy_(flat.data)  # which the parameters' parts are views of
 
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self.config.zero_stage == 3:
-            return
-        for name, parameter in self.module.named_parameters():
-            yield f"model.{name}", parameter.detach()
-        if self.config.zero_stage == 0:
-            for name, entries in self.optimizer.named_state():
-                for entry, value in entries.items():
-                    yield f"optimizer.{name}.{entry}", torch.as_tensor(value)
-
-    def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        parameters = {name for name, _ in self.module.named_parameters()}
-        return ((f"model.{name}", tensor) for name, tensor in self.named_tensors() if name not in parameters)
-
-    # -- checkpoints -------------------------------------------------------------------------------------
+        for name, parameter in () if self.third else self.module.named_parameters():
+            yield MODEL + name, parameter.detach()
 
     def layout(self) -> dict[str, Any]:
-        layout = {**super().layout(), "zero_stage": self.config.zero_stage}
-        if self.config.zero_stage == 0:  # whose file has numbers instead of names
-            layout["optimizer"] = [name for name, _, _ in self.optimizer.named_parameters()]
-        return layout
+        return {**Engine.layout(self), "zero_stage": self.config.zero_stage}
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
-        self.files.contents = {}
-        self.model.save_checkpoint("snapshot", tag=SUBDIRECTORY, save_latest=False)  # nothing is written to there
-        contents, self.files.contents = self.files.contents, {}
-        return Snapshot(self.host.copy(contents) if copy else contents, write_files)
-
-    # DeepSpeed's own reader wants the same stage and number of ranks, and takes the options of the optimizer from the
-    # file.
+    @torch.no_grad()
     def load(self, state: FullState) -> None:
-        if self.config.zero_stage > 0:
-            load_partitioned(self.optimizer, self.module, state, self.rank)
-        else:
-            super().load(state)
+        """Does what other engines do. Raises ValueError also where one number of each kind for each group, all that
+        DeepSpeed has room for, is not enough."""
+        own, parameters = self.optimizer.optimizer, dict(self.module.named_parameters())
+        held = kept_entries(state, own, parameters)
+        names = {parameter: name for name, parameter in parameters.items()}
+        groups = self.optimizer.fp16_groups if self.third else self.optimizer.bit16_groups
+        updated = [[name for one in group if (name := names[one]) in held] for group in groups]
+        numbers = [_numbers(group, held, state) for group in updated]
+        self.load_weights(state)
+        for index, (flat, group) in enumerate(zip(self.flat, groups, strict=True)):
+            entries = own.state[flat] = {}
+            if not updated[index]:
+                continue
+            for entry, tensor in own.whole_state(flat.detach(), self._group(index)).items():
+                if entry in (AVERAGE, STEPS) and STEPS not in numbers[index]:
+                    continue  # it begins with the next step
+                if entry == AVERAGE:
+                    tensor.copy_(flat)  # those that have none yet begin with the weights
+                if tensor.shape:
+                    for name, start, numel, offset in self._fragments(group, names):
+                        if name in held:
+                            _copy(tensor, offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
+                else:
+                    tensor.fill_(numbers[index][entry])
+                entries[entry] = tensor
 
+    @torch.no_grad()
     def load_weights(self, state: FullState) -> None:
-        if self.config.zero_stage > 0:
-            load_partitioned_weights(self.optimizer, self.module, state, self.rank)
-        else:
-            super().load_weights(state)
+        with self._changing():
+            for name, tensor in self.named_tensors():
+                if MODEL + name not in state.entries:
+                    continue
+                if hasattr(tensor, "ds_tensor"):
+                    part = tensor.ds_tensor.numel()
+                    numel = min(part, state.entries[MODEL + name].numel - self.rank * part)
+                    _copy(tensor.ds_tensor.data, 0, state, MODEL + name, self.rank * part, numel)
+                else:
+                    fill(tensor.detach(), state, MODEL + name)
+            self.optimizer.refresh_fp32_params()
+
+    def _fragments(self, group: list[torch.Tensor], names: Mapping[torch.Tensor, str]) -> Iterator[_Fragment]:
+        """Yields what lies on this rank of the tensors of a group. At stage 3 each rank holds an equal part of each
+        tensor, the last one padded."""
+        offset = 0
+        for parameter in group:
+            if self.third:
+                part = parameter.partition_numel()
+                start = self.rank * part
+                yield _Fragment(names[parameter], start, min(part, parameter.ds_numel - start), offset)
+                offset += part
+            elif parameter._hp_mapping is not None:
+                here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
+                yield _Fragment(names[parameter], here.start, here.numel, there.start)
 
 
-# -- from full states into the partitions of ZeRO 1 to 3, at any number of ranks --------------------------------------
-#
-# In float32 the weights of the forward pass and those that the optimizer updates are equal, so that filling the former
-# and copying is exact. Moments are laid out like the weights: one flat tensor for each group of the optimizer, of which
-# a rank holds a part.
-
-# (name of a tensor, its first element on this rank, number of elements, where they lie in the flat tensor)
-_Fragment = tuple[str, int, int, int]
-
-
-@torch.no_grad()
-def load_partitioned(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
-    """Loads weights, buffers and what the optimizer keeps; optimizer: DeepSpeed's, of stage 1, 2 or 3.
-
-    Raises ValueError where one number of each kind for each group, all that DeepSpeed has room for, is not enough."""
-    is_third, own = hasattr(optimizer, "fp16_partitioned_groups"), optimizer.optimizer
-    parameters = dict(module.named_parameters())
-    held = kept_entries(state, own, parameters)
-    names = {parameter: name for name, parameter in parameters.items()}
-    parts = list((_thirds if is_third else _partitions)(optimizer, names, rank))
-    numbers = [_numbers(group, held, state) for _, group, _ in parts]
-    load_partitioned_weights(optimizer, module, state, rank)
-    for index, ((flat, group, fragments), of_group) in enumerate(zip(parts, numbers, strict=True)):
-        entries = own.state[flat] = {}
-        if not any(name in held for name in group):
-            continue  # never updated
-        options = own.param_groups[optimizer.sub_group_to_group_id[index] if is_third else index]
-        for entry, tensor in own.whole_state(flat.detach(), options).items():
-            if entry in (AVERAGE, STEPS) and STEPS not in of_group:
-                continue  # it begins with the next step
-            if entry == AVERAGE:
-                tensor.copy_(flat)  # those that have none yet begin with the weights
-            if tensor.shape:
-                for name, start, numel, offset in fragments:
-                    if name in held:
-                        _copy(tensor, offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
-            else:
-                tensor.fill_(of_group[entry])
-            entries[entry] = tensor
-
-
-@torch.no_grad()
-def load_partitioned_weights(optimizer: Any, module: nn.Module, state: FullState, rank: int) -> None:
-    """Fills the weights and buffers that `state` has; optimizer: DeepSpeed's, of stage 1, 2 or 3."""
-    is_third = hasattr(optimizer, "fp16_partitioned_groups")
-    if is_third:
-        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
-    for name, tensor in persistent_tensors(module):
-        if MODEL + name not in state.entries:
-            continue
-        if hasattr(tensor, "ds_tensor"):
-            part = tensor.ds_tensor.numel()
-            numel = min(part, state.entries[MODEL + name].numel - rank * part)
-            _copy(tensor.ds_tensor.data, 0, state, MODEL + name, rank * part, numel)
-        else:
-            fill(tensor.detach(), state, MODEL + name)
-    optimizer.refresh_fp32_params()
-    if is_third:
-        optimizer.checkpoint_event_epilogue()
-
-
-@torch.no_grad()
-def swap_partitioned_averages(optimizer: Any) -> None:
-    """Lets the weights that the optimizer updates and their averages change places, also for the forward pass;
-    optimizer: DeepSpeed's, of stage 1, 2 or 3."""
-    is_third = hasattr(optimizer, "fp16_partitioned_groups")
-    groups = optimizer.fp32_partitioned_groups_flat if is_third else optimizer.single_partition_of_fp32_groups
-    if is_third:
-        optimizer.checkpoint_event_prologue()  # partitions what is gathered at the moment
-    for flat in groups:
-        swap_average(flat, optimizer.optimizer.state.get(flat))
-    if is_third:
-        for part, flat in zip(optimizer.fp16_partitioned_groups_flat, groups, strict=True):
-            part.data.copy_(flat.data)  # which the parameters' parts are views of
-        optimizer.checkpoint_event_epilogue()
-    else:
-        optimizer.update_lp_params()
-
-
-def _numbers(group: list[str], held: Mapping[str, list[str]], state: FullState) -> dict[str, float]:
-    """Returns the numbers, such as counts of steps, that the optimizer keeps of the tensors of a group."""
-    updated = [name for name in group if name in held]
+def _numbers(updated: list[str], held: Mapping[str, list[str]], state: FullState) -> dict[str, float]:
+    """Returns the numbers, such as counts of steps, that the optimizer keeps of the updated tensors of a group."""
     agreed = {}
     for entry in held[updated[0]] if updated else ():
         if state.entries[f"{OPTIMIZER}{updated[0]}.{entry}"].shape:
@@ -296,31 +301,3 @@ def _numbers(group: list[str], held: Mapping[str, list[str]], state: FullState) 
 def _copy(target: torch.Tensor, offset: int, state: FullState, key: str, start: int, numel: int) -> None:
     if numel > 0:
         target[offset : offset + numel].copy_(state.read(key, start, start + numel))
-
-
-_Names = Mapping[torch.Tensor, str]
-_Parts = Iterator[tuple[torch.Tensor, list[str], list[_Fragment]]]
-
-
-def _partitions(optimizer: Any, names: _Names, _rank: int) -> _Parts:
-    """Yields, for each group at stages 1 and 2, this rank's flat tensor, the names of all tensors of the group, and the
-    fragments of them that lie here."""
-    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-        fragments = []
-        for parameter in group:
-            if parameter._hp_mapping is not None:
-                here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-                fragments.append((names[parameter], here.start, here.numel, there.start))
-        yield flat, [names[parameter] for parameter in group], fragments
-
-
-def _thirds(optimizer: Any, names: _Names, rank: int) -> _Parts:
-    """Yields the same at stage 3, where each rank holds an equal part of each tensor, the last one padded."""
-    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-        fragments, offset = [], 0
-        for parameter in group:
-            part = parameter.partition_numel()
-            numel = min(part, parameter.ds_numel - rank * part)
-            fragments.append((names[parameter], rank * part, numel, offset))
-            offset += part
-        yield flat, [names[parameter] for parameter in group], fragments

@@ -169,14 +169,8 @@ class RunDirectory:
 
     def checkpoint_manager(self, config: CheckpointConfig) -> CheckpointManager:
         """The run's checkpoints."""
-        copies = LocalCopies(
-            self.url or str(self.path.resolve()),
-            self.path / local_copies.RECORD,
-            every=config.local_every,
-            directory=config.local_dir,
-            peers=config.local_peers,
-            up_to_date=self.up_to_date,
-        )
+        where, record = self.url or str(self.path.resolve()), self.path / local_copies.RECORD
+        copies = LocalCopies(where, record, config, up_to_date=self.up_to_date)
         options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
         return CheckpointManager(self._store(config), record=self.path / SAVED, copies=copies, **options)
 

@@ -42,8 +42,9 @@ class Outcome:
     reason: str  # one line
     step: int  # the last step that was done, 0 where training had not begun
     saved_step: int | None  # of the newest checkpoint, None where there is none
-    time: float  # seconds since 1970 by this host's clock: for people, never to be compared between hosts
-    host: str
+    # Seconds since 1970 by this host's clock: for people, never to be compared between hosts.
+    time: float = dataclasses.field(default_factory=time.time)
+    host: str = dataclasses.field(default_factory=socket.gethostname)
 
 
 _made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -99,40 +100,22 @@ def step_path(run_dir: str | Path, attempt: str) -> Path:
     return outcomes_folder(run_dir) / f"{attempt}.step"
 
 
-def write_outcome(
-    run_dir: str | Path,
-    *,
-    code: int,
-    reason: str,
-    step: int,
-    saved_step: int | None,
-    rank: int = 0,
-    attempt: str | None = None,
-) -> Path | None:
-    """Writes this process's outcome, whole or not at all; returns its path.
+def write_outcome(run_dir: str | Path, outcome: Outcome, rank: int = 0) -> None:
+    """Writes this process's outcome, whole or not at all.
 
-    A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone: then, and
-    where the storage fails (which a warning says), the result is None. attempt: by default `attempt_id()`.
+    A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone. Where the
+    storage fails, a warning says so.
     """
     run_dir = Path(run_dir)
     if not (run_dir / "config.toml").is_file() and not (run_dir / "launch").is_dir():
-        return None
-    outcome = Outcome(
-        code=code,
-        reason=" ".join(reason.split()),
-        step=step,
-        saved_step=saved_step,
-        time=time.time(),
-        host=socket.gethostname(),
-    )
-    path = outcome_path(run_dir, attempt or attempt_id(), rank)
+        return
+    values = {**dataclasses.asdict(outcome), "reason": " ".join(outcome.reason.split())}
+    path = outcome_path(run_dir, attempt_id(), rank)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(dataclasses.asdict(outcome)) + "\n")
+        write_atomic(path, json.dumps(values) + "\n")
     except OSError as error:
         logger.warning(f"how this attempt ended could not be written to {path} ({error})", extra=EVERY_RANK)
-        return None
-    return path
 
 
 def read_outcome(path: Path) -> Outcome | None:
@@ -145,11 +128,11 @@ def read_outcome(path: Path) -> Outcome | None:
 
 def read_outcomes(run_dir: str | Path, attempt: str) -> dict[int, Outcome]:
     """Returns rank -> outcome of an attempt, for the ranks that wrote one, in order of rank."""
-    outcomes = {0: read_outcome(outcome_path(run_dir, attempt))}
+    paths = {0: outcome_path(run_dir, attempt)}
     for path in sorted(outcomes_folder(run_dir).glob(f"{attempt}.rank-*.json")):
         if (number := path.name[len(attempt) + len(".rank-") : -len(".json")]).isdigit():
-            outcomes[int(number)] = read_outcome(path)
-    return {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
+            paths[int(number)] = path
+    return {rank: outcome for rank, path in paths.items() if (outcome := read_outcome(path)) is not None}
 
 
 def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
@@ -196,8 +179,8 @@ class Attempt:
             os.close(self._handle)
             self._handle = -1
         if self.rank == 0 or code not in (EXIT_OK, EXIT_STOPPED):
-            saved_step = newest_saved(self.run_dir)
-            write_outcome(self.run_dir, code=code, reason=reason, step=self.step, saved_step=saved_step, rank=self.rank)
+            outcome = Outcome(code=code, reason=reason, step=self.step, saved_step=newest_saved(self.run_dir))
+            write_outcome(self.run_dir, outcome, self.rank)
 
 
 # -- the code that runs ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import read_manifest
-from matmix.train.checkpoint.steps import MANIFEST, step_of
+from matmix.train.checkpoint.steps import remove_checkpoint, step_of
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import open_weights
 from matmix.train.run.directory import RunDirectory, check_tokenizer
@@ -61,8 +60,7 @@ class _Reader(RunSync):
         """Removes those that this process has not asked for."""
         for path in list((self.folder / CHECKPOINTS).glob("*")):
             if step_of(path.name) not in self.steps:
-                (path / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(path)
+                remove_checkpoint(path)
 
 
 _reader = functools.cache(_Reader)  # one for each run and use in a process
