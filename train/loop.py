@@ -40,6 +40,7 @@ from matmix.train.process.distributed import Distributed, FolderGroup, agree, ba
 from matmix.train.process.health import tell_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, Moved, MovedError, RunDirectory, check_tokenizer
+from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id, git_revision
 from matmix.train.run.remote import opened
 from matmix.train.state import Result, TrainState, check_extra
@@ -93,7 +94,7 @@ class Trainer:
                 make_optimizer, config=config.optimizer, seqlen=config.positions, ema=config.ema
             ),
         )
-        self.lock = self.run.lock()
+        self.lock = RunLock(self.run.path)
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
         flops = self.task.flops(config.model, config.data.seqlen)

@@ -29,6 +29,7 @@ from matmix.train.process import launched, stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import MovedError, Place
+from matmix.train.run.lock import RunLock
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
 
@@ -58,7 +59,7 @@ class Failure:
         """The failure in one line."""
         if not self.is_busy:
             return f"{self.task.title}: FAILED: {self.reason}"
-        owner = self.task.run.lock().owner()
+        owner = RunLock(self.task.run.path).owner()
         return f"{self.task.title}: is being trained by process {owner.get('pid')} on {owner.get('host')}"
 
 

@@ -1,7 +1,6 @@
 """An overflow on one rank is named by all of them."""
 
 import json
-import math
 from pathlib import Path
 
 import overflow_scenario
@@ -28,4 +27,4 @@ def test_the_layer_that_overflows_on_the_other_rank_is_named(dataset, tmp_path):
         assert kept == ["step-00000002", "step-00000004"]
         lines = map(json.loads, (Path(tmp_path) / name / "metrics.jsonl").read_text().splitlines())
         largest = [line["monitor/blocks.1.log_norm_max"] for line in lines]
-        assert [math.isfinite(value) for value in largest] == [True, False]
+        assert [value is not None for value in largest] == [True, False]

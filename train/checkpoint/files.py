@@ -43,12 +43,13 @@ def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
 
 def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, list[int]]) -> None:
     """Raises ValueError that names the first tensor on which checkpoint and model differ."""
-    start = f"checkpoint {directory} is of another architecture:"
-    for name, shape in model.items():
-        if name not in saved:
-            raise ValueError(f"{start} it has no {name}, which is {tuple(shape)} in this model")
-        if list(saved[name]) != list(shape):
-            raise ValueError(f"{start} {name} is {tuple(saved[name])} there and {tuple(shape)} in this model")
-    for name, shape in saved.items():
-        if name not in model:
-            raise ValueError(f"{start} it holds {name} {tuple(shape)}, which this model does not have")
+    for name in (*model, *saved):
+        here, there = (None if name not in shapes else tuple(shapes[name]) for shapes in (model, saved))
+        if here == there:
+            continue
+        problem = f"{name} is {there} there and {here} in this model"
+        if there is None:
+            problem = f"it has no {name}, which is {here} in this model"
+        elif here is None:
+            problem = f"it holds {name} {there}, which this model does not have"
+        raise ValueError(f"checkpoint {directory} is of another architecture: {problem}")

@@ -9,6 +9,7 @@ write to a checkpoint can also write hashes that fit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -108,10 +109,10 @@ def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
 
 def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
     """Says what is wrong with the form of a manifest. Raises ValueError for names of files that lead elsewhere."""
-    files, step = manifest.get("files"), manifest.get("step")
+    files, step, layout = (manifest.get(key) for key in ("files", "step", "layout"))
     if type(step) is not int or step < 0 or not isinstance(manifest.get("extra"), dict):
         return "lacks its step, or what the training loop saved"
-    if not _is_layout(manifest.get("layout")):
+    if not isinstance(layout, dict) or not _is_layout(layout):
         return "has no layout of its tensors"
     if (named := step_of(name.removeprefix(".tmp-"))) is not None and named != step:
         return f"is of step {step}, not {named}: the directory has another's name"
@@ -119,28 +120,26 @@ def _find_fault(manifest: dict[str, Any], name: str) -> str | None:
         return "does not list its files"
     for name, entry in files.items():
         artifact_name(name, "it", nested=True)
-        sound = isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and entry[0] >= 0
+        sound = isinstance(entry, list) and len(entry) == 2 and _are_counts(entry[:1])
         if not sound or not (isinstance(entry[1], str) and _SHA256.fullmatch(entry[1])):
             return "does not say how long its files are and what their checksums"
     return None
 
 
-def _is_layout(layout: Any) -> bool:
+def _is_layout(layout: dict[str, Any]) -> bool:
     """Returns whether this is what engines say of the tensors that they write."""
-    if not isinstance(layout, dict) or not isinstance(layout.get("shapes"), dict):
-        return False
-    try:
-        needed = COUNTS[layout["engine"]]
-    except (KeyError, TypeError):
-        return False
-    counts = [layout.get(name) for name in ("world_size", *needed)]
-    counts += [number for shape in layout["shapes"].values() for number in (shape if isinstance(shape, list) else [-1])]
+    kind, shapes = layout.get("engine"), layout.get("shapes")
     moments, other = layout.get("moments", {}), layout.get("moment_shapes", {})
-    if not isinstance(other, dict) or not all(isinstance(shape, list) for shape in other.values()):
+    if not isinstance(kind, str) or kind not in COUNTS or not layout.get("world_size"):
         return False
-    counts += [number for shape in other.values() for number in shape]
-    named = isinstance(moments, dict) and all(isinstance(entries, list) for entries in moments.values())
-    return named and all(type(number) is int and number >= 0 for number in counts) and counts[0] > 0
+    if not all(isinstance(table, dict) for table in (shapes, moments, other)):
+        return False
+    lists = [[layout.get(name) for name in ("world_size", *COUNTS[kind])], *shapes.values(), *other.values()]
+    return all(map(_are_counts, lists)) and all(isinstance(entries, list) for entries in moments.values())
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(number) is int and number >= 0 for number in values)
 
 
 def find_wrong_size(files: Mapping[str, list], sizes: Mapping[str, int]) -> str | None:
@@ -217,44 +216,33 @@ def list_checkpoints(directory: str | Path, *, verify: Callable[[Path], str | No
 
 
 def _describe(path: Path, step: int, verify: Callable[[Path], str | None] | None) -> CheckpointFacts:
-    facts = CheckpointFacts(path=path, step=step, problem=_problem(path, verify), size=_size(path))
+    problem, size = None, 0
+    try:
+        problem = check_sizes(path) if verify is None else verify(path)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                size += (Path(folder) / name).stat().st_size
+    facts = CheckpointFacts(path=path, step=step, problem=problem, size=size)
     try:
         manifest = read_manifest(path)
+        layout, extra = manifest["layout"], manifest["extra"]
         return dataclasses.replace(
             facts,
-            tokens=manifest["extra"].get("train_state", {}).get("tokens"),
-            unit=manifest["extra"].get("unit") or _unit_of(manifest),
-            engine=title(manifest["layout"]),
-            ranks=manifest["layout"].get("world_size"),
-            written=manifest.get("written", (path / MANIFEST).stat().st_mtime),
+            tokens=extra.get("train_state", {}).get("tokens"),
+            unit=extra.get("unit") or _unit_of(extra),
+            engine=title(layout),
+            ranks=layout.get("world_size"),
+            written=manifest["written"],
         )
     except (ValueError, KeyError, AttributeError, OSError):
         return facts
 
 
-def _unit_of(manifest: dict[str, Any]) -> str:
+def _unit_of(extra: dict[str, Any]) -> str:
     """Returns the unit of a checkpoint that does not say its own."""
     from matmix.train.tasks import unit_of  # late: tasks import torch
 
-    return unit_of(str(manifest["extra"].get("config", {}).get("objective", {}).get("name")))
-
-
-def _problem(path: Path, verify: Callable[[Path], str | None] | None) -> str | None:
-    try:
-        if verify is not None:
-            return verify(path)
-        check_sizes(path)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += (Path(folder) / name).stat().st_size
-            except OSError:  # removed meanwhile
-                continue
-    return total
+    return unit_of(str(extra.get("config", {}).get("objective", {}).get("name")))

@@ -99,47 +99,41 @@ class Exchange:
 
 def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """Returns what a rank holds of a model."""
-    return (_held_by_zero if engine.kind == "deepspeed" else _held_by_fsdp)(engine, ranks, sizes)
-
-
-def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """Returns what several ranks send in a step."""
-    return (_sent_by_zero if engine.kind == "deepspeed" else _sent_by_fsdp)(engine, ranks, sizes)
-
-
-def parts_to_save(engine: EngineConfig, ranks: int) -> int:
-    """Returns into how many parts so many ranks cut what they save."""
-    return ranks if engine.kind == "deepspeed" else MeshShape.of(engine, ranks).parts
-
-
-def _held_whole(sizes: Sizes) -> Held:
-    """Returns what a single process holds: everything."""
+    if engine.kind == "deepspeed" and engine.zero_stage:
+        return _held_by_zero(engine.zero_stage, ranks, sizes)
     again, whole = sizes.accumulates, sizes.parameters
-    return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
-
-
-def _held_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
-    """Returns what `fully_shard` leaves on a rank: its part, and what is gathered for a while."""
-    if ranks == 1:
-        return _held_whole(sizes)
-    parts = MeshShape.of(engine, ranks).parts
-    near = sizes.outside + 2 * sizes.block
+    if ranks == 1 or engine.kind == "deepspeed":  # everything
+        return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
+    parts, near = MeshShape.of(engine, ranks).parts, sizes.outside + 2 * sizes.block
     return Held(
-        sizes.parameters / parts,
+        whole / parts,
         sizes.moments / parts,
-        gathered=sizes.parameters if engine.name == "ddp" or not engine.reshard_after_forward else near,
+        gathered=whole if engine.name == "ddp" or not engine.reshard_after_forward else near,
         # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
-        standing=sizes.parameters * sizes.accumulates,
+        standing=whole * again,
         share=1 / parts,
-        whole=0.0 if sizes.accumulates else sizes.outside + sizes.block,
+        whole=0.0 if again else sizes.outside + sizes.block,
     )
 
 
-def _sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """The parts of a copy gather weights and sum gradients; copies sum the gradients of their parts."""
-    shape = MeshShape.of(engine, ranks)
+def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
+    """From stage 1 on the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet in a
+    buffer of fixed size. Stage 3 keeps gathered weights until there are _LIVE of them."""
+    whole, part, moments = sizes.parameters, sizes.parameters / ranks, sizes.moments / ranks
+    if stage == 3:
+        gathered = min(whole, _LIVE)
+        return Held(2 * part, moments, gathered, _BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
+    standing = whole if stage == 1 else part
+    return Held(whole + part, moments, buffers=_BUCKET, standing=standing, share=0.0, whole=part)
+
+
+def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """Returns what several ranks send in a step. The parts of a copy gather weights and sum gradients; copies sum the
+    gradients of their parts."""
+    if engine.kind == "deepspeed" and engine.zero_stage:
+        return _sent_by_zero(engine.zero_stage, ranks, sizes)
+    shape, exchanges = MeshShape.of(engine, ranks), []
     copies, parts = shape.copies, shape.parts
-    exchanges = []
     if parts > 1:
         part = (parts - 1) / parts
         times = 2 if engine.reshard_after_forward else 1
@@ -152,30 +146,18 @@ def _sent_by_fsdp(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchan
     return exchanges
 
 
-def _held_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
-    """From stage 1 on the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet in a
-    buffer of fixed size. Stage 3 keeps gathered weights until there are _LIVE of them."""
-    stage, whole = engine.zero_stage, sizes.parameters
-    if stage == 0:
-        return _held_whole(sizes)
-    part = whole / ranks
-    moments = sizes.moments / ranks
-    if stage == 3:
-        gathered = min(whole, _LIVE)
-        return Held(2 * part, moments, gathered, _BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
-    standing = whole if stage == 1 else part
-    return Held(whole + part, moments, buffers=_BUCKET, standing=standing, share=0.0, whole=part)
-
-
-def _sent_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """Gradients are summed, from stage 2 on at every micro-batch, as no rank keeps whole ones to add to. Stage 3
-    gathers weights for each pass."""
+def _sent_by_zero(stage: int, ranks: int, sizes: Sizes) -> list[Exchange]:
+    """From stage 2 on gradients are summed at every micro-batch, as no rank keeps whole ones to add to. Stage 3 gathers
+    weights for each pass."""
     part = (ranks - 1) / ranks * sizes.parameters
-    if engine.zero_stage == 0:
-        return [Exchange("all-reduce of gradients", 2 * part, ranks, ranks)]
-    reductions = sizes.accumulation if engine.zero_stage >= 2 else 1
-    gathers = 2 * sizes.accumulation if engine.zero_stage == 3 else 1
+    reductions = sizes.accumulation if stage >= 2 else 1
+    gathers = 2 * sizes.accumulation if stage == 3 else 1
     return [
         Exchange("reduction of gradients", part * reductions, ranks, ranks),
         Exchange("all-gather of weights", part * gathers, ranks, ranks),
     ]
+
+
+def parts_to_save(engine: EngineConfig, ranks: int) -> int:
+    """Returns into how many parts so many ranks cut what they save."""
+    return ranks if engine.kind == "deepspeed" else MeshShape.of(engine, ranks).parts

@@ -21,8 +21,7 @@ from matmix.train.engine.full_state import MODEL, Entry, FullState
 from matmix.train.engine.full_tensors import TensorFiles
 from matmix.train.engine.kinds import open_weights
 from matmix.train.process.distributed import FolderGroup, agree
-from matmix.train.run.directory import RunDirectory
-from matmix.train.run.trained import Trained, fetch_run, find_trained
+from matmix.train.run.trained import Trained, fetch_run, open_trained
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def _find(path: Path, fetched: Path | None, init: InitConfig) -> Callable[[], In
     if not path.exists():
         raise FileNotFoundError(f"init.from: there is no {init.from_}")
     if (path / "config.toml").is_file():
-        trained = find_trained(RunDirectory(path), init.step or None, whole=fetched, weights=init.weights)
+        trained = open_trained(path, init.step or None, whole=fetched, weights=init.weights)
         averaged = ", averaged" if init.weights == "ema" else ""
         return functools.partial(_open_run, trained, f"{trained.checkpoint.name} of {init.from_}{averaged}")
     config = path / "config.json"

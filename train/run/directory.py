@@ -24,7 +24,6 @@ from matmix.train.checkpoint.manager import CheckpointManager, Store
 from matmix.train.config import CheckpointConfig, RunConfig
 from matmix.train.recipe import config_from_dict, config_to_dict, differences, with_defaults, write_config
 from matmix.train.recipe_files import read_toml
-from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import local_folder
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,6 @@ _MAY_CHANGE = (
     # The checkpoint knows its data by their contents, wherever they lie.
     *("data.path", "data.validation_path", "data.images.path", "data.images.validation_path"),
     *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
-)
-_STEERING = (
     *("steps", "epochs", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("optimizer.mixer_rules", "optimizer.rule", "ema."),
 )
@@ -56,12 +53,6 @@ TRACKED = "trackers.json"
 Change = tuple[str, Any, Any]  # dotted key, value before, value now
 # What may lie in a run directory before the run has begun.
 _BEFORE_THE_RUN = frozenset({"launch", "logs", "lock.json", "train.log", LOG, ".config.toml.tmp"})
-
-
-def _is_free(key: str) -> bool:
-    return key not in _MAY_NOT_CHANGE and any(
-        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in (*_MAY_CHANGE, *_STEERING)
-    )
 
 
 class RunDirectory:
@@ -156,13 +147,15 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         config = _of_the_run(config)
-        resumed = self.config_path.is_file()
         if changes:
             _note(self.path / "changes.jsonl", changes, step)
-        if not resumed or differences(config_to_dict(self.read_config()), config):
+        if not self.config_path.is_file() or differences(config_to_dict(self.read_config()), config):
             write_config(config, self.config_path)
-        if tokenizer is not None:
-            self._keep(tokenizer)
+        folder, temporary = self.path / "tokenizer", self.path / ".tokenizer.tmp"
+        if tokenizer is not None and not folder.is_dir():  # a copy: runs outlive the datasets they were trained on
+            shutil.rmtree(temporary, ignore_errors=True)
+            tokenizer.save(temporary)
+            temporary.rename(folder)
         if changes:
             listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
             logger.info(f"continuing with changes: {listed}")
@@ -172,9 +165,10 @@ class RunDirectory:
         where, record = self.url or str(self.path.resolve()), self.path / local_copies.RECORD
         copies = LocalCopies(where, record, config, up_to_date=self.up_to_date)
         options = {name: getattr(config, name) for name in ("keep_last", "keep_every", "start_over")}
-        return CheckpointManager(self._store(config), record=self.path / SAVED, copies=copies, **options)
+        return CheckpointManager(self.store(config.keep_last), record=self.path / SAVED, copies=copies, **options)
 
-    def _store(self, config: CheckpointConfig) -> Store:
+    def store(self, keep_last: int) -> Store:
+        """The place of the run's checkpoints."""
         return Store(self.checkpoints)
 
     def lead(self, checkpoints: CheckpointManager) -> None:
@@ -183,18 +177,6 @@ class RunDirectory:
         checkpoints.store.directory, checkpoints.record = steady / self.checkpoints.name, steady / SAVED
         if checkpoints.copies is not None:
             checkpoints.copies.record = steady / local_copies.RECORD
-
-    def lock(self) -> RunLock:
-        """The lock of this directory: one job at a time writes here."""
-        return RunLock(self.path)
-
-    def _keep(self, tokenizer: Tokenizer) -> None:
-        """A copy, whole or not at all: runs outlive the datasets they were trained on."""
-        folder, temporary = self.path / "tokenizer", self.path / ".tokenizer.tmp"
-        if not folder.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-            tokenizer.save(temporary)
-            temporary.rename(folder)
 
     def set_aside_records(self) -> None:
         """Makes room for the records of a run that begins again."""
@@ -221,13 +203,14 @@ class RunDirectory:
 
 def refused_changes(changes: Iterable[Change]) -> str:
     """Returns the changes of a config that make it another run's, for a message; "" where there are none."""
-    texts = [f"{key}: {_shown(old)} there, {_shown(new)} here" for key, old, new in changes if not _is_free(key)]
+    tables = tuple(key for key in _MAY_CHANGE if key.endswith("."))
+    texts = []
+    for key, *values in changes:
+        if key in _MAY_NOT_CHANGE or not (key in _MAY_CHANGE or key.startswith(tables)):
+            old, new = ("{...}" if isinstance(value, dict) else repr(value) for value in values)
+            texts.append(f"{key}: {old} there, {new} here")
     more = [f"and {len(texts) - _MOST_CHANGES} more"] if len(texts) > _MOST_CHANGES else []
     return "; ".join(texts[:_MOST_CHANGES] + more)
-
-
-def _shown(value: Any) -> str:
-    return "{...}" if isinstance(value, dict) else repr(value)
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
@@ -250,10 +233,7 @@ def _of_the_run(config: RunConfig) -> RunConfig:
 
 def _note(path: Path, changes: Iterable[Change], step: int) -> None:
     """Appends changes to a file, but for those that it has as its newest: a start that was killed said them already."""
-    told: dict[str, Any] = {}
-    for entry in read_json_lines(path):
-        if entry.get("step") == step:
-            told[entry.get("key")] = entry.get("new")
+    told = {entry.get("key"): entry.get("new") for entry in read_json_lines(path) if entry.get("step") == step}
     with path.open("a", encoding="utf-8") as file:
         for key, old, new in changes:
             if told.get(key, _NEVER) != new:

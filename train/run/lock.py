@@ -90,7 +90,9 @@ class RunLock:
                     f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})"
                 )
             time.sleep(1.0)
-        self._sign()
+        with contextlib.suppress(OSError):  # the lock holds without what it says of its owner
+            os.ftruncate(self.handle, 0)
+            os.pwrite(self.handle, (json.dumps(this_process()) + "\n").encode(), 0)
 
     def owner(self) -> dict[str, Any]:
         """Returns what the last holder wrote about itself, {} where that cannot be read."""
@@ -98,11 +100,6 @@ class RunLock:
             return dict(json.loads(self.path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return {}
-
-    def _sign(self) -> None:
-        with contextlib.suppress(OSError):  # the lock holds without it
-            os.ftruncate(self.handle, 0)
-            os.pwrite(self.handle, (json.dumps(this_process()) + "\n").encode(), 0)
 
 
 def this_process() -> dict[str, Any]:
@@ -274,10 +271,5 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     return is_earlier_attempt(owner) or (was_here and not psutil.pid_exists(owner["pid"]))
 
 
-def _forget_in_child() -> None:
-    # A forked child (a reading process) shares the lock and may outlive this process by seconds.
-    for lock in list(_locks):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+# A forked child (a reading process) shares the lock and may outlive this process by seconds.
+os.register_at_fork(after_in_child=lambda: [lock.release() for lock in list(_locks)])

@@ -12,7 +12,7 @@ from matmix.data.storage.remote import RemoteFolder, is_url, refuse_secrets
 from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store
 from matmix.train.checkpoint.manifest import matches, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name
-from matmix.train.config import CheckpointConfig, RunConfig
+from matmix.train.config import RunConfig
 from matmix.train.process.distributed import (
     FolderGroup,
     agree,
@@ -114,8 +114,8 @@ class RemoteRun(RunDirectory):
         super().__init__(sync.url)
         self.sync, self.up_to_date = sync, up_to_date
 
-    def _store(self, config: CheckpointConfig) -> Store:
-        return UploadedStore(self.sync, up_to_date=self.up_to_date, keep_last=config.keep_last)
+    def store(self, keep_last: int) -> Store:
+        return UploadedStore(self.sync, up_to_date=self.up_to_date, keep_last=keep_last)
 
     def lead(self, checkpoints: CheckpointManager) -> None:
         super().lead(checkpoints)
@@ -145,19 +145,14 @@ def opened(run_dir: str) -> Iterator[RunDirectory]:
         yield RemoteRun(sync, dict(filter(None, begun))[node.number])
     finally:
         if node.leads:
-            _push_records(sync)
+            # Where another job has taken over the run, its records must not be replaced.
+            with contextlib.suppress(LeaseLostError):
+                try:
+                    sync.lease.check()
+                    sync.push_records()
+                except OSError as error:
+                    logger.warning(f"records of the run are not up to date at {sync.url} ({error})", extra=EVERY_RANK)
         sync.lease.release()
-
-
-def _push_records(sync: RunSync) -> None:
-    """Uploads the records, unless another job has taken over, whose records those of this one must not replace."""
-    try:
-        sync.lease.check()
-        sync.push_records()
-    except LeaseLostError:
-        return
-    except OSError as error:
-        logger.warning(f"records of the run are not up to date at {sync.url} ({error})", extra=EVERY_RANK)
 
 
 def has_begun(config: RunConfig) -> bool:

@@ -137,44 +137,37 @@ class Trained:
 
 
 def open_trained(
-    run: str | Path, step: int | None = None, *, weights_only: bool = True, weights: Weights = "raw"
-) -> Trained:
-    """Returns what `find_trained` finds in a run directory or at a URL, from which it fetches the files it needs."""
-    folder, fetched = fetch_run(run, step=step, weights_only=weights_only and weights == "raw")
-    return find_trained(RunDirectory(folder), step, weights_only=weights_only, whole=fetched, weights=weights)
-
-
-def find_trained(
-    run: RunDirectory,
+    run: str | Path,
     step: int | None = None,
     *,
     weights_only: bool = True,
-    whole: Path | None = None,
     weights: Weights = "raw",
+    whole: Path | None = None,
 ) -> Trained:
-    """Returns the checkpoint of `step`, or the newest valid one, with what it was trained with.
+    """Returns the checkpoint of `step`, or the newest valid one, of a run (a folder, or a URL from which the files that
+    it needs are fetched), with what it was trained with.
 
     A message says where config.toml was edited in ways that a run may change. weights_only: reads and compares no
-    files but those that must be read for the weights. whole: the checkpoint, where that was found whole already.
-    weights: those that `Trained.weights` gives. Raises FileNotFoundError or ValueError (one line) if there is no such
-    checkpoint, or the run's config is not the checkpoint's.
+    files but those that must be read for the weights. weights: those that `Trained.weights` gives. whole: the
+    checkpoint, where that was found whole already. Raises FileNotFoundError or ValueError (one line) if there is no
+    such checkpoint, or the run's config is not the checkpoint's.
     """
-    config = run.read_config()
-    checkpoint = whole or _find_whole(run, step, weights_only and weights == "raw")
+    weights_only = weights_only and weights == "raw"
+    folder, fetched = fetch_run(run, step=step, weights_only=weights_only)
+    directory = RunDirectory(folder)
+    config = directory.read_config()
+    checkpoint = whole or fetched or _find_whole(directory, step, weights_only)
     manifest = read_manifest(checkpoint)
     check_extra(manifest["extra"], checkpoint)
-    if changes := run.changes_since(manifest["extra"], config):
+    if changes := directory.changes_since(manifest["extra"], config):
         listed = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes)
         logger.info(f"config.toml has changed since {checkpoint.name}: {listed}")
-    trained = Trained(run, checkpoint, config, manifest, weights)
     if weights != "raw":
         open_weights(checkpoint, manifest["layout"], weights)  # says now where there are none
-    return trained
+    return Trained(directory, checkpoint, config, manifest, weights)
 
 
 def _find_whole(run: RunDirectory, step: int | None, weights_only: bool) -> Path:
-    """Returns the checkpoint of `step`, or the newest valid one. Raises ValueError if there is none, or it is
-    damaged."""
     manager = CheckpointManager(run.checkpoints)
     if step is None:
         checkpoint = manager.latest_valid(weights_only=weights_only)
