@@ -127,6 +127,9 @@ class Tokenizer:
         write_atomic(target, self.raw, alone=alone)
         return target
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.path, self.raw)
+
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, {self.vocab_size:,} ids, {self.path})"
 

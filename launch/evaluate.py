@@ -12,11 +12,10 @@ from typing import Annotated, BinaryIO, Literal
 import tyro
 from tqdm import tqdm
 
-from matmix.data.prepare.base import Malformed
+from matmix.data.prepare.base import Malformed, read_chunks
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import decode, documents_of
-from matmix.data.prepare.text.readers import read_chunks
-from matmix.data.prepare.text.sources import find_sources
+from matmix.data.prepare.text.readers import find_sources
 from matmix.train.arguments import RunFolder
 from matmix.train.state import Weights
 
@@ -227,12 +226,11 @@ def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDoc
     """
     if not files:
         raise ValueError("name the files with the text")
-    sources, _ = find_sources(files)
-    options = ReadOptions(text_field=text_field, text_documents=text_documents)
+    sources, _ = find_sources(files, ReadOptions(text_field=text_field, text_documents=text_documents))
     before = [0, *itertools.accumulate(source.bytes for source in sources)]
     with tqdm(total=before[-1], desc=doing, unit="B", unit_scale=True, leave=False, disable=None) as bar:
-        for chunk in read_chunks(sources, options):
-            for text in documents_of(chunk, options):
+        for chunk in read_chunks(sources):
+            for text in documents_of(chunk):
                 if isinstance(text, Malformed):
                     raise ValueError(f"{chunk.source.name}, line {text.line}: {text.reason}")
                 yield text

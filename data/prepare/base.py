@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import glob
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -55,7 +58,7 @@ class Position:
     """Its line or row, counted from 1."""
 
 
-class Source:
+class Source(abc.ABC):
     """Some input that is read from its beginning to its end, such as a file. Other processes get a copy of it."""
 
     name: str
@@ -63,11 +66,8 @@ class Source:
     path: str | Path
     bytes: int
     """Size on the disk."""
-
-    @property
-    def end(self) -> int | None:
-        """The offset at its end; None where only reading all of it would tell."""
-        return None
+    end: int | None
+    """The offset at its end; None where only reading all of it would tell."""
 
     def digest(self) -> str:
         """Returns a digest of the size and of the first and last 64 KiB, which tells versions of a file apart."""
@@ -77,6 +77,37 @@ class Source:
             file.seek(max(0, self.bytes - _DIGESTED))
             hashed.update(file.read(_DIGESTED))
         return hashed.hexdigest()
+
+    @abc.abstractmethod
+    def chunks(self, start: Position, stop: int | None) -> Iterator[Chunk]:
+        """Yields its chunks from a position on, up to an offset or its end. Raises ValueError for damaged input."""
+
+    @property
+    def weight(self) -> int:
+        """Its share of the input where that is cut into parts."""
+        return self.bytes
+
+    def cut(self, places: Sequence[int], share: int) -> Sequence[int | None]:
+        """Returns the offset of a record near each of the places (ascending, in `weight`); None for the end.
+
+        share: the weight of a part.
+        """
+        return places
+
+
+def paths_of(item: str, missing: str) -> list[Path]:
+    """Returns the path that an argument names, or the sorted ones of a glob. missing: an error's text around the path.
+
+    Raises FileNotFoundError where there is none.
+    """
+    path = Path(item).expanduser()
+    if path.exists():
+        return [path]
+    if not glob.has_magic(item):
+        raise FileNotFoundError(missing.format(path))
+    if not (paths := sorted(map(Path, glob.glob(str(path), recursive=True)))):
+        raise FileNotFoundError(f"no file matches the pattern {item}")
+    return paths
 
 
 @contextmanager
@@ -94,7 +125,7 @@ def open_parquet(path: str | Path, name: str, **options: object) -> Iterator[par
         raise ValueError(f"{name} is damaged, or no .parquet file ({one_line(error)})") from error
 
 
-class ListedSource(Source, abc.ABC):
+class ListedSource(Source):
     """A source whose samples can be listed, and read in any order."""
 
     shuffled: ClassVar[bool] = True
@@ -107,17 +138,55 @@ class ListedSource(Source, abc.ABC):
     def items(self) -> Sequence[Any]:
         """Returns the samples in a fixed order, without their contents. Raises ValueError (one line)."""
 
+    def record(self, item: Any) -> Any:
+        """Returns a sample as chunks hold it."""
+        return item
+
     @property
     def end(self) -> int:
-        """The number of samples."""
         return len(self.items())
 
-    def ordered(self) -> Sequence[Any]:
-        """Returns the samples in the order in which they are prepared."""
+    weight = end
+
+    def chunks(self, start: Position, stop: int | None) -> Iterator[Chunk]:
         items = self.items()
-        if not self.shuffled:
-            return items
-        return [items[place] for place in generator(0, 0, INPUT_ORDER, 0).permutation(len(items))]
+        if self.shuffled:
+            items = [items[place] for place in generator(0, 0, INPUT_ORDER, 0).permutation(len(items))]
+        stop = len(items) if stop is None else stop
+        for begin in range(start.offset, stop, self.chunk):
+            end = min(begin + self.chunk, stop)
+            ends = (Position(start.source, offset, offset + 1) for offset in (begin, end))
+            yield Chunk(self, *ends, self.bytes * end // len(items), list(map(self.record, items[begin:end])))
+
+
+def read_chunks(
+    sources: Sequence[Source], start: Position | None = None, stop: Position | None = None
+) -> Iterator[Chunk]:
+    """Yields the chunks of sources in order, from a position on and up to another. Raises as `Source.chunks`."""
+    start, stop = start or Position(), stop or Position(len(sources))
+    for number in range(start.source, min(stop.source + 1, len(sources))):
+        begin = start if number == start.source else Position(number)
+        limit = stop.offset if number == stop.source else None
+        if limit is None or begin.offset < limit:
+            yield from sources[number].chunks(begin, limit)
+
+
+def find_cuts(sources: Sequence[Source], parts: int) -> list[Position]:
+    """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k.
+
+    The sources count as one line, which is cut at k/n of its length; each cut then moves to where a record begins.
+    Raises ValueError as reading does.
+    """
+    starts = [0, *itertools.accumulate(source.weight for source in sources)]
+    wanted: dict[int, list[int]] = {}
+    for place in (starts[-1] * number // parts for number in range(1, parts)):
+        index = min(bisect_right(starts, place), len(sources)) - 1
+        wanted.setdefault(index, []).append(place - starts[index])
+    cuts = [Position()]
+    for index, places in wanted.items():
+        offsets = sources[index].cut(places, -(-starts[-1] // parts))
+        cuts += [Position(index + 1) if offset is None else Position(index, offset) for offset in offsets]
+    return [*cuts, Position(len(sources))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +203,7 @@ class Chunk:
     """True or False where all belong to one split; None where a hash of each decides."""
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
+class Malformed(NamedTuple):
     """A record that gives no document."""
 
     line: int
@@ -143,9 +211,20 @@ class Malformed:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+class Document(NamedTuple):
+    """A document that was made of a record."""
+
+    elements: Sequence[int] | np.ndarray
+    """(n,), n >= 1."""
+    raw: bytes
+    """The contents before they were encoded; a hash of them decides the split."""
+    size: int
+    """Bytes that it counts as."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Documents:
-    """The documents of a chunk. A document is an array of one axis."""
+    """The documents of a chunk."""
 
     elements: np.ndarray
     """All documents, one after the other (n,)."""
@@ -155,20 +234,31 @@ class Documents:
     """int64 (documents,): bytes of each before it was encoded."""
     validation: np.ndarray
     """bool (documents,): True for those of the validation split."""
-    sums: np.ndarray
-    """What `Preparation.add` takes."""
     records: int
     """Number of records, the broken ones included."""
-    malformed: int = 0
-    examples: Sequence[Malformed] = ()
-    """The first of the malformed records."""
-    empty: int = 0
+    malformed: Sequence[Malformed]
+    empty: int
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """What `Preparation.add` takes."""
 
     @classmethod
-    def of(cls, documents: Sequence[np.ndarray], dtype: str, **values: Any) -> Documents:
-        """Returns documents that are separate arrays."""
-        lengths = np.fromiter(map(len, documents), np.int64, len(documents))
-        return cls(elements=np.concatenate([np.zeros(0, dtype), *documents]), lengths=lengths, **values)
+    def of(cls, chunk: Chunk, made: Iterable[Document | Malformed | None], dtype: str, fraction: float) -> Documents:
+        """Returns what was made of a chunk, without sums. None is an empty document. fraction: share for validation."""
+        made = list(made)
+        documents = [one for one in made if isinstance(one, Document)]
+        malformed = [one for one in made if isinstance(one, Malformed)]
+        decided = chunk.validation
+        held_out = (in_validation(one.raw, fraction) if decided is None else decided for one in documents)
+        elements = (one.elements for one in documents)
+        return cls(
+            elements=np.concatenate([np.zeros(0, dtype), *elements], dtype=dtype, casting="unsafe"),
+            lengths=np.array([len(one.elements) for one in documents], np.int64),
+            sizes=np.array([one.size for one in documents], np.int64),
+            validation=np.array(list(held_out), bool),
+            records=len(chunk.records),
+            malformed=malformed,
+            empty=len(made) - len(documents) - len(malformed),
+        )
 
     def split(self) -> list[np.ndarray]:
         """Returns each document as an array of its own."""
@@ -188,18 +278,18 @@ class Progress:
     spans: list[list[int]] = field(default_factory=list)
     """The stretches of sources that were read: source, first offset, last offset + 1, lines, records, documents."""
 
-    def add_malformed(self, source: str, examples: Sequence[Malformed], count: int) -> None:
-        """Counts `count` malformed records of a source, and keeps the first examples of all sources."""
-        self.malformed += count
-        for one in examples[: KEPT_EXAMPLES - len(self.examples)]:
-            self.examples.append({"file": source, "line": one.line, "reason": one.reason})
+    def add_malformed(self, source: str, malformed: Sequence[Malformed]) -> None:
+        """Counts malformed records of a source, and keeps the first of all sources as examples."""
+        self.malformed += len(malformed)
+        for one in malformed[: KEPT_EXAMPLES - len(self.examples)]:
+            self.examples.append({"file": source, **one._asdict()})
 
     def add(self, chunk: Chunk, made: Documents) -> None:
         """Counts a chunk, which begins where the last one ended."""
         self.position = chunk.end
         self.records += made.records
         self.empty += made.empty
-        self.add_malformed(chunk.source.name, made.examples, made.malformed)
+        self.add_malformed(chunk.source.name, made.malformed)
         begin = [chunk.start.source, chunk.start.offset]
         if not self.spans or [self.spans[-1][0], self.spans[-1][2]] != begin:
             self.spans.append([*begin, chunk.start.offset, 0, 0, 0])
@@ -260,12 +350,17 @@ class PrepareOptions(abc.ABC):
             ("processes", self.processes >= 0, "at least 0"),
             ("shard_megabytes", 0 < self.shard_megabytes <= 4000, "above 0 and at most 4000"),
             ("validation_fraction", 0 <= self.validation_fraction < 1, "in [0, 1)"),
+            (
+                "part",
+                not self.part or self.share is not None,
+                "k/n with a k from 1 to n, such as 1/64 for the first of 64",
+            ),
         ]
 
     def __post_init__(self) -> None:
         name = self.verb.removeprefix("matmix ")
-        for option in dataclasses.fields(self):
-            refuse_secrets(getattr(self, option.name), f"{name}: {option.name}")
+        for option, value in vars(self).items():
+            refuse_secrets(value, f"{name}: {option}")
         if not self.inputs:
             raise ValueError(f"{name}: no inputs are given; name files, folders or globs")
         if not self.out:
@@ -273,10 +368,6 @@ class PrepareOptions(abc.ABC):
         for option, fine, allowed in self.limits():
             if not fine:
                 raise ValueError(f"{name}: {option} must be {allowed}, got {getattr(self, option)!r}")
-        if self.part and self.share is None:
-            raise ValueError(
-                f"{name}: part must be k/n with a k from 1 to n, such as 1/64 for the first of 64, got {self.part}"
-            )
 
     @property
     def share(self) -> tuple[int, int] | None:
@@ -310,6 +401,7 @@ class Preparation(abc.ABC):
     unit: ClassVar[str] = "documents"
     record: ClassVar[str] = "lines"
     broken: ClassVar[str] = "malformed"
+    broken_record: ClassVar[str] = "{file}, line {line}: {reason}"
     doing: ClassVar[str] = "preparing"
     counted: ClassVar[Literal["tokens", "documents"]] = "documents"
     """What the line of progress counts."""
@@ -330,6 +422,7 @@ class Preparation(abc.ABC):
         """held_out: sources of the validation split alone. facts: further facts that decide what comes out."""
         self.config = config
         self.sources = [*sources, *held_out]
+        self.names = [source.name for source in self.sources]
         self.n_train = len(sources)
         self.shared: dict[str, bytes] = {}
         """Files of the dataset that all documents need, such as a tokenizer."""
@@ -352,18 +445,23 @@ class Preparation(abc.ABC):
     def splits(self) -> tuple[str, ...]:
         return SPLITS if self.config.validation_fraction or self.n_train < len(self.sources) else SPLITS[:1]
 
+    def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
+        """Yields the chunks from a position on, up to another. Raises as `Source.chunks`.
+
+        entry: where the whole input, or this part of it, begins.
+        """
+        for chunk in read_chunks(self.sources, start, stop):
+            held_out = chunk.start.source >= self.n_train
+            yield dataclasses.replace(chunk, validation=held_out if held_out or not self.fraction else None)
+
     # -- what a kind of data defines ---------------------------------------------------------------------------------
 
-    @abc.abstractmethod
-    def dtype(self) -> str:
-        """Returns the dtype of documents, once `ready` was called."""
+    dtype: str
+    """Dtype of documents, once `ready` was called."""
 
     @abc.abstractmethod
-    def worker(self, folder: Path) -> Callable[[], Callable[[Chunk], Documents]]:
-        """Returns a function, to be pickled, that gives the function that works on a chunk; each process calls it once.
-
-        folder: has the shared files.
-        """
+    def worker(self) -> Callable[[Chunk], Documents]:
+        """Returns the function that works on a chunk; each process gets it once, pickled."""
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         """Fills `shared` and decides `fraction`. folder: where shared files may lie that an earlier call has written.
@@ -410,56 +508,6 @@ class Preparation(abc.ABC):
         return shell_line("matmix", "train", "RECIPE.toml", "--data.path", out)
 
     @classmethod
-    def shown(cls, example: Mapping[str, Any]) -> str:
-        """Returns a broken record in words."""
-        return f"{example['file']}, line {example['line']}: {example['reason']}"
-
-    @classmethod
     def advice(cls, met: Progress) -> str:
         """Returns what to do about broken records."""
         return ""
-
-    # -- the input ---------------------------------------------------------------------------------------------------
-
-    def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
-        """Yields the chunks from a position on, up to another. Raises ValueError (one line) for damaged input.
-
-        entry: where the whole input, or this part of it, begins.
-        """
-        for number in range(start.source, min(stop.source + 1, len(self.sources))):
-            source = self.sources[number]
-            items = source.ordered()
-            last = stop.offset if number == stop.source else len(items)
-            held_out = number >= self.n_train
-            for begin in range(start.offset if number == start.source else 0, last, source.chunk):
-                some = items[begin : min(begin + source.chunk, last)]
-                end = begin + len(some)
-                yield Chunk(
-                    source,
-                    Position(number, begin, begin + 1),
-                    Position(number, end, end + 1),
-                    source.bytes * end // len(items),
-                    [self.record_of(source, item) for item in some],
-                    held_out if held_out or not self.fraction else None,
-                )
-
-    def record_of(self, source: Source, item: Any) -> Any:
-        """Returns a sample of a `ListedSource` for a chunk."""
-        return item
-
-    def cuts(self, parts: int) -> list[Position]:
-        """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k.
-
-        Parts of listed sources have the same number of samples, give or take one.
-        """
-        counts = [source.end for source in self.sources]
-        return [_place(counts, sum(counts) * number // parts) for number in range(parts + 1)]
-
-
-def _place(counts: Sequence[int], number: int) -> Position:
-    """Returns the position of a sample, numbered through all sources."""
-    for source, count in enumerate(counts):
-        if number < count:
-            return Position(source=source, offset=number)
-        number -= count
-    return Position(source=len(counts))

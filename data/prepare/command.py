@@ -24,8 +24,7 @@ from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import Position, Preparation, PrepareOptions
 from matmix.data.prepare.parts import Parts, Share
 from matmix.data.prepare.pool import work_in_order
-from matmix.data.prepare.progress import ProgressReport
-from matmix.data.prepare.report import check_broken, check_splits, print_summary, write_manifest
+from matmix.data.prepare.report import Report, check_broken, check_splits, print_summary, write_manifest
 from matmix.data.prepare.workspace import PART_NAME, SUMS_NAME, Workspace, compare_preparations, parse_object
 from matmix.data.processes import cores
 from matmix.data.splits.writer import SplitWriter
@@ -54,8 +53,8 @@ def prepare(config: PrepareOptions, *, summary: bool = True) -> Manifest:
     touched then. Raises RuntimeError if a working process was killed, RemoteError (one line) if the store of a URL
     fails: what was prepared and uploaded is kept.
     """
-    if is_url(config.out) and config.part:
-        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
+    if config.part:
+        _refuse_url(config.out)
     preparation = config.kind()(config)
     make = _make_at_url if is_url(config.out) else _make
     manifest, out, when = make(preparation, config.out)
@@ -66,8 +65,7 @@ def prepare(config: PrepareOptions, *, summary: bool = True) -> Manifest:
 
 def prepare_shared(config: PrepareOptions) -> Path:
     """Makes only the files that all parts of `config.out` share; returns their folder. Raises as `prepare`."""
-    if is_url(config.out):
-        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {config.out}")
+    _refuse_url(config.out)
     preparation = config.kind()(config)
     workspace, parts = Workspace(config.out, preparation.wanted), Parts(config.out, type(preparation))
     if (workspace.out / MANIFEST_NAME).exists() and workspace.check() == "finished":
@@ -76,31 +74,33 @@ def prepare_shared(config: PrepareOptions) -> Path:
     return parts.folder
 
 
+def _refuse_url(out: str) -> None:
+    if is_url(out):
+        raise ValueError(f"parts are made in a folder that all machines share, not at a URL such as {out}")
+
+
 def _make(preparation: Preparation, out: str) -> tuple[Manifest, Path, str]:
     """Returns the manifest of the dataset in the folder `out`, the folder, and when it was made."""
     workspace, when = Workspace(out, preparation.wanted), _NOTHING_TO_DO
     share, shared = Share(0, 1, Position(), Position(source=len(preparation.sources))), workspace.out
     if preparation.config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
-        number, of = preparation.config.share
         parts = Parts(out, type(preparation))
         parts.begin(preparation)
-        share = parts.share(preparation, number, of)
+        share = parts.share(preparation, *preparation.config.share)
         wanted = {**preparation.wanted, "part": preparation.config.part}
-        workspace, shared = Workspace(parts.part(number, of), wanted), parts.folder
+        workspace, shared = Workspace(parts.part(share), wanted), parts.folder
     status = workspace.check()
     if status != "finished":
         started = time.monotonic()
         # Before the folder is made, so that an error in the input leaves none behind.
         preparation.ready(shared, is_part=share.number > 0)
-
-        def write() -> None:
-            preparation.save_shared(workspace.out)
-            _write(preparation, workspace, share)
-
-        if workspace.fill(write, is_new=status == "new", files=preparation.files):
-            when = f"in {time.monotonic() - started:.0f} s"
+        with workspace.filling(is_new=status == "new", files=preparation.files) as is_wanted:
+            if is_wanted:
+                preparation.save_shared(workspace.out)
+                _write(preparation, workspace, share)
+                when = f"in {time.monotonic() - started:.0f} s"
     manifest = Manifest.load(workspace.out)
-    workspace.clear_work()
+    shutil.rmtree(workspace.work, ignore_errors=True)
     return manifest, workspace.out, when
 
 
@@ -108,7 +108,7 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
     """Writes all shards (of a share of the input) and the other files, the manifest last."""
     kind, config, out = type(preparation), preparation.config, workspace.out
     prefix = f"{share.number:05}-" if share.number else ""
-    shard_format = make_format(workspace.wanted, preparation.dtype(), prefix=prefix)
+    shard_format = make_format(workspace.wanted, preparation.dtype, prefix=prefix)
     writers = {name: SplitWriter(shard_format, out / name, workspace.work / name) for name in preparation.splits}
     sums = preparation.new_sums()
     progress = workspace.restore(writers, sums, share.start)
@@ -125,8 +125,8 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
         return sum(getattr(writer, kind.counted) for writer in writers.values())
 
     with (
-        ProgressReport(size, tokens=count(), label=kind.doing, unit=kind.counted) as report,
-        closing(work_in_order(chunks, processes, preparation.worker(out), doing=kind.doing)) as results,
+        Report(kind.doing, size, unit=kind.counted, made=count()) as report,
+        closing(work_in_order(chunks, processes, preparation.worker(), doing=kind.doing)) as results,
     ):
         for chunk, made in results:
             for document, size, validation in zip(made.split(), made.sizes, made.validation, strict=True):
@@ -141,10 +141,9 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
                 saved = time.monotonic()
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
     workspace.save(progress, writers, sums)
-    names = [source.name for source in preparation.sources]
     if not share.number:  # the merge checks parts
         check_broken(kind, progress, getattr(config, kind.most_broken))
-        check_splits(kind, writers, names, config.validation_fraction)
+        check_splits(kind, writers, preparation.names, config.validation_fraction)
     elif hopeless:
         check_broken(kind, progress, 0)
     for writer in writers.values():
@@ -154,7 +153,7 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
         write_vector(out / SUMS_NAME, "int64", len(sums), [sums.tobytes()])
     splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
     files = [SUMS_NAME] if share.number else []
-    write_manifest(kind, out, workspace.wanted, names, shard_format, splits, progress, sums, files)
+    write_manifest(kind, out, workspace.wanted, preparation.names, shard_format, splits, progress, sums, files)
 
 
 def _make_at_url(preparation: Preparation, url: str) -> tuple[Manifest, str, str]:

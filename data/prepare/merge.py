@@ -53,44 +53,43 @@ def merge(out: str, kind: type[Preparation], *, dry_run: bool = False, most_brok
         shutil.rmtree(parts.folder, ignore_errors=True)
         print_summary(kind, manifest, parts.out, "earlier: nothing to do")
         return manifest
-    facts, of = parts.facts(), len(parts.cuts()) - 1
-    missing = missing_parts(parts.out, of)
+    facts, shares = parts.facts(), parts.shares()
+    missing = missing_parts(parts.out, len(shares))
     if dry_run:
-        print(_parts_table(parts, of, missing), flush=True)
+        print(_parts_table(parts, shares, missing), flush=True)
     elif missing:
-        raise ValueError(_missing_sentence(parts, of, missing, facts["arguments"]))
+        words = [*kind.verb.split(), *facts["arguments"], "--out", parts.out, "--part", f"{missing[0]}/{len(shares)}"]
+        numbers = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        are = f"{len(missing)} of {len(shares)} {'part is' if len(missing) == 1 else 'parts are'} not finished"
+        raise ValueError(f"{are}: {numbers}; make each with: {shell_line(*words)}")
     if missing:
         return None
     with locked(parts.folder, f"another process is at work in {parts.folder} right now"):
         if changed := kind.changed_input(facts):
             raise ValueError(f"the input file {changed} since the parts were begun; put it back, or prepare it anew")
-        finished = [_read_part(parts, number, of, facts) for number in range(1, of + 1)]
+        finished = [_read_part(parts, share, facts) for share in shares]
         for part in finished:
             _check_tiling(part, facts["names"], parts.ends())
         parts.check_shared(parts.folder, f"delete {parts.folder}")
         options = facts["options"]
         shard_format = make_format(options, finished[0].manifest.dtype)
-        shards, moves = _plan_moves(parts, finished, shard_format)
-        splits = {
-            name: SplitInfo.of(shards[name], sum(part.manifest.splits[name].bytes for part in finished))
-            for name in shards
-        }
+        splits, moves = _plan_moves(parts, finished, shard_format)
         progress, sums = _add_up(kind, finished, facts["names"])
         check_broken(kind, progress, most_broken)
         check_splits(kind, splits, facts["names"], options["validation_fraction"])
         if dry_run:
             print("all parts are finished and fit together: they can be joined", flush=True)
             return None
-        logger.info(f"joining {of} parts in {parts.out}")
+        logger.info(f"joining {len(shares)} parts in {parts.out}")
         # A full disk is met here, before any shard has moved.
         for name in facts["shared"]:
             (parts.out / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(parts.out / name, (parts.folder / name).read_bytes())
         kind.finish(parts.out, options, list(splits), sums)
-        for name, numbered in shards.items():
+        for name, split in splits.items():
             (parts.out / name).mkdir(exist_ok=True)
             lengths = (part.lengths(name).astype("<u4").tobytes() for part in finished)
-            write_indices(parts.out / name, shard_format, numbered, lengths)
+            write_indices(parts.out / name, shard_format, split.shards, lengths)
         write_atomic(parts.folder / MERGING_NAME, b"")
         for source, target in moves:
             if source.exists():  # otherwise a merge that was stopped has moved it
@@ -99,29 +98,22 @@ def merge(out: str, kind: type[Preparation], *, dry_run: bool = False, most_brok
             sync_directory(parts.out / name)
         manifest = write_manifest(kind, parts.out, options, facts["names"], shard_format, splits, progress, sums)
     shutil.rmtree(parts.folder, ignore_errors=True)
-    print_summary(kind, manifest, parts.out, f"from {of} parts")
+    print_summary(kind, manifest, parts.out, f"from {len(shares)} parts")
     return manifest
 
 
-def _parts_table(parts: Parts, of: int, missing: Sequence[int]) -> str:
+def _parts_table(parts: Parts, shares: Sequence[Share], missing: Sequence[int]) -> str:
     """Returns the state of each part, a line each."""
-    lines, unfinished = [], set(missing)
-    for number in range(1, of + 1):
-        folder = parts.part(number, of)
-        state = "begun, not finished" if folder.exists() else "not begun"
-        if number not in unfinished:
+    lines = []
+    for share in shares:
+        folder = parts.part(share)
+        if share.number in missing:
+            state = "begun, not finished" if folder.exists() else "not begun"
+        else:
             counts = [f"{split.documents:,} in {name}" for name, split in Manifest.load(folder).splits.items()]
             state = f"finished, {parts.kind.unit}: {', '.join(counts)}"
-        lines.append(f"part {number}/{of}  {state}")
+        lines.append(f"part {share.number}/{share.of}  {state}")
     return "\n".join(lines)
-
-
-def _missing_sentence(parts: Parts, of: int, missing: Sequence[int], arguments: Sequence[str]) -> str:
-    """Returns which parts are missing, and how the first of them is made."""
-    words = [*parts.kind.verb.split(), *arguments, "--out", parts.out, "--part", f"{missing[0]}/{of}"]
-    names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
-    noun = "part is" if len(missing) == 1 else "parts are"
-    return f"{len(missing)} of {of} {noun} not finished: {names}; make each with: {shell_line(*words)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,14 +137,13 @@ class Part:
 
 
 @errors_in_one_line(KeyError, TypeError, IndexError, AttributeError)
-def _read_part(parts: Parts, number: int, of: int, facts: dict[str, Any]) -> Part:
-    """Returns part `number`. Raises ValueError unless it is of this preparation, its small files are as they were
-    written, and it says the same number of documents everywhere."""
-    folder, cuts = parts.part(number, of), parts.cuts()
-    share = Share(number, of, cuts[number - 1], cuts[number])
+def _read_part(parts: Parts, share: Share, facts: dict[str, Any]) -> Part:
+    """Returns a part. Raises ValueError unless it is of this preparation, its small files are as they were written, and
+    it says the same number of documents everywhere."""
+    folder = parts.part(share)
     part = Part(folder=folder, share=share, manifest=Manifest.load(folder), spans=read_spans(folder))
     manifest = part.manifest
-    compare_preparations(folder, manifest.options, {**facts["options"], "part": f"{number}/{of}"})
+    compare_preparations(folder, manifest.options, {**facts["options"], "part": f"{share.number}/{share.of}"})
     parts.check_shared(folder, part.again)
     for name, digest in manifest.files.items():
         if not (folder / name).is_file() or sha256_of(folder / name) != digest:
@@ -194,35 +185,35 @@ def _check_tiling(part: Part, names: Sequence[str], ends: Sequence[int | None]) 
 
 def _plan_moves(
     parts: Parts, finished: Sequence[Part], shard_format: ShardFormat
-) -> tuple[dict[str, list[ShardInfo]], list[tuple[Path, Path]]]:
-    """Returns the shards of the whole, by split, and where the file of each is and will be.
-
-    Raises ValueError if one is missing.
-    """
-    shards: dict[str, list[ShardInfo]] = {name: [] for name in finished[0].manifest.splits}
+) -> tuple[dict[str, SplitInfo], list[tuple[Path, Path]]]:
+    """Returns the splits of the whole, and where the file of each shard is and will be. Raises ValueError if one is
+    missing."""
+    splits: dict[str, SplitInfo] = {}
     moves: list[tuple[Path, Path]] = []
-    for name, numbered in shards.items():
+    for name in finished[0].manifest.splits:
+        shards: list[ShardInfo] = []
         for part in finished:
             for shard in part.manifest.splits[name].shards:
-                file = shard_format.packed_name(len(numbered))
-                numbered.append(replace(shard, file=file))
-                source, target = part.folder / name / shard.file, parts.out / name / file
+                shards.append(replace(shard, file=shard_format.packed_name(len(shards))))
+                source, target = part.folder / name / shard.file, parts.out / name / shards[-1].file
                 moves.append((source, target))
                 there = [path for path in (source, target) if path.is_file()]
                 if not there or there[0].stat().st_size != shard.bytes:
                     raise ValueError(f"{source} is missing or damaged; {part.again}")
-    return shards, moves
+        splits[name] = SplitInfo.of(shards, sum(part.manifest.splits[name].bytes for part in finished))
+    return splits, moves
 
 
 def _add_up(kind: type[Preparation], finished: Sequence[Part], names: Sequence[str]) -> tuple[Progress, np.ndarray]:
     """Returns what all parts have read, and the sums over their documents."""
-    total, lines = Progress(), [0] * len(names)
-    first = finished[0].folder / SUMS_NAME
-    sums = read_vector(first, "int64", first).copy()
-    for number, part in enumerate(finished):
-        if number:
-            path = part.folder / SUMS_NAME
-            kind.add(sums, read_vector(path, "int64", path, length=len(sums)))
+    total, lines, sums = Progress(), [0] * len(names), None
+    for part in finished:
+        path = part.folder / SUMS_NAME
+        more = read_vector(path, "int64", path, length=None if sums is None else len(sums))
+        if sums is None:
+            sums = more.copy()
+        else:
+            kind.add(sums, more)
         met, start = part.manifest.malformed, part.share.start.source
         for example in met["examples"][: KEPT_EXAMPLES - len(total.examples)]:
             # A part that enters a text in the middle names the place, and counts lines from there.

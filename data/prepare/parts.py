@@ -12,23 +12,22 @@ appear under their names only when they are whole, so a file system without lock
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from matmix.data.artifacts import artifact_path, one_line, parse_json, shell_line
+from matmix.data.artifacts import artifact_path, is_count, one_line, parse_json, shell_line
 from matmix.data.manifest import MANIFEST_NAME
-from matmix.data.prepare.base import Position, Preparation
+from matmix.data.prepare.base import Position, Preparation, find_cuts
 from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
 from matmix.data.storage.files import sha256_of, write_atomic
 
 MERGING_NAME = "merging"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The records from `start` up to `stop`: part `number` of `of`, counted from 1; number 0 is the whole input."""
 
     number: int
@@ -41,7 +40,7 @@ def read_spans(folder: Path) -> list[list[int]]:
     """Returns `Progress.spans` of a finished part. Raises ValueError (one line) if its part.json is damaged."""
     try:
         spans = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)["spans"]
-        if not all(len(span) == 6 and all(type(n) is int and n >= 0 for n in span) for span in spans):
+        if not all(len(span) == 6 and all(map(is_count, span)) for span in spans):
             raise ValueError("its spans are no numbers")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder / PART_NAME} is missing or damaged ({one_line(error)}); delete {folder}") from None
@@ -56,8 +55,8 @@ def missing_parts(out: str | Path, parts: int) -> list[int]:
     folder = Path(out).expanduser()
     if (folder / MANIFEST_NAME).is_file():
         return []
-    folder, numbers = folder / PARTS_NAME, range(1, parts + 1)
-    return [number for number in numbers if not (folder / _name(number, parts) / MANIFEST_NAME).is_file()]
+    folder /= PARTS_NAME
+    return [n for n in range(1, parts + 1) if not (folder / _name(n, parts) / MANIFEST_NAME).is_file()]
 
 
 def _name(number: int, of: int) -> str:
@@ -72,8 +71,8 @@ class Parts:
         self.folder = self.out / PARTS_NAME
         self.kind = kind
 
-    def part(self, number: int, of: int) -> Path:
-        return self.folder / _name(number, of)
+    def part(self, share: Share) -> Path:
+        return self.folder / _name(share.number, share.of)
 
     def begin(self, preparation: Preparation) -> None:
         """Makes what all parts share, unless an earlier part has.
@@ -81,7 +80,11 @@ class Parts:
         Raises ValueError if OUT holds anything but parts of this preparation, or for an input of which nothing can be
         made; nothing is left behind then.
         """
-        self._check_free()
+        if not (self.folder / "options.json").exists():
+            for path in self.out.iterdir() if self.out.is_dir() else ():
+                if path.name != PARTS_NAME:
+                    kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
+                    raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
         made = [path for path in (self.out, self.folder) if not path.exists()]
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -91,7 +94,7 @@ class Parts:
             return {
                 "options": preparation.wanted,
                 "shared": {name: sha256_of(self.folder / name) for name in preparation.shared},
-                "names": [source.name for source in preparation.sources],
+                "names": preparation.names,
                 "paths": [str(Path(source.path).resolve()) for source in preparation.sources],
                 "arguments": preparation.config.arguments(),
             }
@@ -104,8 +107,7 @@ class Parts:
                 with contextlib.suppress(OSError):
                     path.rmdir()
             raise
-        facts = self.facts()
-        compare_preparations(self.out, facts["options"], preparation.wanted)
+        compare_preparations(self.out, self.facts()["options"], preparation.wanted)
         if (self.folder / MERGING_NAME).exists():
             merge = shell_line(*self.kind.verb.split(), "--merge", "--out", self.out)
             raise ValueError(f"{self.out} is being joined; finish that: {merge}")
@@ -115,16 +117,17 @@ class Parts:
         """Returns what belongs to a part. Raises ValueError if the folder is for another number of parts."""
 
         def cut() -> dict[str, Any]:
-            cuts = [[cut.source, cut.offset] for cut in preparation.cuts(of)]
+            cuts = [[cut.source, cut.offset] for cut in find_cuts(preparation.sources, of)]
             return {"parts": of, "cuts": cuts, "ends": [source.end for source in preparation.sources]}
 
         self._write_once("cuts.json", "cuts the input", cut)
-        parts = len(cuts := self.cuts()) - 1
-        if parts != of:
+        shares = self.shares()
+        if len(shares) != of:
             raise ValueError(
-                f"{self.out} is prepared in {parts} parts; give --part k/{parts}, or delete {self.folder} to begin anew"
+                f"{self.out} is prepared in {len(shares)} parts; give --part k/{len(shares)}, or delete {self.folder} "
+                "to begin anew"
             )
-        return Share(number, of, cuts[number - 1], cuts[number])
+        return shares[number - 1]
 
     def check_shared(self, folder: Path, advice: str) -> None:
         """Raises ValueError (one line) unless a folder has the shared files that the parts were begun with."""
@@ -137,22 +140,14 @@ class Parts:
         """Returns the contents of options.json. Raises FileNotFoundError without parts, ValueError if it is damaged."""
         return self._read("options.json", _check_facts)
 
-    def cuts(self) -> list[Position]:
-        """Returns where each part begins, and the end of the last. Raises as `facts`."""
-        return [Position(source, offset) for source, offset in self._read("cuts.json", _check_cuts)["cuts"]]
+    def shares(self) -> list[Share]:
+        """Returns what belongs to each part. Raises as `facts`."""
+        cuts = [Position(source, offset) for source, offset in self._read("cuts.json", _check_cuts)["cuts"]]
+        return [Share(number, len(cuts) - 1, *ends) for number, ends in enumerate(itertools.pairwise(cuts), start=1)]
 
     def ends(self) -> list[int | None]:
         """Returns the offset at the end of each source, None where it is not known. Raises as `facts`."""
         return self._read("cuts.json", _check_cuts)["ends"]
-
-    def _check_free(self) -> None:
-        """Raises ValueError if OUT holds anything but parts."""
-        if (self.folder / "options.json").exists():
-            return
-        for path in self.out.iterdir() if self.out.is_dir() else ():
-            if path.name != PARTS_NAME:
-                kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
-                raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
 
     def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
         """Writes a file unless it is there, one process at a time. doing: what another process may be doing."""
@@ -182,11 +177,10 @@ class Parts:
 
 
 def _check_facts(raw: dict[str, Any]) -> None:
-    options = raw["options"]
+    options, lists = raw["options"], [raw[name] for name in ("names", "paths", "arguments")]
     inputs = [*options["inputs"], *options.get("validation", ())]
-    texts = [*raw["names"], *raw["paths"], *raw["arguments"], options["format"], options["compression"]]
-    fine = all(isinstance(text, str) for text in (*texts, *raw["shared"].values()))
-    fine = fine and all(isinstance(raw[name], list) for name in ("names", "paths", "arguments"))
+    texts = [*itertools.chain(*lists), options["format"], options["compression"], *raw["shared"].values()]
+    fine = all(isinstance(text, str) for text in texts) and all(isinstance(some, list) for some in lists)
     fine = fine and len(raw["names"]) == len(raw["paths"]) == len(inputs)
     if not fine or not all(isinstance(entry, list) and len(entry) == 3 for entry in inputs):
         raise ValueError("it lacks a key, or a value is of another kind")
@@ -194,7 +188,7 @@ def _check_facts(raw: dict[str, Any]) -> None:
 
 def _check_cuts(raw: dict[str, Any]) -> None:
     count, cuts, ends = raw["parts"], raw["cuts"], raw["ends"]
-    numbers = [count, *(number for cut in cuts for number in cut), *(end for end in ends if end is not None)]
-    fine = all(type(number) is int and number >= 0 for number in numbers) and all(len(cut) == 2 for cut in cuts)
+    numbers = [count, *itertools.chain(*cuts), *(end for end in ends if end is not None)]
+    fine = all(map(is_count, numbers)) and all(len(cut) == 2 for cut in cuts)
     if not fine or len(cuts) != count + 1 or cuts != sorted(cuts) or cuts[-1][0] > len(ends):
         raise ValueError("its cuts are no positions in order")

@@ -21,29 +21,23 @@ _Result = TypeVar("_Result")
 
 
 def work_in_order(
-    chunks: Iterable[_Chunk], processes: int, begin: Callable[[], Callable[[_Chunk], _Result]], *, doing: str
+    chunks: Iterable[_Chunk], processes: int, work: Callable[[_Chunk], _Result], *, doing: str
 ) -> Iterator[tuple[_Chunk, _Result]]:
     """Yields each chunk with its result, in order and with few chunks in flight.
 
-    Args:
-        begin: called once in each process (it can be pickled); returns the function that works on a chunk there.
-        doing: names the processes in an error.
-
+    work: can be pickled; each process gets it once. doing: names the processes in an error.
     Raises what reading and working raise, RuntimeError when a process was killed.
     """
     if processes == 1:
-        work = begin()
-        for chunk in chunks:
-            yield chunk, work(chunk)
+        yield from ((chunk, work(chunk)) for chunk in chunks)
         return
     # Forking a process that runs threads (torch, tqdm, the tokenizers library) may lock up; spawning does not.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(begin,))
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(work,))
     waiting: deque[tuple[_Chunk, Future[_Result]]] = deque()
     try:
         for chunk in chunks:
             with without_interrupts():  # the first one starts the processes
-                future = pool.submit(_work_on, chunk)
-            waiting.append((chunk, future))
+                waiting.append((chunk, pool.submit(_work_on, chunk)))
             if len(waiting) > 2 * processes + 1:
                 done, future = waiting.popleft()
                 yield done, future.result()
@@ -85,12 +79,11 @@ def start_process() -> None:
     threading.Thread(target=follow_parent, daemon=True).start()
 
 
-def _start(begin: Callable[[], Callable[[Any], Any]]) -> None:
+def _start(work: Callable[[Any], Any]) -> None:
     global _work
     start_process()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with panics_as_errors():
-        _work = begin()
+    _work = work
 
 
 def _work_on(chunk: Any) -> Any:

@@ -1,12 +1,17 @@
-"""Refuses a preparation that cannot be used, writes the manifest of one that can, and says what came out."""
+"""Says how far a preparation is and what came out, refuses one that cannot be used, and writes the manifest."""
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from matmix.data.artifacts import shell_line
 from matmix.data.formats.base import ShardFormat
@@ -15,13 +20,49 @@ from matmix.data.prepare.base import BrokenInputError, Preparation, Progress
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 
+logger = logging.getLogger(__name__)
+
 Kind = type[Preparation]
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Report(AbstractContextManager):
+    """Shows on stderr how far something is: by a bar on a terminal, by a line now and then elsewhere."""
+
+    def __init__(self, label: str, total_bytes: int | None = None, *, unit: str = "tokens", made: int = 0) -> None:
+        """total_bytes: of the input; None: the end is not known. made: units that were made before."""
+        self.label, self.total, self.unit, self._first = label, total_bytes, unit, made
+        self._started = self._last = time.monotonic()
+        style = {"total": total_bytes, "unit": "B", "unit_scale": True}
+        style = {"bar_format": "{desc}: {elapsed}"} if total_bytes is None else style
+        self._bar = tqdm(desc=label, dynamic_ncols=True, leave=False, **style) if sys.stderr.isatty() else None
+
+    def update(self, done_bytes: int = 0, made: int = 0) -> None:
+        """Shows the state. done_bytes, made: from the beginning of the whole work on."""
+        now = time.monotonic()
+        seconds = now - self._started
+        words = f"{seconds:.0f} s so far"
+        if self.total is not None:
+            speed = (made - self._first) / max(seconds, 1e-9)
+            words = f"{made:,} {self.unit}, {speed:,.0f} {self.unit}/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(words, refresh=False)
+            self._bar.update(done_bytes - self._bar.n)
+        elif now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            share = "" if self.total is None else f"{100 * done_bytes / max(1, self.total):.0f} %, "
+            logger.info(f"{self.label}: {share}{words}")
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 def check_broken(kind: Kind, met: Progress, most: float) -> None:
     """Raises BrokenInputError if more than the share `most` of the records is broken."""
     if met.malformed > most * met.records:
-        shown = "; ".join(kind.shown(example) for example in met.examples[:3])
+        shown = "; ".join(kind.broken_record.format(**example) for example in met.examples[:3])
         raise BrokenInputError(
             f"{met.malformed:,} of {met.records:,} {kind.record} are {kind.broken} ({shown}); {kind.advice(met)}mend "
             f"or remove them, or allow a larger share with --{kind.most_broken.replace('_', '-')}"
@@ -72,9 +113,8 @@ def write_manifest(
     for source, *_, documents in progress.spans:
         by_source[source] += documents
     own = kind.finish(out, options, list(splits), sums)
-    if histogram := own.get("token_histogram"):
-        files = [histogram, *files]
-    files = [*files, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
+    histogram = [name for name in [own.get("token_histogram")] if name]
+    files = [*histogram, *files, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
     inputs = [*options["inputs"], *options.get("validation", ())]
     manifest = Manifest(
         format=options["format"],
@@ -105,7 +145,7 @@ def print_summary(kind: Kind, manifest: Manifest, out: Path | str, when: str) ->
     bad = manifest.malformed
     if bad["count"]:
         lines.append(f"  {kind.broken:<11} {bad['count']:,} of {bad['records']:,} {kind.record} were left out:")
-        lines += [f"              {kind.shown(example)}" for example in bad["examples"][:5]]
+        lines += [f"              {kind.broken_record.format(**example)}" for example in bad["examples"][:5]]
     if manifest.empty_documents:
         lines.append(f"  empty       {manifest.empty_documents:,} {kind.unit} without {kind.content} were left out")
     step = f"next: {kind.next_step(manifest, out)}"

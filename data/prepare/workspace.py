@@ -13,7 +13,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ import numpy as np
 from matmix.data.artifacts import one_line, parse_json
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.base import SPLITS, BrokenInputError, Position, Progress
-from matmix.data.splits.writer import DamagedPreparationError, SplitWriter
+from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -37,17 +37,26 @@ PART_NAME, SUMS_NAME = "part.json", "sums.npy"
 
 def compare_preparations(where: str | Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises ValueError, with the differences, if the preparation at `where` is not the wanted one."""
-    differences = "; ".join(
+    differences = [
         f"other {name}"
         if name in ("inputs", "contents_version")
         else f"{name} {there.get(name)!r} there, {wanted.get(name)!r} here"
         for name in sorted(there.keys() | wanted.keys())
         if there.get(name) != wanted.get(name)
-    )
+    ]
     if there != wanted:
         raise ValueError(
-            f"{where} holds another preparation ({differences}); choose another output folder or delete that one"
+            f"{where} holds another preparation ({'; '.join(differences)}); choose another output folder or delete "
+            "that one"
         )
+
+
+def parse_object(raw: bytes, where: object) -> dict[str, Any]:
+    """Returns the object in a JSON file of a preparation. Raises ValueError (one line) if it is damaged."""
+    values = parse_json(raw, where)
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is damaged: delete its folder and prepare again")
+    return values
 
 
 @contextlib.contextmanager
@@ -71,13 +80,12 @@ def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
 
 
 class Workspace:
-    """An output folder. Nothing is created before `fill`. wanted: the fingerprint of the preparation."""
+    """An output folder. Nothing is created before `filling`. wanted: the fingerprint of the preparation."""
 
     def __init__(self, out: str | Path, wanted: dict[str, Any]) -> None:
         self.out = Path(out).expanduser()
         self.work = self.out / WORK_NAME
         self.wanted = wanted
-        self._made = False
 
     def check(self) -> Literal["new", "unfinished", "finished"]:
         """Returns how far the preparation has come. Raises ValueError if the folder holds anything else."""
@@ -106,43 +114,33 @@ class Workspace:
             )
         return "new"
 
-    def fill(self, write: Callable[[], object], *, is_new: bool, files: Sequence[str]) -> bool:
-        """Brings the folder to its end by `write`, while other processes are kept out; False if one has done so.
+    @contextlib.contextmanager
+    def filling(self, *, is_new: bool, files: Sequence[str]) -> Iterator[bool]:
+        """Keeps other processes out while the folder is brought to its end; gives False if one has done that.
 
         A user's error in a new preparation leaves nothing behind, unless it is a BrokenInputError: after any other one
         the input or the options must change, and nothing here could be used again. files: names beside the splits.
         """
-        self._made = not self.out.exists()
+        made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         with locked(self.work, f"another process is preparing {self.out} right now"):
             if not (self.work / "options.json").exists():
                 write_atomic(self.work / "options.json", json.dumps(self.wanted).encode())
             try:
-                if self.check() == "finished":
-                    return False
-                write()
+                yield self.check() != "finished"
             except (ValueError, FileNotFoundError) as error:
                 if is_new and not isinstance(error, BrokenInputError):
-                    self._discard(files)
+                    for path in (self.out / name for name in (WORK_NAME, PART_NAME, SUMS_NAME, *SPLITS, *files)):
+                        if path.is_dir():
+                            shutil.rmtree(path)
+                        else:
+                            path.unlink(missing_ok=True)
+                    if made and not any(self.out.iterdir()):
+                        self.out.rmdir()
                 raise
             except KeyboardInterrupt:
                 logger.info(f"stopped; run the same command again to continue in {self.out}")
                 raise
-        return True
-
-    def clear_work(self) -> None:
-        """Removes the files that only an unfinished preparation needs."""
-        shutil.rmtree(self.work, ignore_errors=True)
-
-    def _discard(self, files: Sequence[str]) -> None:
-        """Removes the files of a preparation, and the folder if `fill` has made it."""
-        for path in (self.out / name for name in (WORK_NAME, PART_NAME, SUMS_NAME, *SPLITS, *files)):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        if self._made and not any(self.out.iterdir()):
-            self.out.rmdir()
 
     def save(self, progress: Progress, writers: Mapping[str, SplitWriter], sums: np.ndarray) -> None:
         """Writes a state. sums: int64 (n,), those of `Preparation.add` over the input so far."""
@@ -165,20 +163,12 @@ class Workspace:
                 facts = parse_json(arrays["facts"].tobytes(), "its JSON")
                 sums[:] = arrays["sums"]
                 for name, writer in writers.items():
-                    pending = {key: arrays[f"{name}.{key}"] for key in ("tokens", "lengths")}
-                    writer.restore(facts["splits"][name], pending)
-            progress = facts["progress"]
-            return Progress(**{**progress, "position": Position(**progress["position"])})
-        except DamagedPreparationError:
-            raise
+                    writer.restore(facts["splits"][name], arrays[f"{name}.tokens"], arrays[f"{name}.lengths"])
+            position = Position(**facts["progress"].pop("position"))
+            progress = Progress(position=position, **facts["progress"])
         except Exception as error:  # a damaged archive gives errors of many kinds
             reason = one_line(f"{type(error).__name__}: {error}")
             raise ValueError(f"{path} is damaged ({reason}); delete {self.out} and prepare again") from None
-
-
-def parse_object(raw: bytes, where: object) -> dict[str, Any]:
-    """Returns the object in a JSON file of a preparation. Raises ValueError (one line) if it is damaged."""
-    values = parse_json(raw, where)
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} is damaged: delete its folder and prepare again")
-    return values
+        for writer in writers.values():
+            writer.check()
+        return progress

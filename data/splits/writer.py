@@ -18,10 +18,6 @@ from matmix.data.storage.files import write_atomic
 ZSTD_LEVEL = 3
 
 
-class DamagedPreparationError(ValueError):
-    """A file that a preparation has written was removed or changed."""
-
-
 def write_indices(
     directory: Path, shard_format: ShardFormat, shards: Sequence[ShardInfo], lengths: Iterable[bytes]
 ) -> None:
@@ -112,22 +108,23 @@ class SplitWriter:
         }
         return facts, {"tokens": tokens, "lengths": lengths}
 
-    def restore(self, facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Takes up a state. Raises DamagedPreparationError if a shard in it is missing or has another size."""
+    def restore(self, facts: dict[str, Any], tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Takes up a state."""
         self.shards = [ShardInfo(**shard) for shard in facts["shards"]]
         for shard in self.shards:
             shard.check("shard")
-        self.documents, self.tokens = facts["documents"], facts["tokens"]
-        self.text_bytes = facts["text_bytes"]
-        ends = np.cumsum(arrays["lengths"])
-        self.pending = np.split(arrays["tokens"], ends[:-1]) if len(ends) else []
+        self.documents, self.tokens, self.text_bytes = (facts[name] for name in ("documents", "tokens", "text_bytes"))
+        self.pending = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
         self.pending_bytes = sum(self.format.document_bytes(len(d)) for d in self.pending)
+
+    def check(self) -> None:
+        """Raises ValueError (one line) if a written shard is missing or has another size."""
         for number, shard in enumerate(self.shards):
             path = self.directory / shard.file
             lengths = self.scratch / f"{number:08}.lengths"
             whole = path.is_file() and path.stat().st_size == shard.bytes
             if not (whole and lengths.is_file() and lengths.stat().st_size == 4 * shard.documents):
-                raise DamagedPreparationError(
+                raise ValueError(
                     f"{path} is missing or damaged, the preparation cannot go on; "
                     f"delete {self.directory.parent} and prepare again"
                 )

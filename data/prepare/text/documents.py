@@ -9,12 +9,12 @@ from matmix.data.prepare.base import Chunk, Malformed
 from matmix.data.prepare.text import ReadOptions
 
 
-def documents_of(chunk: Chunk, options: ReadOptions) -> Iterator[str | Malformed]:
+def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
     """Yields the documents of a chunk in order, "" for one of white space only. Blank lines of .jsonl files give none.
 
     Raises ValueError at bytes that are not UTF-8, with file, line and byte.
     """
-    line = chunk.start.line
+    options, line = chunk.source.options, chunk.start.line
     for record in chunk.records:
         if isinstance(record, bytes):
             text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -10,7 +11,6 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,13 @@ import numpy as np
 
 from matmix.data.arrays import write_vector
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
-from matmix.data.prepare.base import (
-    HASHES,
-    KEPT_EXAMPLES,
-    Chunk,
-    Documents,
-    Malformed,
-    Position,
-    Preparation,
-    Progress,
-    hash_of,
-    in_validation,
-)
+from matmix.data.prepare import base
+from matmix.data.prepare.base import Chunk, Document, Documents, Malformed, Position, Progress
 from matmix.data.prepare.pool import start_process, without_interrupts
-from matmix.data.prepare.progress import WaitingReport
-from matmix.data.prepare.report import check_broken, empty_input, empty_split
+from matmix.data.prepare.report import Report, check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
-from matmix.data.prepare.text.readers import find_cuts, read_chunks
-from matmix.data.prepare.text.sources import TextFile, find_sources
+from matmix.data.prepare.text.readers import TextFile, find_sources
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 logger = logging.getLogger(__name__)
@@ -51,7 +39,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 _CHUNKS = 64
 
 
-class TextPreparation(Preparation):
+class TextPreparation(base.Preparation):
     """Text files on their way to shards of tokens. The sums are the tokens' counts in the training split."""
 
     name = "text"
@@ -67,19 +55,23 @@ class TextPreparation(Preparation):
     sources: list[TextFile]
 
     def __init__(self, config: PrepareConfig) -> None:
-        sources, ignored = find_sources(config.inputs)
+        # Each chunk goes to another process with these, and not with a list of all inputs.
+        options = ReadOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ReadOptions)})
+        sources, ignored = find_sources(config.inputs, options)
         if ignored:
             logger.info(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
         self.given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-        self.tokenizer: Tokenizer | None = None
         super().__init__(config, sources, tokenizer=self.given.sha256 if self.given else "trained")
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         # A part may have one split only.
-        self.fraction = self.config.validation_fraction if is_part else usable_fraction(self.config, self.sources)
+        self.fraction = self.config.validation_fraction
+        if not is_part:
+            self.fraction = usable_fraction(self.fraction, self.sources)
         paths = (folder / "tokenizer" / name for name in ("tokenizer.model", "tokenizer.json"))
         path = next((path for path in paths if path.is_file()), None)
         self.tokenizer = Tokenizer.load(path) if path else self.given or train_tokenizer(self.config, self.sources)
+        self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         self.shared = {f"tokenizer/{self.tokenizer.file_name}": self.tokenizer.raw}
 
     @classmethod
@@ -93,11 +85,8 @@ class TextPreparation(Preparation):
                 return f"{path} has changed"
         return ""
 
-    def dtype(self) -> str:
-        return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
-
-    def worker(self, folder: Path) -> Callable[[], Callable[[Chunk], Documents]]:
-        return functools.partial(_begin, folder, self.dtype(), self.config, self.fraction)
+    def worker(self) -> Callable[[Chunk], Documents]:
+        return functools.partial(tokenize, self.tokenizer, self.dtype, self.fraction)
 
     def new_sums(self) -> np.ndarray:
         return np.zeros(self.tokenizer.vocab_size, np.int64)
@@ -106,11 +95,9 @@ class TextPreparation(Preparation):
         sources, first = list(self.sources), entry.source
         if entry.offset and sources[first].kind != "parquet":
             # A part that enters a text in the middle counts lines from there, and says so.
-            sources[first] = replace(sources[first], name=f"{sources[first].name} from byte {entry.offset:,}")
-        return read_chunks(sources, self.config, start, stop)
-
-    def cuts(self, parts: int) -> list[Position]:
-        return find_cuts(self.sources, self.config, parts)
+            name = f"{sources[first].name} from byte {entry.offset:,}"
+            sources[first] = dataclasses.replace(sources[first], name=name)
+        return base.read_chunks(sources, start, stop)
 
     @classmethod
     def finish(cls, out: Path, options: Mapping[str, Any], splits: Sequence[str], sums: np.ndarray) -> dict[str, Any]:
@@ -118,13 +105,8 @@ class TextPreparation(Preparation):
         if len(sums) != tokenizer.vocab_size:
             raise ValueError(f"{out}: {len(sums):,} sums do not fit a vocabulary of {tokenizer.vocab_size:,}")
         write_vector(out / HISTOGRAM_NAME, "int64", len(sums), [sums.tobytes()])
-        info = TokenizerInfo(
-            kind=tokenizer.kind,
-            file=f"tokenizer/{tokenizer.file_name}",
-            sha256=tokenizer.sha256,
-            vocab_size=tokenizer.vocab_size,
-            special=tokenizer.special,
-        )
+        facts = {name: getattr(tokenizer, name) for name in ("kind", "sha256", "vocab_size", "special")}
+        info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", **facts)
         return {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(sums)}
 
     @classmethod
@@ -147,56 +129,43 @@ class TextPreparation(Preparation):
         return ""
 
 
-def _begin(folder: Path, dtype: str, options: ReadOptions, fraction: float) -> Callable[[Chunk], Documents]:
-    """Returns the function that tokenises a chunk. fraction: share of the documents for the validation split."""
-    tokenizer = Tokenizer.load(folder)
-
-    def tokenize(chunk: Chunk) -> Documents:
-        pieces = list(documents_of(chunk, options))
-        malformed = [piece for piece in pieces if isinstance(piece, Malformed)]
-        texts = [piece for piece in pieces if isinstance(piece, str) and piece]
-        # A normalising tokenizer may leave nothing of a document.
-        encoded = zip(texts, tokenizer.encode_batch(texts), strict=True)
-        kept = [(text.encode("utf-8"), tokens) for text, tokens in encoded if tokens]
-        elements = np.fromiter((token for _, tokens in kept for token in tokens), dtype)
-        lengths = np.fromiter((len(tokens) for _, tokens in kept), np.int64, len(kept))
-        validation = np.fromiter((in_validation(raw, fraction) for raw, _ in kept), bool, len(kept))
-        return Documents(
-            elements=elements,
-            lengths=lengths,
-            sizes=np.fromiter((len(raw) for raw, _ in kept), np.int64, len(kept)),
-            validation=validation,
-            sums=np.bincount(elements[~np.repeat(validation, lengths)], minlength=tokenizer.vocab_size),
-            # Blank lines of .jsonl files are no records.
-            records=sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records),
-            malformed=len(malformed),
-            examples=malformed[:KEPT_EXAMPLES],
-            empty=len(pieces) - len(malformed) - len(kept),
-        )
-
-    return tokenize
+def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) -> Documents:
+    """Returns the documents of a chunk. fraction: share of them for the validation split."""
+    pieces = list(documents_of(chunk))
+    tokens = iter(tokenizer.encode_batch([piece for piece in pieces if isinstance(piece, str) and piece]))
+    made: list[Document | Malformed | None] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            # A normalising tokenizer may leave nothing of a document.
+            ids, raw = next(tokens) if piece else [], piece.encode("utf-8")
+            made.append(Document(ids, raw, len(raw)) if ids else None)
+        else:
+            made.append(piece)
+    documents = Documents.of(chunk, made, dtype, fraction)
+    # Blank lines of .jsonl files are no records.
+    documents.records = sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records)
+    trained_on = documents.elements[~np.repeat(documents.validation, documents.lengths)]
+    documents.sums = np.bincount(trained_on, minlength=tokenizer.vocab_size)
+    return documents
 
 
-def usable_fraction(config: PrepareConfig, sources: Sequence[TextFile]) -> float:
+def usable_fraction(fraction: float, sources: Sequence[TextFile]) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
     that gives it the document of the smallest hash. The result depends on the text and the options only.
 
     Reads until both splits have a document. Raises ValueError (one line) where one of them would get none.
     """
-    fraction = config.validation_fraction
     if not fraction:
         return fraction
-    chunks = itertools.islice(read_chunks(sources, config), _CHUNKS + 1)
-    smallest, largest, documents = HASHES, -1, 0
-    for number, chunk in enumerate(chunks):
+    smallest, largest, documents = base.HASHES, -1, 0
+    for number, chunk in enumerate(base.read_chunks(sources)):
         if number == _CHUNKS:
             return fraction
-        for document in documents_of(chunk, config):
-            if isinstance(document, Malformed) or not document:
-                continue
-            documents, value = documents + 1, hash_of(document.encode("utf-8"))
-            smallest, largest = min(smallest, value), max(largest, value)
-        if smallest < int(fraction * HASHES) <= largest:
+        for document in documents_of(chunk):
+            if isinstance(document, str) and document:
+                documents, value = documents + 1, base.hash_of(document.encode("utf-8"))
+                smallest, largest = min(smallest, value), max(largest, value)
+        if smallest < int(fraction * base.HASHES) <= largest:
             return fraction
     if not documents:
         return fraction  # refused elsewhere, with the malformed records
@@ -208,19 +177,19 @@ def usable_fraction(config: PrepareConfig, sources: Sequence[TextFile]) -> float
             "--max-document-chars 4000 or --text-documents paragraph, or do without a validation split "
             "(--validation-fraction 0)"
         )
-    if largest < int(fraction * HASHES):
+    if largest < int(fraction * base.HASHES):
         raise empty_split(TextPreparation, "train", documents, fraction)
     logger.info(
         f"a validation fraction of {fraction:g} gives the validation split none of the {documents:,} documents: it "
         "gets the one of the smallest hash"
     )
-    return math.nextafter((smallest + 1) / HASHES, 2.0)
+    return math.nextafter((smallest + 1) / base.HASHES, 2.0)
 
 
 def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Tokenizer:
     """Returns a tokenizer trained on the beginning of every source. Raises ValueError (one line) without text."""
     met = Progress()
-    if not (texts := list(_sample(config, sources, met))):
+    if not (texts := list(_sample(config.sample_megabytes, sources, met))):
         check_broken(TextPreparation, met, 0)
         raise empty_input(TextPreparation, [source.name for source in sources])
     most = "at most " if config.model_type == "char" else ""
@@ -233,20 +202,19 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Token
         return train_in(Path(scratch), texts, {name: getattr(config, name) for name in OF_TRAINING})
 
 
-def _sample(config: PrepareConfig, sources: Sequence[TextFile], met: Progress) -> Iterator[str]:
-    """Yields at most `sample_megabytes` of text, and counts malformed records in `met`.
+def _sample(megabytes: float, sources: Sequence[TextFile], met: Progress) -> Iterator[str]:
+    """Yields at most so much text, and counts malformed records in `met`.
 
     Each source gives from its beginning a share by its size on the disk; what a short one leaves over goes to the later
     ones. The last document is cut to fit.
     """
-    budget, bytes_left = int(config.sample_megabytes * 1e6), sum(s.bytes for s in sources)
+    budget, bytes_left = int(megabytes * 1e6), sum(s.bytes for s in sources)
     for source in sources:
         share = budget * source.bytes // max(1, bytes_left)
         bytes_left -= source.bytes
-        chunks = read_chunks([source], config)
-        for document in itertools.chain.from_iterable(documents_of(chunk, config) for chunk in chunks):
+        for document in itertools.chain.from_iterable(map(documents_of, base.read_chunks([source]))):
             if isinstance(document, Malformed):
-                met.add_malformed(source.name, [document], 1)
+                met.add_malformed(source.name, [document])
                 met.records += 1
                 continue
             if share <= 0:
@@ -268,7 +236,7 @@ def train_in(folder: Path, texts: Sequence[str], options: dict[str, Any]) -> Tok
     if sum(len(text) for text in texts) <= _FEW:
         return train_sentencepiece(texts, model, **options)
     process = multiprocessing.get_context("spawn").Process(target=_train, args=(folder, list(texts), options))
-    with WaitingReport("training the tokenizer") as report:
+    with Report("training the tokenizer") as report:
         try:
             with without_interrupts():
                 process.start()
@@ -281,13 +249,12 @@ def train_in(folder: Path, texts: Sequence[str], options: dict[str, Any]) -> Tok
             raise
     if (folder / _ERROR).is_file():
         raise ValueError((folder / _ERROR).read_text())
-    if process.exitcode < 0:
-        raise RuntimeError(
-            f"the training of the tokenizer was killed by {signal.Signals(-process.exitcode).name} (out of memory?); a "
-            "smaller --sample-megabytes needs less"
-        )
-    if process.exitcode:
-        raise RuntimeError(f"the training of the tokenizer ended with code {process.exitcode} (see above)")
+    if code := process.exitcode:
+        ended = f"ended with code {code} (see above)"
+        if code < 0:
+            name = signal.Signals(-code).name
+            ended = f"was killed by {name} (out of memory?); a smaller --sample-megabytes needs less"
+        raise RuntimeError(f"the training of the tokenizer {ended}")
     return Tokenizer.load(model)
 
 

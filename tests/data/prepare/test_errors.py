@@ -226,11 +226,9 @@ def chunks():
     threading.Thread(target=interrupt, daemon=True).start()
     yield from range(2, 10)
     time.sleep(5)
-def begin():
-    return abs
 if __name__ == "__main__":
     try:
-        list(work_in_order(chunks(), 2, begin, doing="working"))
+        list(work_in_order(chunks(), 2, abs, doing="working"))
     except KeyboardInterrupt:
         sys.exit(130)
 """

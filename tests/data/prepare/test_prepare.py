@@ -19,7 +19,7 @@ from matmix.data.formats.mds import Mds
 from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.progress import ProgressReport
+from matmix.data.prepare.report import Report
 from matmix.data.prepare.text import PrepareConfig
 from matmix.data.splits.writer import SplitWriter
 from matmix.data.tokenizer import Tokenizer
@@ -303,7 +303,7 @@ def test_tokenizer_sample_is_bounded(tmp_path, told):
 def test_cli_of_the_options_and_plain_progress(tmp_path, texts):
     """The options make a command line, and progress without a terminal is plain lines."""
     program = (
-        "import logging, tyro, matmix.data.prepare.progress as r;"
+        "import logging, tyro, matmix.data.prepare.report as r;"
         "from matmix.data.prepare import command as p, text as t;"
         "logging.basicConfig(level='INFO');"
         "r._SECONDS_BETWEEN_LINES = 0; p.prepare(tyro.cli(t.PrepareConfig))"
@@ -338,7 +338,7 @@ def test_progress_bar_on_a_terminal(monkeypatch):
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with ProgressReport(1000) as report:
+    with Report("tokenising", 1000) as report:
         report.update(1, 10)
         time.sleep(0.15)
         report.update(500, 1234)

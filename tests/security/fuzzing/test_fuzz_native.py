@@ -51,11 +51,11 @@ def tokenizer(path):
     found.decode(range(min(found.vocab_size, 50)))
 
 def parquet(path):
+    from matmix.data.prepare.base import read_chunks
     from matmix.data.prepare.text import ReadOptions
-    from matmix.data.prepare.text.readers import read_chunks
-    from matmix.data.prepare.text.sources import find_sources
-    (source,), _ = find_sources([str(path)])
-    for chunk in read_chunks([source], ReadOptions(max_line_megabytes=1)):
+    from matmix.data.prepare.text.readers import find_sources
+    sources, _ = find_sources([str(path)], ReadOptions(max_line_megabytes=1))
+    for chunk in read_chunks(sources):
         pass
 
 def checkpoint(path):

@@ -14,10 +14,10 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 
 from matmix.data.artifacts import artifact_path, parse_json
 from matmix.data.config import DataConfig
+from matmix.data.prepare.base import find_cuts, read_chunks
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import documents_of
-from matmix.data.prepare.text.readers import find_cuts, read_chunks
-from matmix.data.prepare.text.sources import find_sources
+from matmix.data.prepare.text.readers import find_sources
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.train.recipe import config_from_dict, load_config
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, read_toml
@@ -44,10 +44,10 @@ def test_input_files(tmp_path, name, data):
     )
 
     def read():
-        (source,), _ = find_sources([str(file)])
-        for chunk in read_chunks([source], options):
-            list(documents_of(chunk, options))
-        find_cuts([source], options, 3)
+        (source,), _ = find_sources([str(file)], options)
+        for chunk in read_chunks([source]):
+            list(documents_of(chunk))
+        find_cuts([source], 3)
 
     works_or_is_one_line(read)
 

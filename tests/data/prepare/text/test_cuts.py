@@ -12,11 +12,10 @@ import pytest
 import zstandard
 from failures import each
 
-from matmix.data.prepare.base import Position
+from matmix.data.prepare.base import Position, find_cuts, read_chunks
 from matmix.data.prepare.text import ReadOptions, readers
 from matmix.data.prepare.text.documents import documents_of
-from matmix.data.prepare.text.readers import find_cuts, read_chunks
-from matmix.data.prepare.text.sources import find_sources
+from matmix.data.prepare.text.readers import find_sources
 
 TEXTS = [f"document {i}" + " and words" * (i * 7 % 23) + f"\n\nsecond paragraph {i}\nlast line" for i in range(60)]
 COMPRESS = {
@@ -45,8 +44,8 @@ def write(folder, name, texts):
     path.write_bytes(COMPRESS[suffix](joint.join(lines).encode()))
 
 
-def read(sources, options, start=None, stop=None):
-    return [d for chunk in read_chunks(sources, options, start, stop) for d in documents_of(chunk, options)]
+def read(sources, start=None, stop=None):
+    return [d for chunk in read_chunks(sources, start, stop) for d in documents_of(chunk)]
 
 
 CASES = {
@@ -71,15 +70,14 @@ def test_parts_hold_each_record_once_and_in_order(tmp_path, case):
     for number, name in enumerate(names):
         write(tmp_path, name, [f"{number}: {text}" for text in TEXTS])
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    sources, _ = find_sources([str(tmp_path)])
-    options = ReadOptions(**chosen)
-    expected = read(sources, options)
+    sources, _ = find_sources([str(tmp_path)], ReadOptions(**chosen))
+    expected = read(sources)
     assert len(expected) >= 9
     for parts in (1, 2, 3, 7, 40):
-        cuts = find_cuts(sources, options, parts)
+        cuts = find_cuts(sources, parts)
         assert len(cuts) == parts + 1
         assert cuts[0] == Position()
-        pieces = [read(sources, options, *ends) for ends in itertools.pairwise(cuts)]
+        pieces = [read(sources, *ends) for ends in itertools.pairwise(cuts)]
         assert [d for piece in pieces for d in piece] == expected, parts
         if parts <= 3:
             assert max(map(len, pieces)) <= 1.6 * len(expected) / parts + 3, parts
@@ -89,10 +87,10 @@ def test_a_mark_at_the_beginning_and_odd_line_ends(tmp_path):
     lines = [b'{"text": "one"}\r\n', b"\n", b'{"text": "two"}\n', b'{"text": "' + b"long " * 50 + b'"}\n'] * 5
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b"".join(lines)[:-1])
     sources, _ = find_sources([str(tmp_path)])
-    expected = read(sources, ReadOptions())
+    expected = read(sources)
     for parts in range(1, 30):
-        cuts = find_cuts(sources, ReadOptions(), parts)
-        pieces = [read(sources, ReadOptions(), *ends) for ends in itertools.pairwise(cuts)]
+        cuts = find_cuts(sources, parts)
+        pieces = [read(sources, *ends) for ends in itertools.pairwise(cuts)]
         assert [d for piece in pieces for d in piece] == expected
 
 
@@ -101,7 +99,7 @@ def test_small_compressed_files_are_not_read_to_be_cut(tmp_path, monkeypatch):
         write(tmp_path, f"{number}.jsonl.gz", TEXTS)
     sources, _ = find_sources([str(tmp_path)])
     monkeypatch.setattr(readers, "record_offsets", lambda *_: pytest.fail("read through"))
-    cuts = find_cuts(sources, ReadOptions(), 4)
+    cuts = find_cuts(sources, 4)
     assert cuts == [Position(source=i) for i in (0, 2, 4, 6, 8)]
 
 
@@ -109,6 +107,6 @@ def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bz2.compress(bytes(range(256)) * 50))[:-9])
     (tmp_path / "b.parquet").write_bytes(b"nothing of the kind")
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz is damaged"):
-        find_cuts(find_sources([str(tmp_path / "a.jsonl.gz")])[0], ReadOptions(), 3)
+        find_cuts(find_sources([str(tmp_path / "a.jsonl.gz")])[0], 3)
     with pytest.raises(ValueError, match=r"b\.parquet is damaged, or no \.parquet file"):
-        find_cuts(find_sources([str(tmp_path / "b.parquet")])[0], ReadOptions(), 3)
+        find_cuts(find_sources([str(tmp_path / "b.parquet")])[0], 3)

@@ -13,11 +13,10 @@ from failures import each
 from hypothesis import given
 from hypothesis import strategies as st
 
-from matmix.data.prepare.base import Malformed
+from matmix.data.prepare.base import Malformed, read_chunks
 from matmix.data.prepare.text import ReadOptions, readers
 from matmix.data.prepare.text.documents import documents_of, split_text
-from matmix.data.prepare.text.readers import read_chunks
-from matmix.data.prepare.text.sources import find_sources
+from matmix.data.prepare.text.readers import find_sources
 
 COMPRESS = {
     "": lambda raw: raw,
@@ -29,9 +28,8 @@ DOCUMENTS = [f"document {i}\nwith é and 😀 " + "word " * i for i in range(60)
 
 
 def documents(inputs, start=None, **options):
-    sources, _ = find_sources([str(i) for i in inputs])
-    chosen = ReadOptions(**options)
-    return [d for chunk in read_chunks(sources, chosen, start) for d in documents_of(chunk, chosen)]
+    sources, _ = find_sources([str(i) for i in inputs], ReadOptions(**options))
+    return [d for chunk in read_chunks(sources, start) for d in documents_of(chunk)]
 
 
 def jsonl(texts, field="text"):
@@ -86,13 +84,12 @@ def test_reading_goes_on_from_every_position(tmp_path, small_chunks, name):
         else:
             raw = jsonl(texts) if "jsonl" in name else "\ufeff".encode() + "\n\n".join(texts).encode()
             path.write_bytes(COMPRESS[path.suffix if path.suffix in COMPRESS else ""](raw))
-    sources, _ = find_sources([str(tmp_path)])
-    options = ReadOptions(max_document_chars=100)
-    chunks = list(read_chunks(sources, options))
+    sources, _ = find_sources([str(tmp_path)], ReadOptions(max_document_chars=100))
+    chunks = list(read_chunks(sources))
     assert len(chunks) > 4
-    whole = [list(documents_of(c, options)) for c in chunks]
+    whole = [list(documents_of(c)) for c in chunks]
     for i, chunk in enumerate(chunks):
-        rest = [d for c in read_chunks(sources, options, chunk.end) for d in documents_of(c, options)]
+        rest = [d for c in read_chunks(sources, chunk.end) for d in documents_of(c)]
         assert rest == [d for later in whole[i + 1 :] for d in later]
         assert chunk.end.line > chunk.start.line or chunk.end.offset > chunk.start.offset
 

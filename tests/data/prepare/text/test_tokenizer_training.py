@@ -36,7 +36,7 @@ def apart(monkeypatch):
 
 
 def test_the_tokenizer_is_the_same(apart, tmp_path, monkeypatch, told):
-    monkeypatch.setattr("matmix.data.prepare.progress._SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("matmix.data.prepare.report._SECONDS_BETWEEN_LINES", 0.0)
     expected = train_sentencepiece(TEXTS, tmp_path / "expected.model", **OPTIONS)
     found = train_in(tmp_path, TEXTS, OPTIONS)
     assert found.path.read_bytes() == expected.path.read_bytes()
@@ -56,7 +56,7 @@ def test_ctrl_c_ends_it_and_leaves_nothing(apart, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     (tmp_path / "text.txt").write_text("\n\n".join(TEXTS))
-    monkeypatch.setattr("matmix.data.prepare.progress.WaitingReport.update", interrupt)
+    monkeypatch.setattr("matmix.data.prepare.report.Report.update", interrupt)
     out = str(tmp_path / "out")
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -67,6 +67,6 @@ def test_ctrl_c_ends_it_and_leaves_nothing(apart, tmp_path, monkeypatch):
 
 
 def test_a_killed_training_is_told(apart, tmp_path, monkeypatch):
-    monkeypatch.setattr("matmix.data.prepare.progress.WaitingReport.update", lambda _: apart[0].kill())
+    monkeypatch.setattr("matmix.data.prepare.report.Report.update", lambda _: apart[0].kill())
     with pytest.raises(RuntimeError, match=r"was killed by SIGKILL \(out of memory\?\); a smaller --sample-megabytes"):
         train_in(tmp_path, TEXTS, OPTIONS)
