@@ -1,5 +1,4 @@
-"""Compiles recorded kernel launches ahead of time, for GPUs that this machine need not have, and counts their
-instructions.
+"""Compiles recorded kernel launches ahead of time, for GPUs that need not be there, and counts their instructions.
 
 Triton itself binds and specialises the arguments (pointer types, multiples of 16, ones folded to constants, None), so
 that what is compiled here is what the launch would compile on that GPU; only the driver, which would ask the GPU what
@@ -16,19 +15,26 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+from tqdm import tqdm
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
 from matmix.kernels.launching import Launch, constants_on, safe_on, stages_on
+
+Beside, Result = TypeVar("Beside"), TypeVar("Result")
+CORES = len(os.sched_getaffinity(0))
 
 
 class Hardware(NamedTuple):
@@ -61,13 +67,13 @@ class Resources(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
-    registers: int
+    registers: int = 0
     """32-bit registers per thread; on gfx942 vector and accumulation registers together."""
-    spill_bytes: int
+    spill_bytes: int = 0
     """Bytes per thread of register spills, stores plus loads; on gfx942 vector registers' stores only."""
-    shared_bytes: int
-    tensor_memory: int
-    compile_seconds: float
+    shared_bytes: int = 0
+    tensor_memory: int = 0
+    compile_seconds: float = 0.0
     """Time that the compiler took when it last ran: results come from Triton's cache if they are there."""
     instructions: tuple[int, ...] = ()
     """By the depth of loops around them; empty for other than NVIDIA's GPUs."""
@@ -111,29 +117,20 @@ def compilation(launch: Launch, target: str) -> Compilation:
     """Returns the job that Triton would compile for this launch on `target`, a key of `HARDWARE`."""
     if not isinstance(launch.kernel, JITFunction):
         raise TypeError(f"{launch.kernel} cannot be compiled; import its module without TRITON_INTERPRET")
-    constants = constants_on(launch.constants, hip=target.startswith("gfx"))
-    if target.startswith("gfx"):  # see launching.dot_precision
+    amd = target.startswith("gfx")
+    constants = constants_on(launch.constants, hip=amd)
+    if amd:  # see launching.dot_precision
         constants = {name: "ieee" if value in ("tf32", "tf32x3") else value for name, value in constants.items()}
-    num_stages = stages_on(launch.num_stages, hip=target.startswith("gfx"))
+    num_stages = stages_on(launch.num_stages, hip=amd)
     num_warps, constants = safe_on(launch.num_warps, constants, target == "sm_100")
     arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
     with _pretend(target):
-        hardware = HARDWARE[target]
-        *_, binder = launch.kernel.device_caches[hardware.target]
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        _, specialization, options = binder(*arguments, **constants, **options)
-        key = compute_cache_key({}, specialization, options)
-    function = launch.kernel.fn
-    return Compilation(
-        function.__module__,
-        function.__qualname__,
-        arguments,
-        constants,
-        num_warps,
-        num_stages,
-        target,
-        f"{function.__module__}.{function.__qualname__}-{target}-{key}",
-    )
+        *_, binder = launch.kernel.device_caches[HARDWARE[target].target]
+        _, *specialised = binder(*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+        key = compute_cache_key({}, *specialised)
+    module, name = launch.kernel.fn.__module__, launch.kernel.fn.__qualname__
+    sizes = num_warps, num_stages, target
+    return Compilation(module, name, arguments, constants, *sizes, f"{module}.{name}-{target}-{key}")
 
 
 def _pointer(tensor: torch.Tensor) -> Pointer:
@@ -144,33 +141,24 @@ def _pointer(tensor: torch.Tensor) -> Pointer:
 
 def compiled(job: Compilation) -> Resources:
     """Compiles a job, or finds it in Triton's cache on disk; a compiler's error is returned and not raised."""
-    about = (job.kernel, job.target, job.constants, job.num_warps, job.num_stages)
+    kernel = Resources(job.kernel, job.target, job.constants, job.num_warps, job.num_stages)
     try:
         binary = _compile(job, noting=True)
     except Exception as error:  # whatever the compiler raises is a finding about this kernel
-        return Resources(*about, 0, 0, 0, 0, 0.0, error=f"{type(error).__name__}: {error}")
-    report = binary.metadata.report
+        return kernel._replace(error=f"{type(error).__name__}: {error}")
+    report, shared = binary.metadata.report, binary.metadata.shared
     named = operations(disassemble(binary.asm["cubin"])) if "cubin" in binary.asm else []
-    return Resources(
-        *about,
-        report["registers"],
-        report["spill_bytes"],
-        binary.metadata.shared,
-        getattr(binary.metadata, "tmem_size", None) or 0,
-        report["seconds"],
-        by_loop_depth(named) if named else (),
-        in_float64(named),
-    )
+    return kernel._replace(
+        registers=report["registers"], spill_bytes=report["spill_bytes"], compile_seconds=report["seconds"],
+        shared_bytes=shared, tensor_memory=getattr(binary.metadata, "tmem_size", None) or 0,
+        instructions=by_loop_depth(named) if named else (), float64=in_float64(named),
+    )  # fmt: skip
 
 
-def warmed(job: Compilation) -> str:
-    """Compiles into Triton's ordinary cache, where processes on a machine with this GPU look for it; returns the
-    compiler's error, "" if there is none."""
-    try:
+def warm(job: Compilation) -> None:
+    """Compiles into Triton's ordinary cache, where processes on a machine with this GPU look for it."""
+    with contextlib.suppress(Exception):  # the launch itself will meet it again
         _compile(job, noting=False)
-    except Exception as error:  # the launch itself will meet it again
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def _compile(job: Compilation, noting: bool) -> Any:
@@ -180,15 +168,17 @@ def _compile(job: Compilation, noting: bool) -> Any:
         return kernel.run(*job.arguments, grid=None, warmup=True, **options, **job.constants)
 
 
-def resident_warps(kernel: Resources) -> int:
-    """Returns the warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
-
-    CUDA C++ programming guide, compute capability 9.0: 65,536 registers, given out in eights per thread; 228 KB of
-    shared memory, of which each block takes 1 KB more than it asks for; 64 warps in at most 32 blocks.
-    """
-    registers = 65_536 // (-(-kernel.registers // 8) * 8 * 32 * kernel.num_warps)
-    shared = 228 * 1024 // (kernel.shared_bytes + 1024)
-    return min(registers, shared, 32, 64 // kernel.num_warps) * kernel.num_warps
+def compile_all(
+    jobs: dict[str, tuple[Beside, Compilation]], workers: int = CORES, how: Callable[[Compilation], Result] = compiled
+) -> Iterator[tuple[Beside, Result]]:
+    """Compiles in `workers` processes, with a progress bar; yields results (what `how` returns) as they are done, with
+    what stands beside the compilation."""
+    context = get_context("forkserver")  # the compiler is not safe to fork once it has threads
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        waiting = {pool.submit(how, job): beside for beside, job in jobs.values()}
+        for done in tqdm(as_completed(waiting), total=len(waiting), unit="kernel", mininterval=1.0):
+            yield waiting[done], done.result()
 
 
 def problem(kernel: Resources) -> str:
@@ -203,28 +193,17 @@ def problem(kernel: Resources) -> str:
     return ""
 
 
-class _AbsentGPU:
-    """A stand-in for Triton's driver: answers its questions about the GPU when a kernel is compiled without a GPU."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> GPUTarget:
-        return self.target  # kernels compiled in this process are kept by device
-
-    def get_current_stream(self, device) -> int:
-        return 0
-
-
 @contextlib.contextmanager
 def _pretend(target: str, noting: bool = True) -> Iterator[None]:
     """Lets Triton compile for `target` in this block and, if `noting`, note what the assembler says in the kernel's
     metadata."""
-    before = driver._active
-    driver.set_active(_AbsentGPU(HARDWARE[target].target))
+    before, gpu = driver._active, HARDWARE[target].target
+    # Kernels compiled in this process are kept by device: each target is one.
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: gpu, get_current_device=lambda: gpu, get_current_stream=lambda device: 0
+        )
+    )
     with knobs.cache.scope(), knobs.runtime.scope():
         if noting:
             # Entries of the ordinary cache, for a GPU that is there, lack the notes.
@@ -238,18 +217,13 @@ def _pretend(target: str, noting: bool = True) -> Iterator[None]:
 
 def _note_resources(backend, stages: dict, options, language, capability) -> None:
     """Lets the last stage of a compilation write registers, spills and time into the metadata."""
-    start = time.perf_counter()
-    assemble = stages[backend.binary_ext]
+    start, assemble = time.perf_counter(), stages[backend.binary_ext]
 
     def noted(source, metadata: dict):
-        if backend.binary_ext == "cubin":
-            with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
-                knobs.nvidia.dump_ptxas_log = True
-                binary = assemble(source, metadata)
-            report = ptxas_report(log.getvalue())
-        else:
+        with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+            knobs.nvidia.dump_ptxas_log = True
             binary = assemble(source, metadata)
-            report = amdgcn_report(source)
+        report = ptxas_report(log.getvalue()) if backend.binary_ext == "cubin" else amdgcn_report(source)
         metadata["report"] = {**report, "seconds": time.perf_counter() - start}
         return binary
 
@@ -287,8 +261,7 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 
 
 def disassemble(cubin: bytes) -> str:
-    """Returns the SASS of a compiled kernel, by the disassembler that comes with Triton. Raises RuntimeError where that
-    fails."""
+    """Returns the SASS of a compiled kernel, by the disassembler that comes with Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

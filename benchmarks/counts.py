@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from matmix.benchmarks.calls import BATCH, SEQLEN
-from matmix.benchmarks.compiling import Resources, compilation, resident_warps
+from matmix.benchmarks.calls import BATCH, SEQLEN, Call, calls
+from matmix.benchmarks.compiling import CORES, Resources, compilation, compile_all
 from matmix.benchmarks.report import RESULTS, columns
-from matmix.benchmarks.resources import CORES, Recorded, compile_all, launches
+from matmix.benchmarks.resources import launches
 from matmix.kernels.launching import Launch
 
 COUNTS = RESULTS / "counts.json"
@@ -49,15 +50,6 @@ def _chunk(names: dict[str, Any]) -> tuple[float, ...]:
     return (min(names["CHUNK"], names["seqlen"]),)
 
 
-def _groups(names: dict[str, Any]) -> tuple[float, ...]:
-    """Groups of a chunk, and the tokens of a group."""
-    return _chunk(names)[0] / names["GROUP"], names["GROUP"]
-
-
-def _directions(names: dict[str, Any]) -> int:
-    return 2 if names["TWO"] else 1
-
-
 LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     # One program of all fills the triangle.
     "decay_sums": lambda _: (0,),
@@ -65,22 +57,18 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     "pair_gradients": lambda names: (names["HEADS"],),
     # The code of readers and writers stands in one kernel, and a program runs one of them.
     "vector_gradients": lambda names: (names["HEADS"] / 2, 1),
-    "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / _directions(names),),
+    "state_pass": lambda names: (math.ceil(names["seqlen"] / names["TILE"]) / (2 if names["TWO"] else 1),),
     "_convolve": lambda names: (names["SPAN"] / names["ROWS"],),
     "_conv_gradients": lambda names: (names["walk"], (names["SPAN"] + names["WIDTH"] - 1) / names["ROWS"]),
-    "_gradients": lambda names: (names["walk"],),
-    "step_gradients": lambda names: (names["walk"],),
     # The code has four loops over the sums of programs, of which a program runs one; those of the norm are the longest.
     "add_programs": lambda names: (math.ceil(names["norm_programs"] / names["PROGRAMS"]) / 4,),
     "cayley_pass": lambda names: (names["ORDER"] / 2,),
     "polish_pass": lambda names: (names["COUNT"],),
-    "products_pass": _chunk,
-    "outputs_pass": _chunk,
-    "collect_pass": _chunk,
-    "gradients_pass": _groups,
-    "prefix_pass": _chunk,
-    "suffix_pass": _chunk,
+    # Groups of a chunk, and the tokens of a group.
+    "gradients_pass": lambda names: (_chunk(names)[0] / names["GROUP"], names["GROUP"]),
     "_statistics": lambda names: (math.ceil(names["group"] / names["COLUMNS"]),),
+    **dict.fromkeys(("_gradients", "step_gradients"), lambda names: (names["walk"],)),
+    **dict.fromkeys(("products_pass", "outputs_pass", "collect_pass", "prefix_pass", "suffix_pass"), _chunk),
 }
 """By kernel, how often its loops run, from the outermost on, given its arguments by name. What is not here has none."""
 
@@ -108,34 +96,34 @@ class Count(NamedTuple):
         return self.op, self.call, self.number, self.kernel
 
 
-def counted_launches() -> Iterator[tuple[int, Recorded]]:
-    """Yields the launches to count, with their numbers in their calls."""
-    recorded = [x for x in launches() if x.call.dtype == torch.bfloat16]
-    for title in COUNTED:
-        of_title = [x for x in recorded if f"{x.call.title},".startswith(title)]
-        # The call as it is comes first; what configurations force upon it follows.
-        for op, call in dict.fromkeys((x.call.op, x.call.title) for x in of_title):
-            own = [x for x in of_title if (x.call.op, x.call.title) == (op, call)]
-            yield from enumerate(own[: own[0].calls])
+def counted_calls(dtype: torch.dtype = torch.bfloat16) -> Iterator[Call]:
+    """Yields the calls to count."""
+    mine = [call for call in calls() if call.dtype == dtype]
+    yield from (call for title in COUNTED for call in mine if f"{call.title},".startswith(title))
 
 
-def count(number: int, recorded: Recorded, kernel: Resources) -> Count:
+def count(call: Call, number: int, launch: Launch, kernel: Resources) -> Count:
     """Returns what one launch costs."""
-    launch = recorded.launch
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
-    loops = LOOPS[kernel.kernel](arguments) if kernel.kernel in LOOPS else ()
-    issued, times = 0.0, 1.0
-    for depth, instructions in enumerate(kernel.instructions):
-        if depth:
-            times *= loops[depth - 1] if depth <= len(loops) else 1
-        issued += times * instructions
+    loops = LOOPS.get(kernel.kernel, lambda _: ())(arguments)
+    issued = sum(n * math.prod(loops[:depth]) for depth, n in enumerate(kernel.instructions))
     tokens = BATCH * SEQLEN
     issued *= launch.num_warps * math.prod(launch.grid) / tokens
     return Count(
-        recorded.call.op, recorded.call.title, number, kernel.kernel, round(issued, 1),
-        round(moved_bytes(launch) / tokens, 1), kernel.registers, kernel.spill_bytes, resident_warps(kernel),
-        kernel.float64,
+        call.op, call.title, number, kernel.kernel, round(issued, 1), round(moved_bytes(launch) / tokens, 1),
+        kernel.registers, kernel.spill_bytes, resident_warps(kernel), kernel.float64,
     )  # fmt: skip
+
+
+def resident_warps(kernel: Resources) -> int:
+    """Returns the warps that one multiprocessor of sm_90 can hold at the same time, by registers and shared memory.
+
+    CUDA C++ programming guide, compute capability 9.0: 65,536 registers, given out in eights per thread; 228 KB of
+    shared memory, of which each block takes 1 KB more than it asks for; 64 warps in at most 32 blocks.
+    """
+    registers = 65_536 // (-(-kernel.registers // 8) * 8 * 32 * kernel.num_warps)
+    shared = 228 * 1024 // (kernel.shared_bytes + 1024)
+    return min(registers, shared, 32, 64 // kernel.num_warps) * kernel.num_warps
 
 
 def moved_bytes(launch: Launch) -> int:
@@ -150,13 +138,6 @@ def moved_bytes(launch: Launch) -> int:
 def read() -> list[Count]:
     """Returns the counts that are kept."""
     return [Count(**row) for row in json.loads(COUNTS.read_text())["launches"]]
-
-
-def measured(numbered: list[tuple[int, Recorded]], workers: int) -> list[Count]:
-    """Compiles and counts these launches."""
-    wanted = [compilation(x.launch, TARGET) for _, x in numbered]
-    results = dict(compile_all({job.key: (job.key, job) for job in wanted}, workers))
-    return [count(number, x, results[job.key]) for (number, x), job in zip(numbered, wanted, strict=True)]
 
 
 def grown(kept: list[Count], now: list[Count]) -> list[str]:
@@ -191,17 +172,19 @@ class Counts:
     """Compiling processes."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Counts and prints; returns the exit code."""
-        numbered = list(counted_launches())
+        calls = counted_calls()
+        numbered = [(call, number, x) for call in calls for number, (_, x) in enumerate(launches([call]))]
+        names = {launch.kernel.__name__ for *_, launch in numbered}
+        if unknown := sorted(set(self.check) - names):
+            raise ValueError(f"no kernel {unknown[0]!r} is counted; there are {', '.join(sorted(names))}")
+        chosen = [x for x in numbered if x[-1].kernel.__name__ in (self.check or names)]
+        jobs = [compilation(launch, TARGET) for *_, launch in chosen]
+        results = dict(compile_all({job.key: (job.key, job) for job in jobs}, self.workers))
+        counts = [count(*x, results[job.key]) for x, job in zip(chosen, jobs, strict=True)]
         if self.check:
-            names = {x.launch.kernel.__name__ for _, x in numbered}
-            if unknown := sorted(set(self.check) - names):
-                raise ValueError(f"no kernel {unknown[0]!r} is counted; there are {', '.join(sorted(names))}")
-            chosen = [x for x in numbered if x[1].launch.kernel.__name__ in self.check]
-            lines = grown(read(), measured(chosen, self.workers))
+            lines = grown(read(), counts)
             print("\n".join(lines) or f"{', '.join(self.check)}: no more than is kept in {COUNTS}")
             return 1 if lines else 0
-        counts = measured(numbered, self.workers)
         about = json.dumps({"target": TARGET, "triton": triton.__version__, "tokens": BATCH * SEQLEN})
         rows = ",\n  ".join(json.dumps(x._asdict()) for x in counts)
         COUNTS.write_text(f'{about[:-1]}, "launches": [\n  {rows}\n]}}\n')
@@ -211,14 +194,13 @@ class Counts:
 
 def _table(counts: list[Count]) -> str:
     """Returns a table with the sums of each call."""
-    rows: list[list[object]] = [
-        ["call", "kernel", "warp-instr./token", "bytes/token", "registers", "spills", "warps", "in float64"]
-    ]
-    for op, call in dict.fromkeys((x.op, x.call) for x in counts):
-        own = [x for x in counts if (x.op, x.call) == (op, call)]
+    head = "call", "kernel", "warp-instr./token", "bytes/token", "registers", "spills", "warps", "in float64"
+    rows: list[tuple] = [head]
+    for (op, title), group in itertools.groupby(counts, key=lambda x: (x.op, x.call)):
+        own = list(group)
         for x in own:
             numbers = f"{x.warp_instructions:,.0f}", f"{x.bytes:,.0f}", x.registers, x.spill_bytes, x.resident_warps
-            rows.append([f"{op}: {call}", x.kernel, *numbers, x.float64])
+            rows.append((f"{op}: {title}", x.kernel, *numbers, x.float64))
         sums = f"{sum(x.warp_instructions for x in own):,.0f}", f"{sum(x.bytes for x in own):,.0f}"
-        rows.append([f"{op}: {call}", "all", *sums, "", "", "", ""])
+        rows.append((f"{op}: {title}", "all", *sums, "", "", "", ""))
     return columns(rows, (0, 1))
