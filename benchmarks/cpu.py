@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from matmix.benchmarks.operations import our_conv, our_norm, plain_conv, plain_norm, scan_given_decays
+from matmix.benchmarks.operations import EPS, both_ways, plain_conv, plain_norm, scan_given_decays
 from matmix.benchmarks.peers import brent_kung, flipped, our_causal, plain_causal, product_by, recurrent_quasiseparable
-from matmix.benchmarks.report import RESULTS, columns, environment_of
-from matmix.kernels import matrix_product_scan, semiseparable_scan, short_conv
+from matmix.benchmarks.report import RESULTS, columns, digits, environment_of, save
+from matmix.kernels import gated_norm, matrix_product_scan, semiseparable_scan, short_conv
 from matmix.launch.lab.measuring import peak_memory
 
 SLOW = 2.0
@@ -36,9 +36,9 @@ def forward_backward(op: Callable[..., Tensor], inputs: list[Tensor], cotangent:
 def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: int = 64) -> Candidates:
     """Returns Hydra's mixer at d_state 64 against reversed copies in a causal scan, as published (ours, and the paper's
     left to autograd), its two recurrences in PyTorch, and attention of the same shape."""
-    v, cotangent = torch.randn(2, batch, seqlen, heads, width).unbind(0)
-    vectors = list(torch.randn(4, batch, seqlen, 1, width).unbind(0))
-    scales = list(torch.rand(2, batch, seqlen, heads).mul_(0.1).unbind(0))
+    v, cotangent = torch.randn(2, batch, seqlen, heads, width)
+    vectors = torch.randn(4, batch, seqlen, 1, width)
+    scales = torch.rand(2, batch, seqlen, heads).mul_(0.1)
     inputs = [v, *vectors, *(-scale for scale in scales), *scales, torch.randn(batch, seqlen, heads)]
     # The same numbers as the causal layer takes them: log-decays are step sizes times a rate per head, here -1.
     steps = [v, *vectors, *scales, -torch.ones(heads), inputs[-1]]
@@ -77,36 +77,26 @@ def packed(op: Callable[..., Tensor], inputs: list[Tensor]) -> Candidates:
     }
 
 
-def packed_semiseparable() -> Candidates:
-    v, vectors = torch.randn(1, 8192, 12, 64), torch.randn(2, 1, 8192, 1, 64).unbind(0)
-    return packed(semiseparable_scan, [v, *vectors, -0.1 * torch.rand(1, 8192, 12)])
-
-
-def against(ours: Callable, plain: Callable, name: str, inputs: list[Tensor]) -> Candidates:
+def small(ours: Callable, name: str, plain: Callable, *shapes: tuple[int, ...]) -> Candidates:
     """Returns a small operation against PyTorch's under autograd, eager and compiled."""
-    cotangent = torch.randn_like(inputs[0])
-    ops = {"ours": ours, name: plain, f"{name} compiled": torch.compile(plain, dynamic=False)}
-    return {name: forward_backward(op, inputs, cotangent) for name, op in ops.items()}
-
-
-def conv() -> Candidates:
-    inputs = [torch.randn(2, 2048, 1792), torch.randn(1792, 7), torch.randn(1792)]
-    return against(our_conv(False), plain_conv(False), "conv1d + silu", inputs)
-
-
-def norm() -> Candidates:
-    inputs = [torch.randn(8192, 1536), torch.randn(1536), torch.randn(8192, 1536)]
-    return against(our_norm(), plain_norm, "rms_norm * silu", inputs)
+    inputs = [torch.randn(shape) for shape in shapes]
+    ops = {"ours": ours, **both_ways(name, plain)}
+    return {name: forward_backward(op, inputs, torch.randn_like(inputs[0])) for name, op in ops.items()}
 
 
 CASES: dict[str, Callable[[], Candidates]] = {
     "quasiseparable, B 4, L 2048, 12 heads of 64, d_state 64": quasiseparable,
-    "matrix product, B 8, L 1024, 6 heads, o 4": lambda: matrix_product(4),
-    "matrix product, B 8, L 1024, 6 heads, o 8": lambda: matrix_product(8),
-    "matrix product, B 8, L 1024, 6 heads, o 16": lambda: matrix_product(16),
-    "short conv, B 2, L 2048, d 1792, width 7": conv,
-    "gated norm, 8192 rows of 1536": norm,
-    "packed semiseparable, L 8192, documents of about 150": packed_semiseparable,
+    **{f"matrix product, B 8, L 1024, 6 heads, o {o}": partial(matrix_product, o) for o in (4, 8, 16)},
+    "short conv, B 2, L 2048, d 1792, width 7": partial(
+        small, partial(short_conv, activation="silu"), "conv1d + silu", plain_conv, (2, 2048, 1792), (1792, 7), (1792,)
+    ),
+    "gated norm, 8192 rows of 1536": partial(
+        small, partial(gated_norm, eps=EPS), "rms_norm * silu", plain_norm, (8192, 1536), (1536,), (8192, 1536)
+    ),
+    "packed semiseparable, L 8192, documents of about 150": lambda: packed(
+        semiseparable_scan,
+        [torch.randn(1, 8192, 12, 64), *torch.randn(2, 1, 8192, 1, 64), -0.1 * torch.rand(1, 8192, 12)],
+    ),
     "packed matrix product, L 8192, documents of about 150": lambda: packed(
         matrix_product_scan, [torch.linalg.qr(torch.randn(1, 8192, 6, 8, 8))[0].contiguous()]
     ),
@@ -156,7 +146,6 @@ class Cpu:
     """JSON."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures, prints and writes; returns the exit code."""
         torch.set_num_threads(self.threads)
         # Where every large block goes back to the system, the resident set is what is in use.
         os.environ |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": str(self.threads)}
@@ -166,13 +155,10 @@ class Cpu:
                 record["cases"][title] = case = self.measure(title)
                 rows = [["candidate", "ms", "MB", "time over ours", "memory over ours"]]
                 for name, one in case.items():
-                    ratios = [one[key] / max(case["ours"][key], 1e-9) for key in ("seconds", "peak_bytes")]
-                    cells = f"{one['seconds'] * 1e3:,.1f}", f"{one['peak_bytes'] / 2**20:,.1f}"
-                    rows.append([f"  {name}", *cells, *(f"{ratio:.2f}" for ratio in ratios)])
+                    ratios = [f"{one[key] / max(case['ours'][key], 1e-9):.2f}" for key in ("seconds", "peak_bytes")]
+                    rows.append([f"  {name}", digits(one["seconds"], 1e-3), digits(one["peak_bytes"], 2**20), *ratios])
                 print(f"{title}\n{columns(rows)}", flush=True)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"written to {self.out}")
+        save(record, self.out)
         return 0
 
     def measure(self, title: str) -> dict[str, dict[str, float]]:

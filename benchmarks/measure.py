@@ -8,17 +8,20 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from triton.testing import do_bench
+from triton.testing import do_bench, do_bench_cudagraph
 
 from matmix.benchmarks import report
+from matmix.benchmarks.peers import Missing, Op
 
 PASSES = ("forward", "backward", "both")
 LEAST_ROUNDS = 5
@@ -33,6 +36,8 @@ class Speed:
     command: ClassVar[str]
     linear: ClassVar[bool] = False
     """Whether ours should cost the same per token at all lengths, so that it is shown whether it does."""
+    with_small: ClassVar[bool] = False
+    """Whether CUDA graphs are compared as well, on a small case."""
     device: str = "cuda"
     """cuda, cuda:1 ... or cpu."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -74,7 +79,7 @@ class Speed:
 
     @property
     def like(self) -> dict[str, Any]:
-        """Returns device and dtype of new tensors."""
+        """Device and dtype of new tensors."""
         return {"device": device_of(self.device), "dtype": getattr(torch, self.dtype)}
 
     def batch(self, seqlen: int) -> int:
@@ -83,19 +88,22 @@ class Speed:
 
     def wanted(self, name: str) -> bool:
         """Returns whether a candidate is measured; ours always is."""
+        if name.endswith("compiled") and not self.compile:
+            return False
         return name == "ours" or not self.only or any(text and text in name for text in self.only.split(","))
+
+    def case(self, seqlen: int) -> Case:
+        """Returns the case of one length."""
+        raise NotImplementedError
 
     def cases(self) -> Iterator[Case]:
         """Yields one case after the other, so that the tensors of one live no longer than it."""
-        raise NotImplementedError
+        return map(self.case, self.seqlens)
 
-    def small_case(self) -> Case | None:
-        """Returns the case for which CUDA graphs are compared, if there is one."""
-        return None
-
-    def small(self) -> Speed:
-        """Returns these options for a small case."""
-        return replace(self, tokens=SMALL_BATCH * SMALL_SEQLEN, compile=False)
+    def case_of(self, seqlen: int, candidates: list[Candidate], kind: str = "", label: str = "") -> Case:
+        """Returns a case of as many sequences as the tokens make."""
+        label = label or f"length {seqlen:,}, batch {self.batch(seqlen):,}"
+        return Case(label, kind, seqlen, self.batch(seqlen), self.dtype, candidates)
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Measures, prints, writes and draws; returns the exit code."""
@@ -112,17 +120,78 @@ class Speed:
         }
         print(report.opening(record), flush=True)
         for case in self.cases():
-            record["cases"].append(measured(case, self, clock, record["copy_bandwidth"]))
+            record["cases"].append(self.measured(case, clock, record["copy_bandwidth"]))
             print(report.case_text(record["cases"][-1]), flush=True)
         if self.linear and (costs := report.per_token(record["cases"])):
             record["per_token"] = costs
             print(report.per_token_text(costs), flush=True)
-        case = self.small_case()
-        if case is not None:
-            record["small"] = measure_small(case, self, clock)
+        if self.with_small:
+            small = replace(self, tokens=SMALL_BATCH * SMALL_SEQLEN, compile=False)
+            record["small"] = small.measure_small(small.case(SMALL_SEQLEN), clock)
             print(report.small_text(record["small"]), flush=True)
         report.write(record, self.out, self.plot, not self.no_plot)
         return 0
+
+    def measured(self, case: Case, clock: Clock, bandwidth: float) -> dict[str, Any]:
+        """Returns the record of a case, with one record per candidate in their order."""
+        torch.compiler.reset()  # candidates made by torch.compile are for one shape each
+        candidates, wanted = [c for c in case.candidates if self.wanted(c.name)], None
+        for number, candidate in enumerate(candidates):
+            with candidate.noting_failures(ours=number == 0) as record:
+                results = both_passes(candidate)
+                if number == 0:
+                    wanted = results
+                elif candidate.compared and wanted is not None:
+                    error, least = largest_error(results, wanted), tolerance(case.dtype)
+                    record |= {"error": error if math.isfinite(error) else None, "agrees": error <= least}
+                del results
+                record["peak_bytes"] = clock.peak_bytes(partial(both_passes, candidate))
+        del wanted
+        self.take_turns([candidate for candidate in candidates if candidate.ok], clock)
+        ours = candidates[0].record.get("seconds")
+        for candidate in filter(lambda candidate: candidate.ok, candidates):
+            record, floor = candidate.record, candidate.floor
+            medians = {name: seconds["median"] for name, seconds in record["seconds"].items()}
+            if floor is not None:
+                record["floor_bytes"] = floor
+                record["over_floor"] = {name: medians[name] * bandwidth / floor[name] for name in PASSES}
+            else:
+                record["tokens_per_second"] = {name: case.batch * case.seqlen / medians[name] for name in PASSES}
+            if ours:
+                record["over_ours"] = {name: medians[name] / ours[name]["median"] for name in PASSES}
+        return case._asdict() | {"candidates": [candidate.record for candidate in candidates]}
+
+    def take_turns(self, candidates: list[Candidate], clock: Clock) -> None:
+        """Times the candidates round by round, so that all meet the machine in the same condition."""
+        times: list[list[tuple[float, ...]]] = [[] for _ in candidates]
+        for turn, (candidate, mine) in product(range(self.rounds), list(zip(candidates, times, strict=True))):
+            if not candidate.ok or (turn >= LEAST_ROUNDS and sum(map(sum, mine)) > self.budget):
+                continue
+            with candidate.noting_failures(ours=candidate is candidates[0]):
+                forward, y = clock.seconds(candidate.run)
+                backward, _ = clock.seconds(partial(torch.autograd.grad, y, candidate.leaves, candidate.cotangent))
+                del y
+                mine.append((forward, backward, clock.seconds(partial(both_passes, candidate))[0]))
+        for candidate, mine in zip(candidates, times, strict=True):
+            if candidate.ok:
+                columns = dict(zip(PASSES, zip(*mine, strict=True), strict=True))
+                candidate.record["seconds"] = {name: quartiles(column) for name, column in columns.items()}
+
+    def measure_small(self, case: Case, clock: Clock) -> dict[str, Any]:
+        """Returns the seconds of a training step of every candidate as the host launches it, as a replayed CUDA graph,
+        and of its kernels by themselves; the latter two need a GPU."""
+        candidates = [candidate for candidate in case.candidates if self.wanted(candidate.name)]
+        for candidate in candidates:
+            with candidate.noting_failures() as record:
+                run = partial(both_passes, candidate)
+                clock.wall_seconds(run, 3)
+                repetitions = SMALL_REPETITIONS if clock.cuda else min(SMALL_REPETITIONS, self.rounds)
+                record["one_by_one"] = clock.wall_seconds(run, repetitions)
+                if clock.cuda:
+                    record["kernels"] = kernel_seconds(run, clock)
+                    record["graph"] = do_bench_cudagraph(run, return_mode="median") * 1e-3
+                    record["graph_over_kernels"] = record["graph"] / record["kernels"]
+        return case._asdict() | {"candidates": [candidate.record for candidate in candidates]}
 
 
 def device_of(name: str) -> torch.device:
@@ -147,28 +216,17 @@ def device_of(name: str) -> torch.device:
 # -- Clocks ------------------------------------------------------------------------------------------------------------
 
 
-class Quartiles(NamedTuple):
-    """Seconds of repeated runs: the median, and what a quarter of them stayed below and above."""
-
-    median: float
-    low: float
-    high: float
-
-
-def quartiles(seconds: list[float]) -> Quartiles:
-    """Returns the quartiles of at least one time."""
-    if len(seconds) == 1:
-        return Quartiles(seconds[0], seconds[0], seconds[0])
-    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Quartiles(median, low, high)
+def quartiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the median of at least one time, and what a quarter of them stayed below and above."""
+    low, median, high = torch.tensor(seconds).double().quantile(torch.tensor([0.25, 0.5, 0.75]).double()).tolist()
+    return {"median": median, "low": low, "high": high}
 
 
 class Clock:
     """Times single runs on one device, on a GPU each from a cold second-level cache."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         if self.cuda:
             # Real models have filled the cache with other layers by then. Twice its size, written over, evicts it.
             size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
@@ -188,7 +246,7 @@ class Clock:
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3, result
 
-    def wall_seconds(self, run: Callable[[], Any], repetitions: int) -> float:
+    def wall_seconds(self, run: Callable[[], Any], repetitions: int = 1) -> float:
         """Returns the time of one of many runs in a row, the host's work included."""
         self.synchronize()
         start = time.perf_counter()
@@ -232,32 +290,12 @@ def copy_bandwidth(clock: Clock, size: int | None = None, repetitions: int = 15)
     return 2 * size / statistics.median(times)
 
 
-def graph_of(run: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    """Captures `run` in a CUDA graph; calling what is returned launches all of it at once."""
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # whatever is prepared at the first calls must not be captured
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = run()
-
-    def replay(kept: Any = kept) -> None:  # outputs live in the graph's memory as long as this function
-        graph.replay()
-
-    return replay
-
-
 def kernel_seconds(run: Callable[[], Any], clock: Clock, repetitions: int = 10) -> float:
     """Returns the seconds that the device's kernels themselves take in one run, without the gaps between them."""
     run()
     clock.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        for _ in range(repetitions):
-            run()
-        clock.synchronize()
+        clock.wall_seconds(run, repetitions)
     return sum(event.self_device_time_total for event in record.key_averages()) * 1e-6 / repetitions
 
 
@@ -269,8 +307,8 @@ class Candidate:
     """One way to compute something, with gradients."""
 
     name: str
-    run: Callable[[], Tensor] | None = None
-    """The forward pass."""
+    run: Callable[[], Tensor]
+    """The forward pass; raises `Missing` where there is none."""
     leaves: list[Tensor] = field(default_factory=list)
     """The tensors that gradients are taken of."""
     cotangent: Tensor | None = None
@@ -279,35 +317,53 @@ class Candidate:
     """Whether it should give the numbers that ours gives; else it is other mathematics at the same size."""
     floor: dict[str, int] | None = None
     """The least bytes of each pass."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """More for the record."""
-    missing: str = ""
-    """Why it cannot run here; it is then only named."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """What is known of it; "status" is "ok", or says why there is no more."""
+
+    def __post_init__(self) -> None:
+        self.record = {"candidate": self.name, "compared": self.compared, "status": "ok"} | self.record
+
+    @property
+    def ok(self) -> bool:
+        return self.record["status"] == "ok"
+
+    @contextlib.contextmanager
+    def noting_failures(self, *, ours: bool = False) -> Iterator[dict[str, Any]]:
+        """Gives the record, and writes what a peer runs into as its status instead of ending the program; ours must not
+        fail."""
+        try:
+            yield self.record
+            return
+        except Missing as missing:
+            self.record["status"] = str(missing)
+        except torch.OutOfMemoryError:
+            self.record["status"] = "out of memory"
+        except Exception as error:
+            if ours:
+                raise
+            self.record["status"] = f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0][:160]}"
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-@dataclass(kw_only=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One size at which candidates meet; the first candidate is ours."""
 
     label: str
+    kind: str
+    """Cases of one kind form a line in the picture."""
     seqlen: int
     batch: int
+    dtype: str
     candidates: list[Candidate]
-    kind: str = ""
-    """Cases of one kind form a line in the picture."""
-    dtype: str = ""
-    """What it is computed in, if not in the options' dtype."""
 
 
-def on_leaves(
-    name: str, op: Callable[..., Tensor], leaves: list[Tensor], cotangent: Tensor, *,
-    compared: bool = True, output_read: bool = False,
-) -> Candidate:  # fmt: skip
-    """Returns a candidate that is a function of tensors, all differentiated; `output_read` as for `floor_of`."""
-    floor = floor_of(leaves, cotangent, output_read=output_read)
-    return Candidate(
-        name=name, run=lambda: op(*leaves), leaves=leaves, cotangent=cotangent, compared=compared, floor=floor
-    )
+def on_leaves(name: str, op: Op, leaves: list[Tensor], cotangent: Tensor, **options: bool) -> Candidate:
+    """Returns a candidate that is a function of tensors, all differentiated. options: `compared`, and `output_read` as
+    for `floor_of`."""
+    floor = floor_of(leaves, cotangent, output_read=options.pop("output_read", False))
+    return Candidate(name=name, run=partial(op, *leaves), leaves=leaves, cotangent=cotangent, floor=floor, **options)
 
 
 def floor_of(inputs: Iterable[Tensor], output: Tensor, *, output_read: bool = False) -> dict[str, int]:
@@ -316,8 +372,7 @@ def floor_of(inputs: Iterable[Tensor], output: Tensor, *, output_read: bool = Fa
 
     output_read: whether the backward pass is given the output as well, as that of the MRU's scan is (dX and X, dH, H).
     """
-    given = sum(x.numel() * x.element_size() for x in inputs)
-    result = output.numel() * output.element_size()
+    given, result = sum(x.nbytes for x in inputs), output.nbytes
     forward, backward = given + result, 2 * given + result * (2 if output_read else 1)
     return {"forward": forward, "backward": backward, "both": forward + backward}
 
@@ -325,127 +380,18 @@ def floor_of(inputs: Iterable[Tensor], output: Tensor, *, output_read: bool = Fa
 def both_passes(candidate: Candidate) -> tuple[Tensor, ...]:
     """Returns output and gradients."""
     y = candidate.run()
-    return y.detach(), *gradients(candidate, y)
-
-
-def gradients(candidate: Candidate, y: Tensor) -> tuple[Tensor, ...]:
-    """Runs the backward pass."""
-    return torch.autograd.grad(y, candidate.leaves, candidate.cotangent)
+    return y.detach(), *torch.autograd.grad(y, candidate.leaves, candidate.cotangent)
 
 
 def largest_error(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
     """Returns the largest difference in output or a gradient, over the largest value of that tensor; inf for NaN."""
-
-    def of(a: Tensor, b: Tensor) -> float:
-        scale = b.abs().max().float().clamp(min=torch.finfo(torch.float32).tiny)
-        error = ((a.float() - b.float()).abs().max() / scale).item()
-        return error if error == error else float("inf")
-
-    return max(of(a, b) for a, b in zip(got, wanted, strict=True))
+    errors = [
+        ((a.float() - b.float()).abs().max() / b.abs().max().float().clamp(min=torch.finfo(torch.float32).tiny)).item()
+        for a, b in zip(got, wanted, strict=True)
+    ]
+    return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 def tolerance(dtype: str) -> float:
     """Returns the error beyond which a candidate is said to differ: peers round intermediate results to their dtype."""
     return 0.01 if dtype == "float32" else 0.05
-
-
-@contextlib.contextmanager
-def noting_failures(record: dict[str, Any], *, ours: bool = False) -> Iterator[None]:
-    """Writes what a peer runs into as its status instead of ending the program; ours must not fail."""
-    try:
-        yield
-        return
-    except torch.OutOfMemoryError:
-        record["status"] = "out of memory"
-    except Exception as error:
-        if ours:
-            raise
-        record["status"] = f"failed: {(str(error).strip() or type(error).__name__).splitlines()[0][:160]}"
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def measured(case: Case, options: Speed, clock: Clock, bandwidth: float) -> dict[str, Any]:
-    """Returns the record of a case, with one record per candidate in their order."""
-    torch.compiler.reset()  # candidates made by torch.compile are for one shape each
-    dtype = case.dtype or options.dtype
-    candidates = [candidate for candidate in case.candidates if options.wanted(candidate.name)]
-    records = [{"candidate": c.name, "compared": c.compared, "status": c.missing or "ok"} | c.facts for c in candidates]
-    pairs = list(zip(candidates, records, strict=True))
-    wanted = None
-    for candidate, record in pairs:
-        if not candidate.missing:
-            with noting_failures(record, ours=candidate is candidates[0]):
-                results = both_passes(candidate)
-                if candidate is candidates[0]:
-                    wanted = results
-                elif candidate.compared and wanted is not None:
-                    error = largest_error(results, wanted)
-                    record |= {"error": error if math.isfinite(error) else None, "agrees": error <= tolerance(dtype)}
-                del results
-                record["peak_bytes"] = clock.peak_bytes(lambda candidate=candidate: both_passes(candidate))
-    del wanted
-    take_turns([pair for pair in pairs if pair[1]["status"] == "ok"], options, clock)
-    ours = records[0].get("seconds")
-    for candidate, record in pairs:
-        if record["status"] != "ok":
-            continue
-        medians = {name: record["seconds"][name]["median"] for name in PASSES}
-        if (floor := candidate.floor) is not None:
-            record["floor_bytes"] = floor
-            record["over_floor"] = {name: medians[name] * bandwidth / floor[name] for name in PASSES}
-        else:
-            record["tokens_per_second"] = {name: case.batch * case.seqlen / medians[name] for name in PASSES}
-        if ours:
-            record["over_ours"] = {name: medians[name] / ours[name]["median"] for name in PASSES}
-    where = {"label": case.label, "kind": case.kind, "seqlen": case.seqlen, "batch": case.batch, "dtype": dtype}
-    return where | {"candidates": records}
-
-
-def take_turns(pairs: list[tuple[Candidate, dict[str, Any]]], options: Speed, clock: Clock) -> None:
-    """Times the candidates round by round, so that all meet the machine in the same condition."""
-    times: dict[str, dict[str, list[float]]] = {c.name: {name: [] for name in PASSES} for c, _ in pairs}
-    for turn in range(options.rounds):
-        for candidate, record in pairs:
-            mine = times[candidate.name]
-            spent = sum(map(sum, mine.values()))
-            if record["status"] != "ok" or (turn >= LEAST_ROUNDS and spent > options.budget):
-                continue
-            with noting_failures(record, ours=candidate is pairs[0][0]):
-                forward, y = clock.seconds(candidate.run)
-                backward, _ = clock.seconds(lambda candidate=candidate, y=y: gradients(candidate, y))
-                del y
-                both, _ = clock.seconds(lambda candidate=candidate: both_passes(candidate))
-                for name, seconds in zip(PASSES, (forward, backward, both), strict=True):
-                    mine[name].append(seconds)
-    for candidate, record in pairs:
-        if record["status"] == "ok":
-            record["seconds"] = {name: quartiles(values)._asdict() for name, values in times[candidate.name].items()}
-
-
-def measure_small(case: Case, options: Speed, clock: Clock) -> dict[str, Any]:
-    """Returns the seconds of a training step of every candidate as the host launches it, as a replayed CUDA graph, and
-    of its kernels by themselves; the latter two need a GPU."""
-    records = []
-    for candidate in case.candidates:
-        if not options.wanted(candidate.name):
-            continue
-        record: dict[str, Any] = {"candidate": candidate.name, "status": candidate.missing or "ok"}
-        records.append(record)
-        if candidate.missing:
-            continue
-        with noting_failures(record):
-
-            def run(candidate: Candidate = candidate) -> tuple[Tensor, ...]:
-                return both_passes(candidate)
-
-            for _ in range(3):
-                run()
-            repetitions = SMALL_REPETITIONS if clock.cuda else min(SMALL_REPETITIONS, options.rounds)
-            record["one_by_one"] = clock.wall_seconds(run, repetitions)
-            if clock.cuda:
-                record["kernels"] = kernel_seconds(run, clock)
-                record["graph"] = clock.wall_seconds(graph_of(run, clock.device), repetitions)
-                record["graph_over_kernels"] = record["graph"] / record["kernels"]
-    return {"label": case.label, "seqlen": case.seqlen, "batch": case.batch, "candidates": records}

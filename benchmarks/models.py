@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.benchmarks.measure import SMALL_SEQLEN, Candidate, Case, Speed, device_of
-from matmix.benchmarks.operations import flash_only, mamba_norm
-from matmix.benchmarks.peers import CausalScan, Missing, flipped, mamba_causal, our_causal
+from matmix.benchmarks import peers
+from matmix.benchmarks.measure import Candidate, Case, Speed, device_of
+from matmix.benchmarks.operations import flash_only
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
 from matmix.kernels import gated_norm
 from matmix.model import ModelConfig, build_model, initialize
+from matmix.model.build import count_parameters
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import Hydra
 from matmix.train.activation import compile_blocks, compute_in_bfloat16
@@ -28,8 +29,6 @@ from matmix.train.process.node_folders import use_caches
 from matmix.train.recipe import load_config
 from matmix.train.tasks import make_task
 
-NormFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x, weight, gate) -> rmsnorm(x) weight silu(gate)."""
 SIZES = {"tinystories": (8, 4, 8192), "small": (16, 12, 50304)}
 """Name -> order of the states, blocks, words of the vocabulary (GPT-2's 50,257 rounded up to whole tiles)."""
 MLP_STEP = 64
@@ -45,22 +44,18 @@ class Layer(Speed):
     """
 
     command: ClassVar[str] = "layer"
+    with_small: ClassVar[bool] = True
     lengths: str = "128,512,2048,8192,32768,131072"
     """Sequence lengths, L,L,..."""
 
-    def cases(self) -> Iterator[Case]:
-        return map(self.case, self.seqlens)
-
-    def small_case(self) -> Case:
-        return self.small().case(SMALL_SEQLEN)
-
     def case(self, seqlen: int) -> Case:
-        """Returns the case of one length."""
         torch.manual_seed(0)
-        batch, device = self.batch(seqlen), device_of(self.device)
-        u, cotangent = (torch.randn(batch, seqlen, self.d_model, **self.like) for _ in range(2))
+        device = device_of(self.device)
+        u, cotangent = (torch.randn(self.batch(seqlen), seqlen, self.d_model, **self.like) for _ in range(2))
         u.requires_grad_()
         hydra, attention = self._mixer("hydra", seqlen), self._mixer("attention", seqlen)
+        if self.compile:
+            use_caches()
 
         def candidate(name: str, forward: Callable[[Tensor], Tensor], of: nn.Module = hydra) -> Candidate:
             def run() -> Tensor:
@@ -71,23 +66,15 @@ class Layer(Speed):
             leaves = [u, *of.parameters()]
             return Candidate(name=name, run=run, leaves=leaves, cotangent=cotangent, compared=of is hydra)
 
-        candidates = [candidate("ours", hydra)]
-        if self.compile:
-            use_caches()
-            candidates.append(candidate("ours, compiled", torch.compile(hydra, dynamic=False)))
-        try:
-            published = published_layer(hydra, mamba_causal(), mamba_norm())
-            candidates.append(candidate("published way (mamba-ssm)", published))
-        except Missing as missing:
-            candidates.append(Candidate(name="published way (mamba-ssm)", missing=str(missing)))
-        ours = published_layer(hydra, our_causal, gated_norm)
-        candidates.append(candidate("published way, our causal scan", ours))
-        candidates.append(candidate("attention layer", attention, attention))
-        if self.compile:
-            compiled = torch.compile(attention, dynamic=False)
-            candidates.append(candidate("attention layer, compiled", compiled, attention))
-        label = f"length {seqlen:,}, batch {batch:,}"
-        return Case(label=label, seqlen=seqlen, batch=batch, candidates=candidates)
+        candidates = [
+            candidate("ours", hydra),
+            candidate("ours, compiled", torch.compile(hydra, dynamic=False)),
+            candidate("published way (mamba-ssm)", published_layer(hydra, peers.mamba_causal, peers.mamba_norm)),
+            candidate("published way, our causal scan", published_layer(hydra, peers.our_causal, gated_norm)),
+            candidate("attention layer", attention, attention),
+            candidate("attention layer, compiled", torch.compile(attention, dynamic=False), attention),
+        ]
+        return self.case_of(seqlen, candidates)
 
     def _mixer(self, name: str, seqlen: int) -> nn.Module:
         mixer = MIXERS[name]
@@ -97,10 +84,10 @@ class Layer(Speed):
         return layer
 
 
-def published_layer(layer: Hydra, causal: CausalScan, norm: NormFunction) -> Callable[[Tensor], Tensor]:
+def published_layer(layer: Hydra, causal: peers.CausalScan, norm: peers.Op) -> Callable[[Tensor], Tensor]:
     """Returns u (batch, seqlen, d_model) -> the same, with the weights of `layer`, as the authors' module goes about
-    it."""
-    mix = flipped(causal)
+    it. norm: (x, weight, gate) -> rmsnorm(x) weight silu(gate)."""
+    mix = peers.flipped(causal)
     vectors = (layer.config.ngroups, layer.config.d_state)
 
     def forward(u: Tensor) -> Tensor:
@@ -136,20 +123,22 @@ class Step(Speed):
         if self.layers is not None and self.layers < 1:
             raise ValueError(f"--layers {self.layers}: must be 1 or more")
 
-    def steps(self, models: dict[str, ModelConfig], objective: ObjectiveConfig, batch: Batch) -> list[Candidate]:
-        """Returns a candidate per model, the first of them ours, and one with compiled blocks."""
-        candidates = []
-        for title, config in models.items():
-            for words in (title, f"{title}, compiled") if self.compile else (title,):
-                if self.wanted(words):
-                    candidates.append(self._step(words, config, objective, batch, ours=title == "ours"))
-        return candidates
+    def step_case(
+        self, ids: Tensor, labels: Tensor, models: dict[str, ModelConfig], objective: ObjectiveConfig, kind: str = ""
+    ) -> Case:
+        """Returns the case of tokens (batch, seqlen), with two candidates per model, the second with compiled
+        blocks."""
+        select = None if objective.name == "causal_lm" else (labels.flatten() != IGNORED).nonzero().squeeze(1)
+        batch = Batch(ids, labels, None, None, ids.shape[1], select, ids.numel()).to(device_of(self.device))
+        titles = [(name, config, words) for name, config in models.items() for words in (name, f"{name}, compiled")]
+        candidates = [self._step(*one, objective, batch) for one in titles if self.wanted(one[-1])]
+        return self.case_of(ids.shape[1], candidates, kind)
 
-    def _step(self, title: str, config: ModelConfig, objective: ObjectiveConfig, batch: Batch, ours: bool) -> Candidate:
+    def _step(self, name: str, config: ModelConfig, title: str, objective: ObjectiveConfig, batch: Batch) -> Candidate:
         device = device_of(self.device)
         model = build_model(config, device=device)
         initialize(model, 0)
-        if title.endswith("compiled"):
+        if title != name:
             compile_blocks(model, dynamic=False)
         if self.dtype != "float32":
             compute_in_bfloat16(model, device)
@@ -162,7 +151,7 @@ class Step(Speed):
 
         leaves = list(model.parameters())
         facts = {"parameters": sum(leaf.numel() for leaf in leaves)}
-        return Candidate(name=title, run=run, leaves=leaves, compared=ours, facts=facts)
+        return Candidate(name=title, run=run, leaves=leaves, compared=name == "ours", record=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +174,11 @@ class Encoder(Step):
             sizes = {"d_model": self.d_model, "n_layers": self.layers or recipe.model.n_layers}
             models[name] = replace(recipe.model, mixers=replace(recipe.model.mixers, attention=attention), **sizes)
         for seqlen in self.seqlens:
-            count = self.batch(seqlen)
             torch.manual_seed(0)
-            ids = torch.randint(models["ours"].vocab_size, (count, seqlen))
-            chosen = torch.rand(count, seqlen) < objective.masking.probability
+            ids = torch.randint(models["ours"].vocab_size, (self.batch(seqlen), seqlen))
+            chosen = torch.rand(ids.shape) < objective.masking.probability
             chosen[0, 0] = True
-            labels, select = torch.where(chosen, ids, IGNORED), chosen.flatten().nonzero().squeeze(1)
-            batch = Batch(ids, labels, None, None, seqlen, select, ids.numel()).to(device_of(self.device))
-            candidates = self.steps(models, objective, batch)
-            yield Case(label=f"length {seqlen:,}, batch {count:,}", seqlen=seqlen, batch=count, candidates=candidates)
+            yield self.step_case(ids, torch.where(chosen, ids, IGNORED), models, objective)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +205,10 @@ class LanguageModel(Step):
             hidden = round(gpt.mlp_ratio * gpt.d_model)
             kind = f"{size}: MRU of {ours}, GPT of {theirs} parameters (MLPs {hidden:,} wide)"
             for seqlen in self.seqlens:
-                count = self.batch(seqlen)
                 torch.manual_seed(0)
-                ids = torch.randint(mru.vocab_size, (count, seqlen))
-                labels = torch.cat([ids[:, 1:], torch.full((count, 1), IGNORED)], 1)
-                batch = Batch(ids, labels, None, None, seqlen, None, ids.numel()).to(device_of(self.device))
-                candidates = self.steps({"ours": mru, "GPT, flash attention": gpt}, ObjectiveConfig(), batch)
-                label = f"L {seqlen:,}, B {count:,}"
-                yield Case(label=label, kind=kind, seqlen=seqlen, batch=count, candidates=candidates)
+                ids = torch.randint(mru.vocab_size, (self.batch(seqlen), seqlen))
+                labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)
+                yield self.step_case(ids, labels, {"ours": mru, "GPT, flash attention": gpt}, ObjectiveConfig(), kind)
 
     def mru_model(self, size: str) -> ModelConfig:
         """Returns the model of mru_tinystories with orthogonal state matrices and the size's depth, states and
@@ -238,11 +219,6 @@ class LanguageModel(Step):
         mru = replace(model.mixers.mru, order=order, nheads=heads, construction="cayley")
         sizes = {"d_model": self.d_model, "n_layers": self.layers or layers, "vocab_size": words}
         return replace(model, mixers=replace(model.mixers, mru=mru), **sizes)
-
-
-def count_parameters(config: ModelConfig) -> int:
-    """Counts the parameters of a model, tied ones once."""
-    return sum(parameter.numel() for parameter in build_model(config, device="meta").parameters())
 
 
 def same_size_gpt(mru: ModelConfig) -> ModelConfig:

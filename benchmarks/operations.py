@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -14,21 +15,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import conv1d, rms_norm, scaled_dot_product_attention, silu
 
-from matmix.benchmarks.measure import SMALL_SEQLEN, Candidate, Case, Speed, device_of, on_leaves
-from matmix.benchmarks.peers import (
-    Missing,
-    brent_kung,
-    compiled_scan,
-    fla_causal,
-    flipped,
-    hillis_steele,
-    mamba_causal,
-    our_causal,
-    peer,
-    plain_causal,
-    product_by,
-    recurrent_product,
-)
+from matmix.benchmarks import peers
+from matmix.benchmarks.measure import Candidate, Case, Speed, on_leaves
+from matmix.benchmarks.peers import EPS, Missing, Op
 from matmix.kernels import gated_norm, matrix_product_scan, mru_mixer, quasiseparable_scan, short_conv
 from matmix.kernels.matrix_product.op import ORDERS
 from matmix.kernels.mru.constructions import (
@@ -39,42 +28,44 @@ from matmix.kernels.mru.constructions import (
 )
 
 EXPAND, HEADDIM, D_STATE, GROUPS = 2, 64, 64, 1
-EPS = 1e-5
-LONGEST_PLAIN = 8192
-"""Beyond this length the plain SSD's matrix over chunks, which grows with the square of their number, is all that
-would be measured."""
-LONGEST_UNROLLED = 2048
-"""torch.compile unrolls our PyTorch form's loop over chunks: beyond this length that takes minutes."""
-LONGEST_LOOP = 4096
-"""Beyond this length the loop over tokens takes seconds: a few launches per token, one after the other."""
-
-Op = Callable[..., Tensor]
+LONGEST = {
+    # The plain SSD's matrix over chunks, which grows with the square of their number, is all that would be measured.
+    **dict.fromkeys(("flipped, plain SSD", "flipped, plain SSD compiled"), 8192),
+    # torch.compile unrolls our PyTorch form's loop over chunks, which takes minutes.
+    "ours in torch, compiled": 2048,
+    # Takes seconds: a few launches per token, one after the other.
+    "loop over tokens": 4096,
+}
+"""Candidate -> the length beyond which it is left out."""
 
 
 def candidates_of(
-    options: Speed, leaves: list[Tensor], cotangent: Tensor, ways: dict[str, tuple[Callable[[], Op], int | None]],
-    *, seqlen: int = 0, output_read: bool = False,
+    options: Speed, leaves: list[Tensor], cotangent: Tensor, ways: dict[str, Op], *,
+    seqlen: int = 0, output_read: bool = False,
 ) -> list[Candidate]:  # fmt: skip
-    """Returns a candidate for each way to compute the same: its name -> what makes its function, and the length up to
-    which it is measured. Those named "PyTorch form" are for GPUs, elsewhere ours is one; those named "compiled" are
-    left out with --no-compile."""
+    """Returns a candidate for each way to compute the same; a "PyTorch form" is for GPUs: elsewhere ours is one."""
     candidates = []
-    for name, (make, longest) in ways.items():
-        if ("PyTorch form" in name and options.device == "cpu") or ("compiled" in name and not options.compile):
+    for name, op in ways.items():
+        if "PyTorch form" in name and options.device == "cpu":
             continue
-        if longest is not None and seqlen > longest:
-            candidates.append(Candidate(name=name, missing=f"left out beyond length {longest:,}"))
-            continue
-        try:
-            candidates.append(on_leaves(name, make(), leaves, cotangent, output_read=output_read))
-        except Missing as missing:
-            candidates.append(Candidate(name=name, missing=str(missing)))
+        if seqlen > LONGEST.get(name, seqlen):
+            op = partial(_left_out, LONGEST[name])
+        candidates.append(on_leaves(name, op, leaves, cotangent, output_read=output_read))
     return candidates
 
 
-def compiled(op: Op, **options) -> Callable[[], Op]:
-    """Returns what makes a compiled function."""
-    return lambda: torch.compile(op, dynamic=False, **options)
+def _left_out(longest: int, *inputs: Tensor) -> Tensor:
+    raise Missing(f"left out beyond length {longest:,}")
+
+
+def ours(op: Op) -> dict[str, Op]:
+    """Returns one of our ops, and its PyTorch form."""
+    return {"ours": op, "ours, PyTorch form": partial(op, backend="torch")}
+
+
+def both_ways(name: str, op: Op, **options) -> dict[str, Op]:
+    """Returns something in PyTorch, eager and compiled."""
+    return {name: op, f"{name} compiled": torch.compile(op, dynamic=False, **options)}
 
 
 # -- Hydra's scan ------------------------------------------------------------------------------------------------------
@@ -89,44 +80,29 @@ class Scan(Speed):
     """
 
     command: ClassVar[str] = "scan"
-
-    def cases(self) -> Iterator[Case]:
-        return map(self.case, self.seqlens)
+    with_small: ClassVar[bool] = True
 
     def case(self, seqlen: int) -> Case:
-        """Returns the case of one length."""
-        batch = self.batch(seqlen)
-        leaves, cotangent = hydra_inputs(batch, seqlen, self)
-        plain = flipped(plain_causal)
-        first, *others = candidates_of(
-            self,
-            leaves,
-            cotangent,
-            {
-                "ours": (hydra_scan, None),
-                "ours, PyTorch form": (lambda: hydra_scan("torch"), None),
-                "ours in torch, compiled": (compiled_scan, LONGEST_UNROLLED),
-                "flipped, our causal scan": (lambda: flipped(our_causal), None),
-                "flipped, plain SSD": (lambda: plain, LONGEST_PLAIN),
-                "flipped, plain SSD compiled": (compiled(plain), LONGEST_PLAIN),
-                "flipped, mamba-ssm (published)": (lambda: flipped(mamba_causal()), None),
-                "flipped, flash-linear-attention": (lambda: flipped(fla_causal()), None),
-            },
-            seqlen=seqlen,
-        )
+        leaves, cotangent = hydra_inputs(self.batch(seqlen), seqlen, self)
         # The op alone has other gradients than those that start from step sizes and rates, so they are not compared.
-        given = with_log_decays(leaves)
+        *vectors, dt_forward, dt_backward, decay, diagonal = (x.detach() for x in leaves)
+        given = [*vectors, dt_forward * decay, dt_backward * decay, dt_forward, dt_backward, diagonal]
+        given = [x.requires_grad_() for x in given]
         alone = on_leaves("ours, log-decays given", scan_given_decays, given, cotangent, compared=False)
-        shape = (batch, self.d_model // HEADDIM, seqlen, HEADDIM)
+        ways = {
+            **ours(hydra_scan),
+            "ours in torch, compiled": peers.compiled_scan(),
+            "flipped, our causal scan": peers.flipped(peers.our_causal),
+            **both_ways("flipped, plain SSD", peers.flipped(peers.plain_causal)),
+            "flipped, mamba-ssm (published)": peers.flipped(peers.mamba_causal),
+            "flipped, flash-linear-attention": peers.flipped(peers.fla_causal),
+        }
+        first, *others = candidates_of(self, leaves, cotangent, ways, seqlen=seqlen)
+        shape = (self.batch(seqlen), self.d_model // HEADDIM, seqlen, HEADDIM)
         *qkv, cotangent = (torch.randn(shape, **self.like) for _ in range(4))
-        attention = on_leaves(
-            "flash attention", flash_attention, [x.requires_grad_() for x in qkv], cotangent, compared=False
-        )
-        label, candidates = f"length {seqlen:,}, batch {batch:,}", [first, alone, *others, attention]
-        return Case(label=label, seqlen=seqlen, batch=batch, candidates=candidates)
-
-    def small_case(self) -> Case:
-        return self.small().case(SMALL_SEQLEN)
+        qkv = [x.requires_grad_() for x in qkv]
+        attention = on_leaves("flash attention", flash_attention, qkv, cotangent, compared=False)
+        return self.case_of(seqlen, [first, alone, *others, attention])
 
 
 def hydra_inputs(batch: int, seqlen: int, options: Speed) -> tuple[list[Tensor], Tensor]:
@@ -148,13 +124,6 @@ def hydra_inputs(batch: int, seqlen: int, options: Speed) -> tuple[list[Tensor],
     return [x.requires_grad_() for x in (v, *vectors, *steps, decay, diagonal)], cotangent
 
 
-def with_log_decays(leaves: list[Tensor]) -> list[Tensor]:
-    """Returns the arguments of `scan_given_decays` from those of `hydra_inputs`."""
-    *vectors, dt_forward, dt_backward, decay, diagonal = (x.detach() for x in leaves)
-    given = [*vectors, dt_forward * decay, dt_backward * decay, dt_forward, dt_backward, diagonal]
-    return [x.requires_grad_() for x in given]
-
-
 def scan_given_decays(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, **options) -> Tensor:
     """Runs our op: values, vectors, log-decays and input scales of both directions, and the diagonal."""
     return quasiseparable_scan(
@@ -162,14 +131,10 @@ def scan_given_decays(v, qf, kf, qb, kb, af, ab, wf, wb, diagonal, **options) ->
     )
 
 
-def hydra_scan(backend: str = "auto") -> Op:
-    """Returns our op on the tensors of `hydra_inputs`."""
-
-    def mix(v, qf, kf, qb, kb, dt_forward, dt_backward, decay, diagonal) -> Tensor:
-        decays = dt_forward * decay, dt_backward * decay
-        return scan_given_decays(v, qf, kf, qb, kb, *decays, dt_forward, dt_backward, diagonal, backend=backend)
-
-    return mix
+def hydra_scan(v, qf, kf, qb, kb, dt_forward, dt_backward, decay, diagonal, **options) -> Tensor:
+    """Runs our op on the tensors of `hydra_inputs`."""
+    decays = dt_forward * decay, dt_backward * decay
+    return scan_given_decays(v, qf, kf, qb, kb, *decays, dt_forward, dt_backward, diagonal, **options)
 
 
 def flash_only(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -195,48 +160,27 @@ class Conv(Speed):
     def cases(self) -> Iterator[Case]:
         return (self.case(seqlen, causal) for causal in (False, True) for seqlen in self.seqlens)
 
-    def case(self, seqlen: int, causal: bool) -> Case:
+    def case(self, seqlen: int, causal: bool = False) -> Case:
         """Returns the case of one length, over all channels that Hydra convolves."""
         torch.manual_seed(0)
-        batch, width = self.batch(seqlen), 4 if causal else 7
-        channels = EXPAND * self.d_model + 4 * GROUPS * D_STATE
-        x, cotangent = (torch.randn(batch, seqlen, channels, **self.like) for _ in range(2))
+        width, channels = 4 if causal else 7, EXPAND * self.d_model + 4 * GROUPS * D_STATE
+        x, cotangent = (torch.randn(self.batch(seqlen), seqlen, channels, **self.like) for _ in range(2))
         weight, bias = torch.randn(channels, width, **self.like) * width**-0.5, torch.randn(channels, **self.like)
-        ways: dict[str, tuple[Callable[[], Op], int | None]] = {
-            "ours": (lambda: our_conv(causal), None),
-            "ours, PyTorch form": (lambda: our_conv(causal, "torch"), None),
-            "conv1d + silu": (lambda: plain_conv(causal), None),
-            "conv1d + silu compiled": (compiled(plain_conv(causal)), None),
-        }
+        ways = ours(partial(short_conv, causal=causal, activation="silu"))
+        ways |= both_ways("conv1d + silu", partial(plain_conv, causal=causal))
         if causal:
-            ways["causal_conv1d"] = (causal_conv1d, None)
+            ways["causal_conv1d"] = peers.causal_conv1d
         leaves = [t.requires_grad_() for t in (x, weight, bias)]
         kind = f"{'causal' if causal else 'centred'}, width {width}"
-        label, candidates = f"{kind}, L {seqlen:,}, B {batch:,}", candidates_of(self, leaves, cotangent, ways)
-        return Case(label=label, kind=kind, seqlen=seqlen, batch=batch, candidates=candidates)
+        return self.case_of(seqlen, candidates_of(self, leaves, cotangent, ways), kind)
 
 
-def our_conv(causal: bool, backend: str = "auto") -> Op:
-    """Returns our op."""
-    return lambda x, weight, bias: short_conv(x, weight, bias, causal=causal, activation="silu", backend=backend)
-
-
-def plain_conv(causal: bool) -> Op:
-    """Returns conv1d over channels-first views, then SiLU, as in the published layer."""
-
-    def conv_silu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        channels, width = weight.shape
-        padding = width - 1 if causal else width // 2
-        y = conv1d(x.transpose(1, 2), weight[:, None], bias, padding=padding, groups=channels)
-        return silu(y[..., : x.shape[1]]).transpose(1, 2)
-
-    return conv_silu
-
-
-def causal_conv1d() -> Op:
-    """Returns the package's kernel: causal, 2 to 4 wide. Raises `Missing`."""
-    run = peer("causal-conv1d", "causal_conv1d", "causal_conv1d_fn")
-    return lambda x, weight, bias: run(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, causal: bool = False) -> Tensor:
+    """Runs conv1d over channels-first views, then SiLU, as in the published layer."""
+    channels, width = weight.shape
+    padding = width - 1 if causal else width // 2
+    y = conv1d(x.transpose(1, 2), weight[:, None], bias, padding=padding, groups=channels)
+    return silu(y[..., : x.shape[1]]).transpose(1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,48 +189,26 @@ class Norm(Speed):
 
     command: ClassVar[str] = "norm"
 
-    def cases(self) -> Iterator[Case]:
-        return map(self.case, self.seqlens)
+    def batch(self, seqlen: int) -> int:
+        return 1
 
-    def case(self, rows: int) -> Case:
-        """Returns the case of so many rows."""
+    def case(self, seqlen: int) -> Case:
         torch.manual_seed(0)
         channels = EXPAND * self.d_model
-        x, gate, cotangent = (torch.randn(rows, channels, **self.like) for _ in range(3))
-        weight = 1 + 0.1 * torch.randn(channels, **self.like)
-        ways: dict[str, tuple[Callable[[], Op], int | None]] = {
-            "ours": (our_norm, None),
-            "ours, PyTorch form": (lambda: our_norm("torch"), None),
-            "rms_norm * silu": (lambda: plain_norm, None),
-            "rms_norm * silu compiled": (compiled(plain_norm), None),
-            "mamba-ssm (published)": (mamba_norm, None),
-            "flash-linear-attention": (fla_norm, None),
+        x, gate, cotangent = (torch.randn(seqlen, channels, **self.like) for _ in range(3))
+        ways = {
+            **ours(partial(gated_norm, eps=EPS)),
+            **both_ways("rms_norm * silu", plain_norm),
+            "mamba-ssm (published)": peers.mamba_norm,
+            "flash-linear-attention": peers.fla_norm,
         }
-        leaves = [t.requires_grad_() for t in (x, weight, gate)]
-        label, candidates = f"{rows:,} rows of {channels:,}", candidates_of(self, leaves, cotangent, ways)
-        return Case(label=label, seqlen=rows, batch=1, candidates=candidates)
-
-
-def our_norm(backend: str = "auto") -> Op:
-    """Returns our op."""
-    return lambda x, weight, gate: gated_norm(x, weight, gate, eps=EPS, backend=backend)
+        leaves = [t.requires_grad_() for t in (x, 1 + 0.1 * torch.randn(channels, **self.like), gate)]
+        label, candidates = f"{seqlen:,} rows of {channels:,}", candidates_of(self, leaves, cotangent, ways)
+        return self.case_of(seqlen, candidates, label=label)
 
 
 def plain_norm(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
-    """Runs one line of PyTorch."""
     return rms_norm(x, x.shape[-1:], weight, EPS) * silu(gate)
-
-
-def mamba_norm() -> Op:
-    """Returns mamba-ssm's norm, which the published layer uses. Raises `Missing`."""
-    norm = peer("mamba-ssm", "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    return lambda x, weight, gate: norm(x, weight, None, z=gate, eps=EPS, norm_before_gate=True)
-
-
-def fla_norm() -> Op:
-    """Returns flash-linear-attention's norm. Raises `Missing`."""
-    norm = peer("fla-core", "fla.modules.norm.fused_norm_gate", "rms_norm_gated")
-    return lambda x, weight, gate: norm(x, gate, weight, None, activation="swish", eps=EPS)
 
 
 # -- The matrix recurrent unit -----------------------------------------------------------------------------------------
@@ -329,6 +251,10 @@ class Mru(Speed):
         _ = self.shapes
 
     @property
+    def with_small(self) -> bool:
+        return self.kind != "scan"
+
+    @property
     def shapes(self) -> list[Size]:
         shapes = []
         for part in self.sizes.split(","):
@@ -340,79 +266,63 @@ class Mru(Speed):
         return shapes
 
     def cases(self) -> Iterator[Case]:
-        for kind in ("scan", "mixer"):
-            options = replace(self, dtype=self.dtype or ("float32" if kind == "scan" else "bfloat16"))
+        makers = {"scan": self.scan_case, "mixer": self.mixer_case}
+        for kind, size, seqlen in product(makers, self.shapes, self.seqlens):
             if self.kind in ("both", kind):
-                for size in self.shapes:
-                    for seqlen in self.seqlens:
-                        yield options.scan_case(seqlen, size) if kind == "scan" else options.mixer_case(seqlen, size)
+                yield makers[kind](seqlen, size)
 
-    def small_case(self) -> Case | None:
-        if self.kind == "scan":
-            return None
-        return replace(self.small(), dtype=self.dtype or "bfloat16").mixer_case(SMALL_SEQLEN, self.shapes[0])
+    def case(self, seqlen: int) -> Case:
+        return self.mixer_case(seqlen, self.shapes[0])
+
+    def in_dtype(self, usual: str) -> Mru:
+        return replace(self, dtype=self.dtype or usual)
 
     def scan_case(self, seqlen: int, size: Size) -> Case:
         """Returns the scan's case, from orthogonal X (batch, seqlen, heads, o, o)."""
         torch.manual_seed(0)
-        shape = (self.batch(seqlen), seqlen, size.heads, state_elements("cayley", size.order))
-        elements = torch.randn(shape, device=device_of(self.device))
-        x = build_state_matrices(elements, "cayley", size.order).to(self.like["dtype"]).requires_grad_()
+        options = self.in_dtype("float32")
+        elements = state_elements("cayley", size.order)
+        elements = torch.randn(self.batch(seqlen), seqlen, size.heads, elements, device=options.like["device"])
+        x = build_state_matrices(elements, "cayley", size.order).to(options.like["dtype"]).requires_grad_()
         cotangent = torch.randn_like(x)
-        mine = {
-            "ours": (lambda: matrix_product_scan, None),
-            "ours, PyTorch form": (lambda: partial(matrix_product_scan, backend="torch"), None),
-        }
+        # What suits scans that are batched products of every 2nd, 4th ... token: each head's tokens side by side.
+        theirs, their_cotangent = (y.detach().transpose(1, 2).contiguous().transpose(1, 2) for y in (x, cotangent))
 
         def tokens_first(scan: Op) -> Op:
             return lambda x: scan(x.transpose(1, 2)).transpose(1, 2)
 
-        candidates = candidates_of(self, [x], cotangent, mine, output_read=True)
-        theirs, their_cotangent = [by_head(x)], by_head(cotangent).detach()
+        sizes = {"seqlen": seqlen, "output_read": True}
+        candidates = candidates_of(options, [x], cotangent, ours(matrix_product_scan), **sizes)
         scans = public_scans(tokens_first)
-        candidates += candidates_of(self, theirs, their_cotangent, scans, seqlen=seqlen, output_read=True)
-        return self._case("scan", seqlen, size, candidates)
+        candidates += candidates_of(options, [theirs.requires_grad_()], their_cotangent, scans, **sizes)
+        return options.case_of(seqlen, candidates, f"scan, {size}, {options.dtype}")
 
     def mixer_case(self, seqlen: int, size: Size) -> Case:
         """Returns the mixer's case, from elements (batch, seqlen, heads, E) and w_down (heads, o, o) float32."""
         torch.manual_seed(0)
-        batch, (order, heads), construction = self.batch(seqlen), size, self.construction
+        options = self.in_dtype("bfloat16")
+        batch, (order, heads), named = self.batch(seqlen), size, {"construction": self.construction}
         # What does not bound products gets elements small enough that these stay near the identity.
-        scale = 0.3 if construction in BOUNDED_CONSTRUCTIONS else 0.3 * seqlen**-0.5
-        elements = scale * torch.randn(batch, seqlen, heads, state_elements(construction, order), **self.like)
+        scale = 0.3 if self.construction in BOUNDED_CONSTRUCTIONS else 0.3 * seqlen**-0.5
+        width = state_elements(self.construction, order)
+        elements = scale * torch.randn(batch, seqlen, heads, width, **options.like)
         w_down = torch.randn(heads, order, order, device=elements.device) * order**-0.5
-        cotangent = torch.randn(batch, seqlen, heads, order, order, **self.like)
-        ours = partial(mru_mixer, construction=construction)
-        ways = {
-            "ours": (lambda: ours, None),
-            "ours, PyTorch form": (lambda: partial(ours, backend="torch"), None),
-            "ours, not fused": (lambda: partial(our_parts, construction=construction), None),
-            **public_scans(partial(unfused, construction=construction)),
-        }
+        cotangent = torch.randn(batch, seqlen, heads, order, order, **options.like)
+        ways = ours(partial(mru_mixer, **named)) | {"ours, not fused": partial(our_parts, **named)}
+        ways |= public_scans(partial(unfused, **named))
         leaves = [elements.requires_grad_(), w_down.requires_grad_()]
-        candidates = candidates_of(self, leaves, cotangent, ways, seqlen=seqlen)
-        return self._case(f"mixer, {construction}", seqlen, size, candidates)
-
-    def _case(self, kind: str, seqlen: int, size: Size, candidates: list[Candidate]) -> Case:
-        batch, kind = self.batch(seqlen), f"{kind}, {size}, {self.dtype}"
-        label = f"L {seqlen:,}, B {batch:,}"
-        return Case(label=label, kind=kind, dtype=self.dtype, seqlen=seqlen, batch=batch, candidates=candidates)
+        candidates = candidates_of(options, leaves, cotangent, ways, seqlen=seqlen)
+        return options.case_of(seqlen, candidates, f"mixer, {self.construction}, {size}, {options.dtype}")
 
 
-def by_head(x: Tensor) -> Tensor:
-    """Returns the same tensor (batch, seqlen, heads, ...), a leaf, with each head's tokens side by side in memory: what
-    suits scans that are batched products of every 2nd, 4th ... token."""
-    return x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-
-
-def public_scans(around: Callable[[Op], Op]) -> dict[str, tuple[Callable[[], Op], int | None]]:
+def public_scans(around: Callable[[Op], Op]) -> dict[str, Op]:
     """Returns the scans of matrices (batch, heads, seqlen, o, o) that there are; `around` puts what belongs to the case
     around a scan, and is compiled with it, as a whole: a part that silently ran uncompiled would be eager."""
-    ways: dict[str, tuple[Callable[[], Op], int | None]] = {}
-    for name, walk in (("Brent-Kung", brent_kung), ("Hillis-Steele", hillis_steele)):
-        op = around(product_by(walk))
-        ways |= {name: (lambda op=op: op, None), f"{name} compiled": (compiled(op, fullgraph=True), None)}
-    return ways | {"loop over tokens": (lambda: around(recurrent_product), LONGEST_LOOP)}
+    walks = {"Brent-Kung": peers.brent_kung, "Hillis-Steele": peers.hillis_steele}
+    ways: dict[str, Op] = {}
+    for name, walk in walks.items():
+        ways |= both_ways(name, around(peers.product_by(walk)), fullgraph=True)
+    return ways | {"loop over tokens": around(peers.recurrent_product)}
 
 
 def unfused(scan: Op, construction: str) -> Op:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -16,6 +17,7 @@ from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
+EPS = 1e-5  # of norms
 HOW = {
     "mamba-ssm": "pip install --no-build-isolation mamba-ssm",
     "causal-conv1d": "pip install --no-build-isolation causal-conv1d",
@@ -25,10 +27,14 @@ HOW = {
 transformers than the exports are made for."""
 
 
+Op = Callable[..., Tensor]
+
+
 class Missing(Exception):
     """A peer cannot be used here; the message is for the table."""
 
 
+@functools.cache
 def peer(distribution: str, module: str, name: str) -> Callable[..., Any]:
     """Returns a function of an optional package. Raises `Missing`."""
     package = module.split(".")[0]
@@ -51,13 +57,31 @@ def peer(distribution: str, module: str, name: str) -> Callable[..., Any]:
         raise Missing(f"{distribution} cannot be imported: {error}") from None
 
 
+def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Runs the package's short convolution with SiLU: causal, 2 to 4 wide. Raises `Missing`."""
+    run = peer("causal-conv1d", "causal_conv1d", "causal_conv1d_fn")
+    return run(x.transpose(1, 2), weight, bias, activation="silu").transpose(1, 2)
+
+
+def mamba_norm(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    """Runs mamba-ssm's norm, which the published layer uses. Raises `Missing`."""
+    norm = peer("mamba-ssm", "mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
+    return norm(x, weight, None, z=gate, eps=EPS, norm_before_gate=True)
+
+
+def fla_norm(x: Tensor, weight: Tensor, gate: Tensor) -> Tensor:
+    """Runs flash-linear-attention's norm. Raises `Missing`."""
+    norm = peer("fla-core", "fla.modules.norm.fused_norm_gate", "rms_norm_gated")
+    return norm(x, gate, weight, None, activation="swish", eps=EPS)
+
+
 # -- Hydra's mixer out of a causal scan --------------------------------------------------------------------------------
 
-CausalScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+CausalScan = Op
 """(v, q, k, step sizes dt (batch, seqlen, nheads), A (nheads,)) -> y, with log-decays dt A and input scale dt."""
 
 
-def flipped(causal: CausalScan) -> Callable[..., Tensor]:
+def flipped(causal: CausalScan) -> Op:
     """Returns Hydra's mixer by way of a causal scan, as published: reversed copies double the batch, and the results
     are rolled by one token, reversed again and added. Arguments as `hydra_inputs` of `operations` names them.
 
@@ -83,22 +107,18 @@ def our_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Te
     return semiseparable_scan(v, q, k, dt * decay, input_scale=dt)
 
 
-def mamba_causal() -> CausalScan:
-    """Returns mamba-ssm's SSD with the chunk length of the published layer. Raises `Missing`."""
+def mamba_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
+    """Runs mamba-ssm's SSD with the chunk length of the published layer. Raises `Missing`."""
     scan = peer("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    return lambda v, q, k, dt, decay: scan(v, dt, decay, k, q, chunk_size=256, D=None)
+    return scan(v, dt, decay, k, q, chunk_size=256, D=None)
 
 
-def fla_causal() -> CausalScan:
-    """Returns flash-linear-attention's simple GLA, which has no groups and no input scale: vectors are copied to all
-    heads and the scale goes into the keys. Raises `Missing`."""
+def fla_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
+    """Runs flash-linear-attention's simple GLA, which has no groups and no input scale: vectors are copied to all heads
+    and the scale goes into the keys. Raises `Missing`."""
     scan = peer("fla-core", "fla.ops.simple_gla", "chunk_simple_gla")
-
-    def causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
-        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-        return scan(q, (k * dt.unsqueeze(-1)).to(k.dtype), v, g=dt * decay, scale=1.0)[0]
-
-    return causal
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    return scan(q, (k * dt.unsqueeze(-1)).to(k.dtype), v, g=dt * decay, scale=1.0)[0]
 
 
 def plain_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor, chunk: int = 64) -> Tensor:
@@ -161,40 +181,39 @@ def recurrent_quasiseparable(v, qf, kf, qb, kb, af, ab, wf, wb, d) -> Tensor:
     return forward + backward + d[..., None] * v
 
 
-def compiled_scan() -> Callable[..., Tensor]:
+def compiled_scan() -> Op:
     """Returns our PyTorch form of the bidirectional scan under torch.compile, on the tensors of `hydra_inputs`.
 
     The registered ops are opaque to torch.compile, which is what models want of them; here both halves of the
     hand-written pair are compiled, each as a whole.
     """
-    form = ScanForm(shift=True)
 
-    def sides(qf, kf, qb, kb, dt_forward, dt_backward, decay) -> tuple[ScanSide, ScanSide]:
+    def call(v, qf, kf, qb, kb, dt_forward, dt_backward, decay, diagonal) -> ScanCall:
         forward = ScanSide(qf, kf, dt_forward * decay, dt_forward, None, False)
-        return forward, ScanSide(qb, kb, dt_backward * decay, dt_backward, None, True)
+        backward = ScanSide(qb, kb, dt_backward * decay, dt_backward, None, True)
+        return ScanCall(v, (forward, backward), diagonal, ScanForm(shift=True))
 
-    def run_forward(v, *rest) -> Tensor:
-        return scan_forward(ScanCall(v, sides(*rest[:-1]), rest[-1], form), False).y
+    @functools.partial(torch.compile, dynamic=False)
+    def run_forward(*inputs) -> Tensor:
+        return scan_forward(call(*inputs), False).y
 
-    def run_backward(dy, v, *rest) -> tuple[Tensor, ...]:
-        *_, dt_forward, dt_backward, decay, diagonal = rest
-        dv, (f, b), ddiagonal = scan_backward(dy, None, None, ScanCall(v, sides(*rest[:-1]), diagonal, form))
+    @functools.partial(torch.compile, dynamic=False)
+    def run_backward(dy, *inputs) -> tuple[Tensor, ...]:
+        *_, dt_forward, dt_backward, decay, _ = inputs
+        dv, (f, b), ddiagonal = scan_backward(dy, None, None, call(*inputs))
         steps = [d.input_scale + d.log_decay * decay for d in (f, b)]
         rates = (f.log_decay * dt_forward + b.log_decay * dt_backward).sum((0, 1))
         return dv, f.q, f.k, b.q, b.k, *steps, rates, ddiagonal
-
-    compiled_forward = torch.compile(run_forward, dynamic=False)
-    compiled_backward = torch.compile(run_backward, dynamic=False)
 
     class CompiledScan(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
             ctx.save_for_backward(*inputs)
-            return compiled_forward(*inputs)
+            return run_forward(*inputs)
 
         @staticmethod
         def backward(ctx, dy):
-            return compiled_backward(dy, *ctx.saved_tensors)
+            return run_backward(dy, *ctx.saved_tensors)
 
     return CompiledScan.apply
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -44,14 +45,10 @@ def slug(name: str) -> str:
 
 def columns(rows: Sequence[Sequence[object]], text: Sequence[int] = (0,)) -> str:
     """Lays rows out in columns, those numbered in `text` to the left and the others to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     left = {number % len(widths) for number in text}
-    lines = (
-        "  ".join(cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    cells = [f"{{:{'<' if n in left else '>'}{width}}}" for n, width in enumerate(widths)]
+    return "\n".join("  ".join(cells).format(*map(str, row)).rstrip() for row in rows)
 
 
 def digits(value: float | None, unit: float = 1.0) -> str:
@@ -76,25 +73,24 @@ def case_text(case: dict[str, Any]) -> str:
     floors = any("floor_bytes" in record for record in case["candidates"])
     head = [case["label"], "forward ms", "backward ms", "together ms", "middle half"]
     head += ["floor MB", "x floor"] if floors else ["Mtoken/s"]
-    rows = [[*head, "x ours", "peak MB", "error", ""]]
+    head += ["x ours", "peak MB", "error"]
+    rows = [[*head, ""]]
     for record in case["candidates"]:
         row = [f"  {record['candidate']}"]
-        if record["status"] == "ok":
-            seconds = record["seconds"]
-            row += [digits(seconds[name]["median"], 1e-3) for name in ("forward", "backward", "both")]
-            row.append(f"{digits(seconds['both']['low'], 1e-3)} - {digits(seconds['both']['high'], 1e-3)}")
-            if floors:
-                row += [digits(record["floor_bytes"]["both"], 1e6), f"{record['over_floor']['both']:.2f}"]
-            else:
-                row.append(digits(record["tokens_per_second"]["both"], 1e6))
-            row += [f"{record['over_ours']['both']:.2f}" if "over_ours" in record else "-"]
-            row.append(digits(record["peak_bytes"], 1e6))
-            error = record.get("error", "-")
-            row.append("NaN" if error is None else error if error == "-" else f"{error:.1e}")
-            row.append("DIFFERS FROM OURS" if record.get("agrees") is False else "")
+        if record["status"] != "ok":
+            rows.append(row + [""] * (len(head) - 1) + [record["status"]])
+            continue
+        seconds, error = record["seconds"], record.get("error", "-")
+        row += [digits(seconds[name]["median"], 1e-3) for name in ("forward", "backward", "both")]
+        row.append(f"{digits(seconds['both']['low'], 1e-3)} - {digits(seconds['both']['high'], 1e-3)}")
+        if floors:
+            row += [digits(record["floor_bytes"]["both"], 1e6), f"{record['over_floor']['both']:.2f}"]
         else:
-            row += [""] * (len(rows[0]) - 2) + [record["status"]]
-        rows.append(row)
+            row.append(digits(record["tokens_per_second"]["both"], 1e6))
+        row.append(f"{record['over_ours']['both']:.2f}" if "over_ours" in record else "-")
+        row.append(digits(record["peak_bytes"], 1e6))
+        row.append("NaN" if error is None else error if error == "-" else f"{error:.1e}")
+        rows.append([*row, "DIFFERS FROM OURS" if record.get("agrees") is False else ""])
     kind = f"\n{case['kind']}" if case["kind"] else ""
     return f"{kind}\n{columns(rows, (0, -1))}"
 
@@ -104,12 +100,10 @@ def small_text(small: dict[str, Any]) -> str:
     rows = [["", "one by one ms", "graph ms", "kernels ms", "graph / kernels", ""]]
     for record in small["candidates"]:
         cells = [digits(record.get(key), 1e-3) for key in ("one_by_one", "graph", "kernels")]
-        status = "" if record["status"] == "ok" else record["status"]
+        status = record["status"].removeprefix("ok")
         rows.append([f"  {record['candidate']}", *cells, digits(record.get("graph_over_kernels")), status])
-    return (
-        f"\n{small['label']}: a training step as the host launches it, as a CUDA graph, and its kernels alone "
-        f"(on a GPU)\n{columns(rows, (0, -1))}"
-    )
+    what = "a training step as the host launches it, as a CUDA graph, and its kernels alone (on a GPU)"
+    return f"\n{small['label']}: {what}\n{columns(rows, (0, -1))}"
 
 
 def per_token(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -133,25 +127,30 @@ def per_token(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def per_token_text(costs: list[dict[str, Any]]) -> str:
     """Returns a table of `per_token` for each kind."""
     texts = [f"\nnanoseconds per token, forward and backward; constant: dearest / cheapest at most {ALLOWED:g}"]
-    for kind in dict.fromkeys(cost["kind"] for cost in costs):
-        mine = [cost for cost in costs if cost["kind"] == kind]
+    for kind, group in itertools.groupby(costs, key=lambda cost: cost["kind"]):
+        mine = list(group)
         lengths = sorted({length for cost in mine for length in cost["seqlen"]})
         rows = [["  sequence length", *(f"{length:,}" for length in lengths), "dearest / cheapest", ""]]
         for cost in mine:
             at = dict(zip(cost["seqlen"], cost["seconds"], strict=True))
-            verdict = "constant" if cost["constant"] else "not constant"
             cells = (digits(at.get(length), 1e-9) for length in lengths)
-            rows.append([f"  {cost['candidate']}", *cells, f"{cost['dearest_over_cheapest']:.2f}", verdict])
+            verdict = f"{cost['dearest_over_cheapest']:.2f}", "constant" if cost["constant"] else "not constant"
+            rows.append([f"  {cost['candidate']}", *cells, *verdict])
         texts.append(f"\n{kind}\n{columns(rows, (0, -1))}")
     return "\n".join(texts)
+
+
+def save(record: dict[str, Any], out: Path) -> None:
+    """Writes a record as JSON, and says where."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"\nwritten to {out}")
 
 
 def write(record: dict[str, Any], out: Path | None, plot: Path | None, drawn: bool) -> None:
     """Writes JSON and, if it is to be drawn, the picture."""
     out = out or RESULTS / f"{record['command']}-{slug(record['environment']['device'])}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"\nwritten to {out}")
+    save(record, out)
     if drawn:
         plot = plot or out.with_suffix(".png")
         draw(record, plot)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import operator
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,17 @@ from typing import Any, Literal
 
 import torch
 
-from matmix.benchmarks.calls import Call, calls, form_of, on_device
-from matmix.benchmarks.counts import COUNTED, moved_bytes
+from matmix.benchmarks.calls import Call, form_of, on_device
+from matmix.benchmarks.counts import counted_calls, moved_bytes
 from matmix.benchmarks.gpu_session import sweep
-from matmix.benchmarks.gpu_session.record import DeviceLost, Piece, Record, time_for
+from matmix.benchmarks.gpu_session.record import DeviceLost, Piece, Record
 from matmix.benchmarks.measure import Clock, copy_bandwidth, device_of, median_seconds
 from matmix.benchmarks.report import RESULTS, device_name, slug
 from matmix.data.processes import end_with
 from matmix.kernels.launching import record_launches
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMAND = (sys.executable, "-P", "-m", "matmix.benchmarks")
 PARTS = ("correctness", "sweep", "kernels", "peers")
 GRACE = 15.0
 """Seconds beyond its time after which a part's process is ended."""
@@ -88,7 +89,6 @@ class GpuSession:
     """Run the part in this process, as the command itself starts each."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Runs the parts; returns the exit status."""
         device = device_of(self.device)
         if not 0 < self.minutes <= 600:
             raise ValueError(f"--minutes {self.minutes}: must be more than 0, and at most 600")
@@ -110,17 +110,16 @@ class GpuSession:
 def run_part(part: str, device: torch.device, out: Path, seconds: float, only: str) -> int:
     """Runs a part in a process of its own, and again where that was lost before its time was over and had come further;
     returns its exit status."""
-    end, status = time.monotonic() + seconds, LEFT
+    end, status, file = time.monotonic() + seconds, LEFT, out / f"{part}.json"
+    # Triton decides where it is imported whether it interprets.
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device.type == "cpu" else {})
     for _ in range(RESTARTS):
-        left = end - time.monotonic()
-        if left <= 0:
+        if (left := end - time.monotonic()) <= 0:
             break
-        before = _pieces(out, part)
-        command = [sys.executable, "-P", "-m", "matmix.benchmarks", "gpu-session", "--here", "--part", part]
-        command += ["--device", str(device), "--out", str(out), "--minutes", str(left / 60), "--only", only]
-        # Triton decides where it is imported whether it interprets.
-        interpreted = {"TRITON_INTERPRET": "1"} if device.type == "cpu" else {}
-        process = subprocess.Popen(command, env=os.environ | interpreted, start_new_session=True)
+        before = file.read_bytes() if file.exists() else None
+        command = [*COMMAND, "gpu-session", "--here", "--part", part, "--device", str(device), "--out", str(out)]
+        command += ["--minutes", str(left / 60), "--only", only]
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
             status = process.wait(left + GRACE)
         except subprocess.TimeoutExpired:
@@ -130,18 +129,10 @@ def run_part(part: str, device: torch.device, out: Path, seconds: float, only: s
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if status in (DONE, WRONG, 2, LEFT) or _pieces(out, part) == before:
+        if status in (DONE, WRONG, 2, LEFT) or (file.read_bytes() if file.exists() else None) == before:
             break
         print(f"{part}: its process ended with status {status}; going on in another one", flush=True)
     return status
-
-
-def _pieces(out: Path, part: str) -> object:
-    """Returns what a part's record holds, to see whether it has changed."""
-    try:
-        return json.loads((out / f"{part}.json").read_text(encoding="utf-8"))["pieces"]
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def run_here(part: str, device: torch.device, out: Path, seconds: float, only: str) -> int:
@@ -150,9 +141,8 @@ def run_here(part: str, device: torch.device, out: Path, seconds: float, only: s
         raise ValueError("--here --device cpu: set TRITON_INTERPRET=1, so that kernels are interpreted")
     end_with(os.getppid(), signal.SIGKILL)  # nothing is to run on alone on the device
     record = Record(out, part, device, seconds, only)
-    run = {"correctness": correctness, "sweep": sweep.run, "kernels": kernels, "peers": peers}[part]
     try:
-        left = run(record)
+        left = {"correctness": correctness, "sweep": sweep.run, "kernels": kernels, "peers": peers}[part](record)
     except DeviceLost as lost:
         print(f"{part}: the device answers no more after: {lost}", flush=True)
         return LOST
@@ -173,7 +163,8 @@ def correctness(record: Record) -> list[str]:
     names = {str(path.relative_to(folder)): path for path in files}
     if not any(record.only in name for name in names):
         raise ValueError(f"--only {record.only}: no file of tests is called so; there are {', '.join(names)}")
-    return record.work([Piece(name, partial(run_tests, path, record)) for name, path in names.items()], summary)
+    pieces = [Piece(name, partial(run_tests, path, record)) for name, path in names.items()]
+    return record.work(pieces, operator.itemgetter("summary"))
 
 
 def run_tests(path: Path, record: Record) -> dict[str, Any]:
@@ -185,19 +176,11 @@ def run_tests(path: Path, record: Record) -> dict[str, Any]:
     if importlib.util.find_spec("xdist") and not record.toy:
         command += ["-n", str(min(8, len(os.sched_getaffinity(0))))]
     # The tests set the interpreter's variable themselves.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_INTER", "PYTEST"))}
-    with time_for(record, LONGEST_TESTS) as limit:
-        done = subprocess.run(
-            [*command, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit
-        )
+    done = record.run_process([*command, str(path)], LONGEST_TESTS, ("TRITON_INTER", "PYTEST"), cwd=ROOT)
     lines = (done.stdout + done.stderr).strip().splitlines() or ["pytest says nothing"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     status = "ok" if done.returncode in (0, 5) else f"failed: {(failed or lines[-1:])[0]}"  # 5: all are slow
     return {"status": status, "summary": lines[-1], "failed": failed}
-
-
-def summary(result: dict[str, Any]) -> str:
-    return result["summary"]
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
@@ -209,16 +192,10 @@ def kernels(record: Record) -> list[str]:
     print(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s, read + written", flush=True)
     pieces = []
     for tokens in (TOY_TOKENS,) if record.toy else TOKENS:
-        for call in main_calls(torch.float32 if record.toy else torch.bfloat16):
+        for call in counted_calls(torch.float32 if record.toy else torch.bfloat16):
             name = f"{call.op}: {call.title}, {tokens:,} tokens"
             pieces.append(Piece(name, partial(times, call, tokens, record, bandwidth), partial(dry, call, tokens)))
     return record.work(pieces[:TOY_PIECES] if record.toy else pieces, times_text)
-
-
-def main_calls(dtype: torch.dtype) -> Iterator[Call]:
-    """Yields the calls whose instructions are counted."""
-    mine = [call for call in calls() if call.dtype == dtype]
-    yield from (call for title in COUNTED for call in mine if f"{call.title},".startswith(title))
 
 
 def dry(call: Call, tokens: int) -> None:
@@ -233,8 +210,7 @@ def times(call: Call, tokens: int, record: Record, bandwidth: float) -> dict[str
         call.run(form_of(call))
     rows = []
     for launch in launches:
-        seconds = median_seconds(partial(sweep.again, launch), record.device)
-        moved = moved_bytes(launch)
+        seconds, moved = median_seconds(partial(sweep.again, launch), record.device), moved_bytes(launch)
         row = {"kernel": launch.kernel.__name__, "grid": list(launch.grid), "seconds": seconds, "bytes": moved}
         rows.append(row | {"bandwidth": moved / seconds, "of_copy": moved / seconds / bandwidth})
     total = sum(row["seconds"] for row in rows)
@@ -264,26 +240,24 @@ def compared(words: str, record: Record) -> dict[str, Any]:
     """Returns the record of a command, or what it ended with."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "record.json")
-        command = [sys.executable, "-P", "-m", "matmix.benchmarks", *words.split(), "--device", str(record.device)]
+        command = [*COMMAND, *words.split(), "--device", str(record.device), "--out", str(out)]
         command += ["--rounds", "2" if record.toy else "15", "--budget", "1.0", "--no-compile", "--no-plot"]
         # These compare what users get, on a CPU the PyTorch forms: nothing is interpreted.
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        with time_for(record, LONGEST_PEER) as limit:
-            done = subprocess.run(
-                [*command, "--out", str(out)], capture_output=True, text=True, timeout=limit, env=environment
-            )
+        done = record.run_process(command, LONGEST_PEER, ("TRITON_INTERPRET",))
         if not out.exists():
             last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
             return {"status": f"failed: {last[:200]}"}
         print(done.stdout, flush=True)
         measured = json.loads(out.read_text())
-    candidates = [candidate for case in measured["cases"] for candidate in case["candidates"]]
-    differing = [candidate["candidate"] for candidate in candidates if candidate.get("agrees") is False]
+    differing = [x["candidate"] for x in candidates_in(measured) if x.get("agrees") is False]
     return {"status": f"DIFFERS FROM OURS: {differing[0]}" if differing else "ok", "record": measured}
 
 
 def compared_text(result: dict[str, Any]) -> str:
     """Returns each candidate's seconds of forward and backward, over ours."""
-    candidates = [candidate for case in result["record"]["cases"] for candidate in case["candidates"]]
-    ratios = {x["candidate"]: x.get("over_ours", {}).get("both") for x in candidates}
+    ratios = {x["candidate"]: x.get("over_ours", {}).get("both") for x in candidates_in(result["record"])}
     return "; ".join(f"{name} {ratio:.2f} x" for name, ratio in ratios.items() if ratio)
+
+
+def candidates_in(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [candidate for case in record["cases"] for candidate in case["candidates"]]

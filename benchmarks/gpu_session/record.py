@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from matmix.benchmarks.compiling import HARDWARE, Compilation, compilation, warmed
+from matmix.benchmarks.compiling import HARDWARE, Compilation, compilation, compile_all, warm
 from matmix.benchmarks.report import environment_of
-from matmix.benchmarks.resources import compile_all
-from matmix.data.storage.files import write_atomic
+from matmix.data.storage.files import set_aside, write_atomic
 from matmix.kernels.launching import record_launches
 from matmix.kernels.tiles import FOLDER, architecture
 
@@ -59,30 +59,23 @@ class Record:
         # A copy of the tree has no commit, but the same code gives the same digest anywhere. The sweep makes tiles.
         code = {"code": digest("*.py"), "tiles": digest("*.json") if part != "sweep" else ""}
         self.content: dict[str, Any] = {"part": part, "toy": self.toy, **environment_of(device), **code, "pieces": {}}
-        if self.path.exists():
-            self._go_on()
-
-    def _go_on(self) -> None:
+        if not self.path.exists():
+            return
         try:
             before = json.loads(self.path.read_text(encoding="utf-8"))
-        except ValueError:
-            before = None
-        if not isinstance(before, dict) or "pieces" not in before:
-            raise ValueError(f"{self.path} is no record of a part; move it away or choose another --out")
-        changed = [name for name in SAME if before.get(name) != self.content[name]]
-        if not changed:
+            _ = before["pieces"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{self.path} is no record of a part; move it away or choose another --out") from None
+        if not (changed := [name for name in SAME if before.get(name) != self.content[name]]):
             self.content = before
             return
         # What other code or another machine measured is kept beside what is measured now.
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.stem}-before-{number}.json")).exists():
-            number += 1
-        self.path.rename(aside)
-        print(f"{self.path.name}: begun anew, as {' and '.join(changed)} changed; before: {aside.name}", flush=True)
+        aside = set_aside(self.path).name
+        print(f"{self.path.name}: begun anew, as {' and '.join(changed)} changed; before: {aside}", flush=True)
 
     @property
     def pieces(self) -> dict[str, dict[str, Any]]:
-        """Returns what each piece gave, by its name: "status" is "ok", or says what is wrong; or it was only begun."""
+        """What each piece gave, by its name: "status" is "ok", or says what is wrong; or it was only begun."""
         return self.content["pieces"]
 
     def has(self, name: str) -> bool:
@@ -92,10 +85,9 @@ class Record:
 
     def put(self, name: str, result: dict[str, Any] | None) -> None:
         """Keeps a piece's result; None: it is as if it had not been begun. The file is never half written."""
+        self.pieces[name] = result
         if result is None:
             del self.pieces[name]
-        else:
-            self.pieces[name] = result
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, json.dumps(self.content, indent=1) + "\n")
 
@@ -136,6 +128,19 @@ class Record:
             todo.pop(0)
         return [piece.name for piece in todo]
 
+    def run_process(self, command: list[str], most: float, without: tuple[str, ...], **options: Any) -> Any:
+        """Returns what a process ended with that has at most so many seconds, and no variables whose names begin with
+        those in `without`. Raises `OutOfTime` where the part's own time is over before."""
+        limit = max(5.0, min(most, self.left() - 3))
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(without)}
+        options |= {"env": environment, "capture_output": True, "text": True}
+        try:
+            return subprocess.run(command, timeout=limit, **options)
+        except subprocess.TimeoutExpired:
+            if limit < most:
+                raise OutOfTime from None
+            raise RuntimeError(f"took longer than {limit:.0f} s") from None
+
 
 def digest(pattern: str) -> str:
     """Returns a digest of the kernels' files that match: their names and contents."""
@@ -157,7 +162,7 @@ def compile_ahead(pieces: list[Piece], device: torch.device) -> None:
             jobs |= {job.key: (job.key, job) for job in (compilation(launch, target) for launch in launches)}
             del launches
     try:
-        for _ in compile_all(jobs, how=warmed) if jobs else ():
+        for _ in compile_all(jobs, how=warm) if jobs else ():
             pass
     except Exception as error:  # a compiler that ended its process; each piece then compiles for itself
         print(f"kernels could not be compiled ahead: {error}", flush=True)
@@ -182,15 +187,3 @@ def survived(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         except Exception as error:
             raise DeviceLost(status) from error
     return {"status": status}
-
-
-@contextlib.contextmanager
-def time_for(record: Record, most: float) -> Iterator[float]:
-    """Gives a process at most so many seconds; one that runs out of the part's own time raises `OutOfTime`."""
-    limit = max(5.0, min(most, record.left() - 3))
-    try:
-        yield limit
-    except subprocess.TimeoutExpired:
-        if limit < most:
-            raise OutOfTime from None
-        raise RuntimeError(f"took longer than {limit:.0f} s") from None

@@ -10,6 +10,7 @@ widths and dtypes; the first one that is right on all of them and faster than th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.runtime.errors import OutOfResources
 
-from matmix.benchmarks.calls import Call, on_device, scan_calls
+from matmix.benchmarks.calls import calls, on_device
 from matmix.benchmarks.gpu_session.record import Piece, Record
 from matmix.benchmarks.measure import largest_error, median_seconds, tolerance
 from matmix.kernels import tiles
@@ -45,8 +47,6 @@ MAIN = "Hydra, one group"
 ELSEWHERE = ("Hydra, packed", "Hydra, state 128 x 128", "Hydra, state 16 x 16", "Hydra, short rows",
              "Hydra, concat", "SSD from a state to a state, packed")  # fmt: skip
 """Titles of the calls in which a configuration has to be right as a whole, with so many tokens as above."""
-
-
 TILES = {2: ((64, 32), (64, 64), (128, 32), (128, 64), (128, 128), (256, 64)),
          4: ((32, 32), (64, 16), (64, 32), (64, 64), (128, 32))}  # fmt: skip
 """By bytes per number, tokens of a chunk and of a tile."""
@@ -89,30 +89,26 @@ class Group(NamedTuple):
     kernel: str
     backward: bool
     """In which pass they are."""
-    fields: tuple[str, ...]
+    fields: str
     """Those of the configuration that they depend on."""
     rows: Callable[[int], Iterator[tuple[int, ...]]]
     """Yields values of these fields to try, for so many bytes per number."""
 
     def candidates(self, itemsize: int) -> list[Fields]:
         """Returns each once, the present configuration's first."""
-        now = usual(itemsize)
-        rows = [tuple(getattr(now, name) for name in self.fields), *self.rows(itemsize)]
-        return [dict(zip(self.fields, row, strict=True)) for row in dict.fromkeys(rows)]
+        names = self.fields.split()
+        rows = [operator.attrgetter(*names)(usual(itemsize)), *self.rows(itemsize)]
+        return [dict(zip(names, row, strict=True)) for row in dict.fromkeys(rows)]
 
 
-_CARRY = ("state_tile", "block", "state_warps", "stages")
-_MIX = ("forward_chunk", "tile", "heads", "block", "mix_warps", "mix_registers", "walk")
-_PAIR, _VECTOR = (
-    ("backward_chunk", "tile", f"{kernel}_block", f"{kernel}_warps", f"{kernel}_registers")
-    for kernel in ("pair", "vector")
-)
+_CARRY = "state_tile block state_warps stages"
+_GRADIENTS = "backward_chunk tile {0}_block {0}_warps {0}_registers"
 GROUPS = (
-    Group("mix", "mix", False, _MIX, _mix),
-    Group("states forward", "state_pass", False, ("forward_chunk", *_CARRY, "walk"), _walked_states),
-    Group("states backward", "state_pass", True, ("backward_chunk", *_CARRY), _states),
-    Group("pair_gradients", "pair_gradients", True, _PAIR, _gradients),
-    Group("vector_gradients", "vector_gradients", True, _VECTOR, _gradients),
+    Group("mix", "mix", False, "forward_chunk tile heads block mix_warps mix_registers walk", _mix),
+    Group("states forward", "state_pass", False, f"forward_chunk {_CARRY} walk", _walked_states),
+    Group("states backward", "state_pass", True, f"backward_chunk {_CARRY}", _states),
+    Group("pair_gradients", "pair_gradients", True, _GRADIENTS.format("pair"), _gradients),
+    Group("vector_gradients", "vector_gradients", True, _GRADIENTS.format("vector"), _gradients),
 )
 """What is swept."""
 
@@ -129,47 +125,38 @@ def fitting(fields: Fields, itemsize: int) -> ScanConfig:
     return checked(config, "sweep")
 
 
-def call_of(title: str, dtype: torch.dtype) -> Call:
-    """Returns a call of the scans by its title."""
-    return next(call for call in scan_calls(dtype) if call.title == title)
+def run_call(module: Any, title: str, dtype: torch.dtype, record: Record) -> list[Tensor]:
+    """Runs both passes of a call of the scans by a module; returns output and gradients."""
+    call = next(call for call in calls() if (call.title, call.dtype) == (title, dtype))
+    with on_device(record.device, TOY_TOKENS if record.toy else TOKENS):
+        return [x for x in tree_leaves(call.run(module)) if isinstance(x, Tensor)]
 
 
-def run_call(title: str, dtype: torch.dtype, record: Record) -> tuple[list[Tensor], list[Launch], list[Launch]]:
+def run_kernels(title: str, dtype: torch.dtype, record: Record) -> tuple[list[Tensor], list[Launch], list[Launch]]:
     """Runs both passes by the kernels; returns output and gradients, and the launches of each pass."""
-    passes: list[int] = []
+    forward: list[Launch] = []
 
     def backward(*arguments: Any) -> Any:
-        passes.append(len(launches))
+        forward.extend(launches)
         return triton_scan.backward(*arguments)
 
-    module = SimpleNamespace(forward=triton_scan.forward, backward=backward)
-    with on_device(record.device, TOY_TOKENS if record.toy else TOKENS), record_launches(run=True) as launches:
-        results = tensors_in(call_of(title, dtype).run(module))
-    return results, launches[: passes[0]], launches[passes[0] :]
+    with record_launches(run=True) as launches:
+        results = run_call(SimpleNamespace(forward=triton_scan.forward, backward=backward), title, dtype, record)
+    return results, forward, launches[len(forward) :]
 
 
 def wanted(title: str, dtype: torch.dtype, record: Record) -> list[Tensor]:
     """Returns what the PyTorch form gives for the same rounded numbers in float32, or in float64 for float32."""
     exact = torch.float64 if dtype == torch.float32 else torch.float32
 
-    def raised(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return type(value)(*map(raised, value)) if hasattr(value, "_fields") else tuple(map(raised, value))
-        return value.to(exact) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def raised(run: Callable) -> Callable:
+        return lambda *arguments: run(*tree_map_only(Tensor, raise_floats, arguments))
 
-    module = SimpleNamespace(
-        forward=lambda *arguments: scan_forward(*map(raised, arguments)),
-        backward=lambda *arguments: scan_backward(*map(raised, arguments)),
-    )
-    with on_device(record.device, TOY_TOKENS if record.toy else TOKENS):
-        return tensors_in(call_of(title, dtype).run(module))
+    def raise_floats(x: Tensor) -> Tensor:
+        return x.to(exact) if x.is_floating_point() else x
 
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested tuples."""
-    if isinstance(value, tuple):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return [value] if isinstance(value, Tensor) else []
+    module = SimpleNamespace(forward=raised(scan_forward), backward=raised(scan_backward))
+    return run_call(module, title, dtype, record)
 
 
 def wrong(got: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> str:
@@ -194,9 +181,9 @@ class Sweep:
 
     def __init__(self, record: Record, dtype: torch.dtype):
         self.record, self.dtype = record, dtype
-        self.name = str(dtype).removeprefix("torch.")
-        self.itemsize = dtype.itemsize
+        self.name, self.itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
         self.wanted: list[Tensor] = []
+        """What the main call should give, computed when it is first needed."""
 
     def candidates(self, group: Group) -> dict[str, Fields]:
         """Returns a kernel's candidates by the names of their pieces."""
@@ -208,31 +195,32 @@ class Sweep:
         """Yields all candidates of all kernels."""
         for group in GROUPS:
             for name, fields in self.candidates(group).items():
-                config = fitting(fields, self.itemsize)
-                yield Piece(name, partial(self.measure, group, fields), partial(self.dry, config, (MAIN,)))
+                dry = partial(self.dry, fitting(fields, self.itemsize), (MAIN,))
+                yield Piece(name, partial(self.measure, group, fields), dry)
 
     def dry(self, config: ScanConfig, titles: tuple[str, ...]) -> None:
         """Makes the launches alone."""
         with force_configuration(config), on_device(torch.device("meta"), TOKENS):
-            for title in titles:
-                call_of(title, self.dtype).run(triton_scan)
+            for call in calls():
+                if call.title in titles and call.dtype == self.dtype:
+                    call.run(triton_scan)
 
-    def right(self) -> list[Tensor]:
-        """Returns what the main call should give, computed once."""
+    def fault(self, got: list[Tensor]) -> str:
+        """Returns what is wrong with the results of the main call."""
         self.wanted = self.wanted or wanted(MAIN, self.dtype, self.record)
-        return self.wanted
+        return wrong(got, self.wanted, self.dtype)
 
     def measure(self, group: Group, fields: Fields) -> dict[str, Any]:
         """Returns whether a candidate is right, and the seconds of its kernel's launches."""
         try:
             with force_configuration(fitting(fields, self.itemsize)):
-                got, *launches = run_call(MAIN, self.dtype, self.record)
+                got, *launches = run_kernels(MAIN, self.dtype, self.record)
         except OutOfResources as error:  # to be expected of some
             return {"status": "left out", "why": str(error), "fields": fields}
         own = [x for x in launches[group.backward] if x.kernel.__name__ == group.kernel]
         if not own:
             return {"status": "left out", "why": f"no launch of {group.kernel} was made", "fields": fields}
-        if fault := wrong(got, self.right(), self.dtype):
+        if fault := self.fault(got):
             return {"status": fault, "fields": fields}
         return {"fields": fields, "seconds": seconds_of(own, self.record)}
 
@@ -243,17 +231,16 @@ class Sweep:
 
     def whole(self, config: ScanConfig, titles: tuple[str, ...]) -> dict[str, Any]:
         """Returns the seconds of both passes with a configuration, if it is right in these calls, too."""
-        kept = config._asdict()
+        kept = {"config": config._asdict()}
         with force_configuration(config):
-            got, forward, backward = run_call(MAIN, self.dtype, self.record)
-            if fault := wrong(got, self.right(), self.dtype):
-                return {"status": fault, "config": kept}
-            for title in titles:
-                for dtype in (torch.float32,) if self.itemsize == 4 else (self.dtype, torch.float16):
-                    got, *_ = run_call(title, dtype, self.record)
-                    if fault := wrong(got, wanted(title, dtype, self.record), dtype):
-                        return {"status": f"{title}, {dtype}: {fault}", "config": kept}
-            return {"config": kept, "total": seconds_of(forward + backward, self.record)}
+            got, forward, backward = run_kernels(MAIN, self.dtype, self.record)
+            if fault := self.fault(got):
+                return {"status": fault, **kept}
+            for title, dtype in product(titles, {self.dtype, torch.float32 if self.itemsize == 4 else torch.float16}):
+                got, *_ = run_kernels(title, dtype, self.record)
+                if fault := wrong(got, wanted(title, dtype, self.record), dtype):
+                    return {"status": f"{title}, {dtype}: {fault}", **kept}
+            return {**kept, "total": seconds_of(forward + backward, self.record)}
 
     def whole_piece(self, what: str, config: ScanConfig, titles: tuple[str, ...]) -> Piece:
         """Returns this measurement as a piece."""
@@ -297,23 +284,20 @@ def run(record: Record) -> list[str]:
             return left
         if record.only:
             continue  # the fastest of some candidates is no table
-        present = sweep.whole_piece("present", usual(sweep.itemsize, tiles.architecture(record.device)), ())
-        ranked = combined([sweep.measured(group) for group in GROUPS])[:TRIED]
-        titles = ELSEWHERE[:1] if record.toy else ELSEWHERE
-        places = [
-            sweep.whole_piece(f"place {place}", fitting(fields, sweep.itemsize), titles)
-            for place, (_, fields) in enumerate(ranked, 1)
-        ]
-        tried = []
-        for piece in (present, *places):
+        tried = [sweep.whole_piece("present", usual(sweep.itemsize, tiles.architecture(record.device)), ())]
+        for place, (_, fields) in enumerate(combined([sweep.measured(group) for group in GROUPS])[:TRIED], 1):
+            titles = ELSEWHERE[:1] if record.toy else ELSEWHERE
+            tried.append(sweep.whole_piece(f"place {place}", fitting(fields, sweep.itemsize), titles))
+        right = []
+        for number, piece in enumerate(tried):
             if left := record.work([piece], lambda result: f"{result['total'] * 1e6:,.0f} us"):
                 return left
-            tried.append(record.pieces.get(piece.name, {}))
-            if piece is not present and tried[-1].get("status") == "ok":
-                break
-        right = [x for x in tried if x.get("status") == "ok"]
+            if (result := record.pieces.get(piece.name, {})).get("status") == "ok":
+                right.append(result)
+                if number:
+                    break
         if right:
-            chosen.append(ScanConfig(**min(right, key=lambda x: x["total"])["config"]))
+            chosen.append(ScanConfig(**min(right, key=operator.itemgetter("total"))["config"]))
             write_table(record, chosen)
     return []
 

@@ -14,6 +14,7 @@ import torch
 
 from matmix.benchmarks.__main__ import main
 from matmix.benchmarks.calls import calls
+from matmix.benchmarks.counts import counted_calls
 from matmix.benchmarks.gpu_session import command, record, sweep
 from matmix.benchmarks.gpu_session.command import DONE, LEFT, WRONG, run_here
 from matmix.benchmarks.gpu_session.record import Piece, Record
@@ -72,7 +73,7 @@ def test_what_other_code_gave_is_kept_aside(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(record, "digest", lambda pattern: "other")
     assert kept(tmp_path).pieces == {}
     assert "begun anew, as code and tiles changed" in capsys.readouterr().out
-    assert "a" in json.loads((tmp_path / "peers-before-1.json").read_text())["pieces"]
+    assert "a" in json.loads((tmp_path / "peers.json.aside-1").read_text())["pieces"]
 
 
 def test_a_file_that_is_no_record_is_one_line(tmp_path):
@@ -90,7 +91,7 @@ def test_the_projects_own_tests_are_the_check(tmp_path, monkeypatch):
         failed = "FAILED tests/kernels/test_tiles.py::test_one\n1 failed" if "test_tiles" in words[-1] else "7 passed"
         return subprocess.CompletedProcess(words, int("failed" in failed), stdout=failed, stderr="")
 
-    monkeypatch.setattr(command.subprocess, "run", pytest_run)
+    monkeypatch.setattr(record.subprocess, "run", pytest_run)
     monkeypatch.setattr(command, "TOY_TESTS", "test_*.py")
     now = kept(tmp_path, "correctness")
     assert command.correctness(now) == []
@@ -101,7 +102,7 @@ def test_the_projects_own_tests_are_the_check(tmp_path, monkeypatch):
 
 def test_launches_are_timed_one_by_one(interpreter, tmp_path, capsys):
     now = kept(tmp_path, "kernels", only="gated_norm: groups of 1536")
-    [norm] = [call for call in command.main_calls(torch.float32) if call.op == "gated_norm"]
+    [norm] = [call for call in counted_calls(torch.float32) if call.op == "gated_norm"]
     result = command.times(norm, 64, now, 1e9)
     assert [row["kernel"] for row in result["launches"]]
     for row in result["launches"]:
@@ -145,7 +146,7 @@ def test_every_kernel_has_about_forty_candidates_that_can_be(itemsize):
 def test_the_calls_that_are_named_exist():
     titles = {call.title for call in calls()}
     assert {sweep.MAIN, *sweep.ELSEWHERE} <= titles
-    assert len(list(command.main_calls(torch.bfloat16))) >= 9
+    assert len(list(counted_calls(torch.bfloat16))) >= 9
 
 
 def test_the_fastest_right_configuration_becomes_the_table(tmp_path, monkeypatch):
@@ -192,7 +193,7 @@ def test_a_peer_without_time_is_left_and_one_that_takes_too_long_is_wrong(tmp_pa
     def slow(words, timeout, **options):
         raise subprocess.TimeoutExpired(words, timeout)
 
-    monkeypatch.setattr(command.subprocess, "run", slow)
+    monkeypatch.setattr(record.subprocess, "run", slow)
     assert len(command.peers(kept(tmp_path, seconds=60.0))) == len(command.TOY_PEERS)
     now = kept(tmp_path, seconds=1000.0, only="scan")
     assert command.peers(now) == []
@@ -241,9 +242,10 @@ def test_all_parts_at_toy_size(tmp_path):
 # As on a machine with an H100, but for the launches themselves.
 WARMING = """
 import torch
+from matmix.benchmarks.counts import counted_calls
 from matmix.benchmarks.gpu_session import command, record
 record.architecture = lambda device: "sm_90"
-[norm] = [call for call in command.main_calls(torch.bfloat16) if call.op == "gated_norm"]
+[norm] = [call for call in counted_calls(torch.bfloat16) if call.op == "gated_norm"]
 pieces = [record.Piece("norm", dict, lambda: command.dry(norm, 64)), record.Piece("broken", dict, lambda: 1 / 0)]
 record.compile_ahead(pieces, torch.device("cpu"))
 """

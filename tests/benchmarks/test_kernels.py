@@ -9,13 +9,10 @@ from matmix.benchmarks.__main__ import COMMANDS, main
 from matmix.benchmarks.cpu import CASES, quasiseparable
 from matmix.benchmarks.measure import (
     PASSES,
-    Candidate,
-    Case,
     Clock,
     both_passes,
     copy_bandwidth,
     largest_error,
-    measured,
     on_leaves,
     quartiles,
 )
@@ -34,9 +31,9 @@ PEERS = {
 }
 LABELS = {
     "scan": "length 48, batch 2",
-    "conv": "centred, width 7, L 48, B 2",
+    "conv": "length 48, batch 2",
     "norm": "48 rows of 128",
-    "mru": "L 48, B 2",
+    "mru": "length 48, batch 2",
 }
 WITH_SMALL = ("scan", "layer", "mru")
 
@@ -173,7 +170,7 @@ def test_flipped_scans_are_the_bidirectional_scan(causal, groups):
     steps, decay = torch.rand(2, 2, 137, 4).unbind(0), -0.5 - torch.rand(4)
     inputs = [x.double().requires_grad_() for x in (v, q, k, *others, *steps, decay, torch.randn(2, 137, 4))]
     cotangent = torch.randn(2, 137, 4, 8, dtype=torch.float64)
-    wanted = both_passes(on_leaves("ours", hydra_scan(), inputs, cotangent))
+    wanted = both_passes(on_leaves("ours", hydra_scan, inputs, cotangent))
     got = both_passes(on_leaves("flipped", flipped(causal), inputs, cotangent))
     assert largest_error(got, wanted) < 1e-12
 
@@ -191,7 +188,7 @@ def test_the_cpu_case_holds_the_same_numbers_in_every_form():
 @pytest.mark.slow
 def test_the_compiled_form_is_the_scan():
     leaves, cotangent = hydra_inputs(1, 130, Scan(**SMALL))
-    wanted = both_passes(on_leaves("ours", hydra_scan(), leaves, cotangent))
+    wanted = both_passes(on_leaves("ours", hydra_scan, leaves, cotangent))
     got = both_passes(on_leaves("compiled", compiled_scan(), leaves, cotangent))
     assert largest_error(got, wanted) < 1e-5
 
@@ -214,10 +211,10 @@ def test_what_a_peer_runs_into_is_said_and_what_it_gets_wrong_is_marked():
         on_leaves("other", lambda x: 3 * x, [x], torch.ones(4), compared=False),
         on_leaves("large", raising(torch.OutOfMemoryError("no")), [x], torch.ones(4)),
         on_leaves("broken", raising(RuntimeError("not for width 4\nand more")), [x], torch.ones(4)),
-        Candidate(name="absent", missing="not installed: pip install it"),
+        on_leaves("absent", raising(peers.Missing("not installed: pip install it")), [x], torch.ones(4)),
     ]
-    case = Case(label="length 4", seqlen=4, batch=1, candidates=candidates)
-    record = measured(case, Scan(**SMALL), Clock(torch.device("cpu")), 1e9)
+    options = Scan(**SMALL)
+    record = options.measured(options.case_of(4, candidates), Clock(torch.device("cpu")), 1e9)
     text = case_text(record).splitlines()
     lines = {c.name: next(line for line in text if line.startswith(f"  {c.name}  ")) for c in candidates}
     differing = {name for name, line in lines.items() if "DIFFERS" in line}
@@ -232,9 +229,10 @@ def test_ours_may_not_fail():
     def op():
         raise RuntimeError("broken")
 
-    case = Case(label="", seqlen=1, batch=1, candidates=[on_leaves("ours", op, [], torch.ones(1))])
+    options = Scan(**SMALL)
+    case = options.case_of(1, [on_leaves("ours", op, [], torch.ones(1))])
     with pytest.raises(RuntimeError, match="broken"):
-        measured(case, Scan(**SMALL), Clock(torch.device("cpu")), 1e9)
+        options.measured(case, Clock(torch.device("cpu")), 1e9)
 
 
 def test_a_peer_that_is_there_is_found_past_its_compiled_parts(tmp_path, monkeypatch):
@@ -254,8 +252,8 @@ def test_a_peer_that_is_there_is_found_past_its_compiled_parts(tmp_path, monkeyp
 
 
 def test_quartiles_and_bandwidth():
-    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
-    assert quartiles([2.0]) == (2.0, 2.0, 2.0)
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == {"median": 3.0, "low": 2.0, "high": 4.0}
+    assert quartiles([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert copy_bandwidth(Clock(torch.device("cpu")), 1 << 20, 3) > 1e7
     assert slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"
 

@@ -8,13 +8,14 @@ import torch
 
 from matmix.benchmarks.__main__ import main
 from matmix.benchmarks.measure import both_passes, largest_error, on_leaves
-from matmix.benchmarks.models import SIZES, LanguageModel, count_parameters, same_size_gpt
+from matmix.benchmarks.models import SIZES, LanguageModel, same_size_gpt
 from matmix.benchmarks.operations import Mru, Size, our_parts, unfused
-from matmix.benchmarks.peers import brent_kung, hillis_steele, product_by, recurrent_product
+from matmix.benchmarks.peers import Missing, brent_kung, hillis_steele, product_by, recurrent_product
 from matmix.benchmarks.report import per_token, per_token_text
 from matmix.kernels import matrix_product_scan, mru_mixer
 from matmix.kernels.matrix_product.definition import matrix_product_definition
 from matmix.kernels.mru.constructions import CONSTRUCTIONS, state_elements
+from matmix.model.build import count_parameters
 
 SMALLEST = "mru --device cpu --tokens 32 --lengths 16 --sizes 4x1 --rounds 1 --no-compile --no-plot"
 SCANS = {
@@ -69,7 +70,8 @@ def test_peers_start_from_our_tensors_laid_out_for_them():
 
 def test_the_loop_is_left_out_where_it_takes_too_long():
     case = Mru(**SMALL | {"tokens": 1}).scan_case(4097, Size(4, 1))
-    assert case.candidates[-1].missing == "left out beyond length 4,096"
+    with pytest.raises(Missing, match="left out beyond length 4,096"):
+        case.candidates[-1].run()
 
 
 @pytest.mark.parametrize(
