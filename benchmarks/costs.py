@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from matmix.benchmarks.measure import Clock
+from matmix.benchmarks.report import save
 from matmix.launch.lab.measuring import environment
 from matmix.model import build_model, initialize
 from matmix.train.arguments import Recipe
@@ -49,7 +52,6 @@ class Costs:
     """Also write the numbers here."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         config = load_config(self.recipe, rest)
         numbers = measure_overhead(config, self.steps) | measure_context(config) | measure_replicas(config)
         step, data = numbers["trainer_seconds_per_step"], measure_data(config, 200)
@@ -69,50 +71,35 @@ class Costs:
             print(f"copies   {check * 1e3:8.2f} ms to compare, {share}")
         print(f"data     {data:10,.0f} tokens/s with one worker: {numbers['data_over_training']:.0f} x training's")
         if self.json:
-            record = {"recipe": self.recipe, "environment": environment(), **numbers}
-            self.json.write_text(json.dumps(record, indent=2) + "\n")
+            save({"recipe": self.recipe, "environment": environment(), **numbers}, self.json)
         return 0
 
 
-def seconds_of(measured: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds of a run, until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    measured()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
 @contextlib.contextmanager
-def _trainer(config: RunConfig) -> Iterator[Trainer]:
-    """Gives a trainer of this config that writes to a folder which is then removed."""
+def _trainer(config: RunConfig) -> Iterator[tuple[Trainer, Callable[[Callable[[], Any]], float]]]:
+    """Gives a trainer of this config that writes to a folder which is then removed, and what returns the seconds of a
+    run, until the device has done it."""
     with tempfile.TemporaryDirectory() as folder, Distributed.from_environment(config.device) as distributed:
         config = replace(config, run_dir=folder, steps=10**9, stop_step=0)
         config = replace(config, logging=replace(config.logging, progress=False))
         trainer = Trainer(config, distributed)
         trainer.stop_agreed = False
-        yield trainer
+        yield trainer, Clock(trainer.engine.device).wall_seconds
 
 
 def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
     """Returns median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share."""
-    with _trainer(config) as trainer:
-        config = trainer.config
+    with _trainer(config) as (trainer, seconds):
+        config, device = trainer.config, trainer.engine.device
         trainer.call("on_start")
         batches = iter(trainer.loader)
-        device = trainer.engine.device
         model = build_model(config.model, device=device)
         initialize(model, config.seed)
         optimizer = make_optimizer(model, config.optimizer, config.data.seqlen)
-        kept = [next(batches).to(device) for _ in range(trainer.accumulation * 4)]
-        position = 0
+        kept = itertools.cycle([next(batches).to(device) for _ in range(trainer.accumulation * 4)])
 
         def bare_step() -> None:
-            nonlocal position
-            group = [kept[(position + index) % len(kept)] for index in range(trainer.accumulation)]
-            position += trainer.accumulation
+            group = list(itertools.islice(kept, trainer.accumulation))
             targets = sum(map(trainer.task.count_targets, group))
             for batch in group:
                 (trainer.task.loss(model, batch).total / targets).backward()
@@ -120,22 +107,15 @@ def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
 
-        ours: list[float] = []
-        bare: list[float] = []
-        for turn in range(max(steps // TURN, 2) + 1):
-            ours_turn = [seconds_of(lambda: trainer.train_step(batches), device) for _ in range(TURN)]
-            bare_turn = [seconds_of(bare_step, device) for _ in range(TURN)]
-            if turn:  # the first turn warms up
-                ours += ours_turn
-                bare += bare_turn
+        times: dict[Callable, list[float]] = {partial(trainer.train_step, batches): [], bare_step: []}
+        for turn, (step, own) in itertools.product(range(max(steps // TURN, 2) + 1), times.items()):
+            turned = [seconds(step) for _ in range(TURN)]
+            own += turned if turn else []  # the first turn warms up
         trainer.call("on_end")
-    ours_median, bare_median = statistics.median(ours), statistics.median(bare)
-    return {
-        "trainer_seconds_per_step": ours_median,
-        "bare_seconds_per_step": bare_median,
-        "overhead": ours_median / bare_median - 1,
-        "tokens_per_second": config.global_batch_size * config.data.seqlen / ours_median,
-    }
+    ours, bare = map(statistics.median, times.values())
+    tokens = config.global_batch_size * config.data.seqlen
+    numbers = {"trainer_seconds_per_step": ours, "bare_seconds_per_step": bare}
+    return numbers | {"overhead": ours / bare - 1, "tokens_per_second": tokens / ours}
 
 
 def measure_context(config: RunConfig) -> dict[str, float]:
@@ -143,7 +123,7 @@ def measure_context(config: RunConfig) -> dict[str, float]:
     to the loss without mixing (medians of 5). {} where the recipe measures none."""
     if not config.evaluation.ablation_batches:
         return {}
-    with _trainer(config) as trainer:
+    with _trainer(config) as (trainer, seconds):
         config, engine = trainer.config, trainer.engine
         loader = make_loader(config, "validation", 0, 1)
         evaluators = [evaluator for evaluator, every in trainer.evaluators if every]
@@ -157,9 +137,6 @@ def measure_context(config: RunConfig) -> dict[str, float]:
             sums = [position_sums(batch, loss, config.data.seqlen) for batch, loss in zip(batches, losses, strict=True)]
             torch.stack(sums).sum(0).cpu()
 
-        def seconds(measured: Callable[[], Any]) -> float:
-            return seconds_of(measured, engine.device)
-
         parts = [by_position, lambda: mixing_metrics(engine, lambda: first)]
         context = [[seconds(part) for part in parts] for _ in range(6)][1:]  # the first warms up
         return {
@@ -170,21 +147,18 @@ def measure_context(config: RunConfig) -> dict[str, float]:
 
 def measure_replicas(config: RunConfig) -> dict[str, float]:
     """Returns the seconds of the fingerprint of all weights and moments (median of 7), as each rank takes it."""
-    with _trainer(config) as trainer:
+    with _trainer(config) as (trainer, seconds):
         engine = trainer.engine
         trainer.call("on_start")
         trainer.train_step(iter(trainer.loader))  # so that there are moments
-
         tensors = [tensor for _, tensor in (*engine.copied_tensors(), *engine.common_tensors())]
-        times = [seconds_of(lambda: fingerprint(tensors, engine.device).tolist(), engine.device) for _ in range(8)]
+        times = [seconds(lambda: fingerprint(tensors, engine.device).tolist()) for _ in range(8)]
         return {"replica_check_seconds": statistics.median(times[1:])}
 
 
 def measure_data(config: RunConfig, batches: int) -> float:
     """Returns tokens per second of the training loader alone with one worker."""
-    config = replace(config, data=replace(config.data, workers=1))
-    loader = make_loader(config, "train", 0, 1)
-    stream = iter(loader)
+    stream = iter(make_loader(replace(config, data=replace(config.data, workers=1)), "train", 0, 1))
     for _ in range(2 * config.data.prefetch + 2):  # what was read ahead while nobody waited does not count
         next(stream)
     began = time.perf_counter()

@@ -64,7 +64,6 @@ class Memory:
     """Measure this process alone, as the command itself starts others."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         if self.peak:
             print(json.dumps({"peak": peak_of(load_config(self.recipe, rest))}))
             return 0
@@ -99,11 +98,13 @@ def measure(arguments: list[str], ranks: int = 1) -> int:
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "matmix.benchmarks", "memory", "--peak", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
-        for rank in range(ranks)
-    ]
+        subprocess.Popen(
+            command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in map(str, range(ranks))
+    ]  # fmt: skip
     outputs = [process.communicate() for process in processes]
     for process, (_, errors) in zip(processes, outputs, strict=True):
         if process.returncode:

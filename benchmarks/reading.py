@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import tyro
 
@@ -56,8 +57,12 @@ class Dataset:
 
     def data(self, rest: list[str], usual: DataConfig) -> DataConfig:
         """Returns how the dataset is read, by the words that are left. Raises ValueError."""
-        prog = "python -P -m matmix.benchmarks"
-        return parse_arguments(DataOptions, rest, prog=prog, default=DataOptions(data=usual)).data
+        default = DataOptions(data=usual)
+        return parse_arguments(DataOptions, rest, prog="python -P -m matmix.benchmarks", default=default).data
+
+    def loader(self, data: DataConfig, **options: Any) -> Any:
+        sizes = {"global_batch_size": self.batch, "micro_batch_size": self.batch}
+        return build_loader(data, split=self.split, **sizes, **options)
 
     def rate(self, counts: Iterator[int], warm_up: int = 4) -> tuple[float, float]:
         """Returns what is made per second, and per second of this process's CPU time, by something that says with each
@@ -81,10 +86,8 @@ class Reading(Dataset):
     """Masked-LM batches instead of causal ones."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         data = replace(self.data(rest, DataConfig()), path=self.recipe)
-        masking, sizes = MaskingConfig() if self.masked else None, {"global_batch_size": self.batch}
-        loader = build_loader(data, split=self.split, micro_batch_size=self.batch, masking=masking, **sizes)
+        loader = self.loader(data, masking=MaskingConfig() if self.masked else None)
         speed, _ = self.rate(batch.n_tokens for batch in loader)
         print(
             f"{speed:,.0f} tokens/s with {data.workers} worker(s): {self.recipe}, {data.packing}, sequences of "
@@ -108,28 +111,24 @@ class Images(Dataset):
     """Pictures in a micro-batch."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         data = self.data(rest, DataConfig(images=IMAGENET))
         images = replace(data.images, path=self.recipe)
         data = replace(data, images=images)
-        decoded = partial(decode, channels=images.channels)
-        rates = {
-            "read": self.rate(self.alone(data, bytes)),
-            "read and decoded": self.rate(self.alone(data, decoded)),
-            "evaluation": self.rate(self.loaded(data, one_pass=True)),
-            "training": self.rate(self.loaded(data, one_pass=False)),
-        }
-        about = f"{self.recipe}: {images.size} pixels, {images.channels} channel(s)"
-        print(f"{about}, {self.batch} in a micro-batch, {data.workers} worker(s)")
-        for name, (speed, on_cpu) in rates.items():
-            loaded = name in ("evaluation", "training")
-            share = f", {speed / rates['read and decoded'][0]:.0%} of decoding alone" if loaded else ""
+        alone = self.rate(self.decoded(data, partial(decode, channels=images.channels)))
+        print(
+            f"{self.recipe}: {images.size} pixels, {images.channels} channel(s), {self.batch} in a micro-batch, "
+            f"{data.workers} worker(s)"
+        )
+        for name, (speed, on_cpu) in {"read": self.rate(self.decoded(data, bytes)), "read and decoded": alone}.items():
+            print(f"{speed:>10,.0f} pictures/s {name}; {on_cpu:,.0f} per second of CPU time")
+        for name in ("evaluation", "training"):
+            speed, on_cpu = self.rate(self.loaded(data, one_pass=name == "evaluation"))
             # The time of other processes is not this one's.
-            own = "" if loaded and data.workers else f"; {on_cpu:,.0f} per second of CPU time"
-            print(f"{speed:>10,.0f} pictures/s {name}{share}{own}")
+            own = "" if data.workers else f"; {on_cpu:,.0f} per second of CPU time"
+            print(f"{speed:>10,.0f} pictures/s {name}, {speed / alone[0]:.0%} of decoding alone{own}")
         return 0
 
-    def alone(self, data: DataConfig, work: Callable[[memoryview], object]) -> Iterator[int]:
+    def decoded(self, data: DataConfig, work: Callable[[memoryview], object]) -> Iterator[int]:
         """Reads one picture after another in this process, over and over."""
         shards = open_pictures(self.recipe, self.split, cache_dir=data.cache_dir, verify=data.verify)
         while True:
@@ -140,14 +139,9 @@ class Images(Dataset):
 
     def loaded(self, data: DataConfig, *, one_pass: bool) -> Iterator[int]:
         """Reads pictures by the loader, over and over."""
-        sizes = {"global_batch_size": self.batch, "micro_batch_size": self.batch}
-        loader = build_loader(data, split=self.split, one_pass=one_pass, **sizes)
-        try:
+        with contextlib.closing(self.loader(data, one_pass=one_pass)) as loader:
             while True:
-                for batch in loader:
-                    yield batch.n_tokens
-        finally:
-            loader.close()
+                yield from (batch.n_tokens for batch in loader)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +165,6 @@ class Packing:
     """Micro-batches."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         if self.batches < 1:
             raise ValueError(f"--batches must be 1 or more, got {self.batches}")
         config = finetuning_config(self.source, self.recipe, rest, from_scratch=True)
@@ -207,10 +200,10 @@ def measure_packings(config: RunConfig, batches: int) -> dict[str, dict[str, flo
     tokens, positions, seconds = (dict.fromkeys(packings, 0) for _ in range(3))
     for number, group in enumerate(zip(*map(loaded, packings), strict=True)):
         for name, batch in zip(packings, group, strict=True):
-            moved = batch.to(device)
+            run = partial(step, batch.to(device))
             if number == 0:
-                step(moved)  # warms up
-            seconds[name] += clock.seconds(partial(step, moved))[0]
+                run()  # warms up
+            seconds[name] += clock.seconds(run)[0]
             tokens[name] += batch.n_tokens
             positions[name] += batch.inputs.numel()
     assert len(set(tokens.values())) == 1, "all packings hold the same texts"

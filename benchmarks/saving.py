@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import statistics
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from matmix.benchmarks.report import columns
+from matmix.benchmarks.report import columns, save
 from matmix.data.loading.batch import Batch
 from matmix.launch.lab.measuring import environment, prepare
 from matmix.model import ModelConfig
@@ -56,25 +55,61 @@ class Saving:
     """Also write the numbers here."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Measures and prints; returns the exit code."""
         sizes = [parse_size(text) for text in self.sizes.split(",")]
         if self.repeats < 1:
             raise ValueError(f"--repeats {self.repeats}: must be 1 or more")
-        engine = EngineConfig(name=self.engine, zero_stage=self.zero_stage)
         with Distributed.from_environment(self.device) as distributed:
             folder = Path(from_rank_zero(tempfile.mkdtemp(dir=self.directory) if distributed.rank == 0 else ""))
             try:
-                rows = [measure(engine, distributed, size, folder, self.repeats) for size in sizes]
+                rows = [self.measure(distributed, size, folder / str(size)) for size in sizes]
             finally:
                 if distributed.rank == 0:
                     shutil.rmtree(folder, ignore_errors=True)
         if distributed.rank == 0:
             print(table(rows))
             if self.json:
-                ran = {"ranks": distributed.world_size, "engine": dataclasses.asdict(engine), "repeats": self.repeats}
-                record = {"environment": environment(), "device": str(distributed.device), **ran, "sizes": rows}
-                self.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+                engine = dataclasses.asdict(self.engine_config)
+                ran = {"ranks": distributed.world_size, "engine": engine, "repeats": self.repeats}
+                save({"environment": environment(), "device": str(distributed.device), **ran, "sizes": rows}, self.json)
         return 0
+
+    @property
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(name=self.engine, zero_stage=self.zero_stage)
+
+    def measure(self, distributed: Distributed, parameters: int, folder: Path) -> dict[str, float]:
+        """Returns one row of the table: sizes, and medians in seconds. The first save in the background, which
+        allocates host memory, is reported apart."""
+
+        def build() -> Engine:
+            engine = build_engine(self.engine_config, distributed)
+            prepare(engine, model_of(parameters), OptimizerConfig(), _TOKENS)
+            return engine
+
+        engine, manager = build(), CheckpointManager(folder, keep_last=1)
+        times: dict[str, list[float]] = {"stall": [], "background": [], "blocking": []}
+        for step in range(0, 2 * self.repeats + 2, 2):
+            train_step(engine)
+            times["stall"].append(timed(manager.begin_save, step, engine, {}))
+            times["background"].append(times["stall"][-1] + timed(manager.wait))
+            train_step(engine)
+            times["blocking"].append(timed(manager.save, step + 1, engine, {}))
+        row = {name: statistics.median(values[name != "blocking" :]) for name, values in times.items()}
+        row["first_stall"] = times["stall"][0]
+        row |= measure_copies(engine, folder, self.repeats)
+        row["parameters"] = sum(torch.Size(shape).numel() for shape in engine.shapes().values())
+        row["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        del engine  # the next one has room, and no moments yet
+        engine, newest, reading = build(), manager.path(manager.steps()[-1]), []
+        for _ in range(self.repeats):
+            drop_from_cache(newest)
+            reader = CheckpointManager(folder)
+            reading.append((timed(reader.latest_valid), timed(reader.load, newest, engine)))
+        row["verify"], row["load"] = map(statistics.median, zip(*reading, strict=True))
+        barrier()
+        if distributed.rank == 0:
+            shutil.rmtree(folder)
+        return row
 
 
 def parse_size(text: str) -> int:
@@ -96,42 +131,6 @@ def model_of(parameters: int) -> ModelConfig:
     while _VOCABULARY * width + _LAYERS * per_layer * width**2 < parameters:
         width += 64
     return ModelConfig(vocab_size=_VOCABULARY, d_model=width, n_layers=_LAYERS, layers=("attention",))
-
-
-def measure(config: EngineConfig, distributed: Distributed, parameters: int, folder: Path, repeats: int) -> dict:
-    """Returns one row of the table: sizes, and medians in seconds. The first save in the background, which allocates
-    host memory, is reported apart."""
-    model, folder = model_of(parameters), folder / f"{parameters}"
-
-    def build() -> Engine:
-        engine = build_engine(config, distributed)
-        prepare(engine, model, OptimizerConfig(), _TOKENS)
-        return engine
-
-    engine, manager = build(), CheckpointManager(folder, keep_last=1)
-    times: dict[str, list[float]] = {"stall": [], "background": [], "blocking": []}
-    for step in range(0, 2 * repeats + 2, 2):
-        train_step(engine)
-        times["stall"].append(timed(manager.begin_save, step, engine, {}))
-        times["background"].append(times["stall"][-1] + timed(manager.wait))
-        train_step(engine)
-        times["blocking"].append(timed(manager.save, step + 1, engine, {}))
-    row = {name: statistics.median(values[name != "blocking" :]) for name, values in times.items()}
-    row["first_stall"] = times["stall"][0]
-    row |= measure_copies(engine, folder, repeats)
-    row["parameters"] = sum(torch.Size(shape).numel() for shape in engine.shapes().values())
-    row["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    del engine  # the next one has room, and no moments yet
-    engine, newest, reading = build(), manager.path(manager.steps()[-1]), []
-    for _ in range(repeats):
-        drop_from_cache(newest)
-        reader = CheckpointManager(folder)
-        reading.append((timed(reader.latest_valid), timed(reader.load, newest, engine)))
-    row["verify"], row["load"] = map(statistics.median, zip(*reading, strict=True))
-    barrier()
-    if distributed.rank == 0:
-        shutil.rmtree(folder)
-    return row
 
 
 def measure_copies(engine: Engine, folder: Path, repeats: int) -> dict[str, float]:
@@ -178,7 +177,7 @@ def drop_from_cache(directory: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def table(rows: list[dict]) -> str:
+def table(rows: list[dict[str, float]]) -> str:
     """Returns rows of `measure` as text."""
     heads = {"stall": "stall", "first_stall": "first stall", "background": "in background", "blocking": "blocking"}
     heads |= {"verify": "verify", "load": "load", "copy_stall": "copy's stall", "copy": "copy"}

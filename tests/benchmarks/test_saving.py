@@ -14,7 +14,8 @@ def test_table_and_record(tmp_path, capsys):
     assert main(["saving", *arguments, "--json", str(record)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "stall/blocking" in lines[0]
-    assert len(lines) == 3
+    assert lines[-1] == f"written to {record}"
+    assert len(lines[:-2]) == 3
     small, large = json.loads(record.read_text())["sizes"]
     assert 500_000 <= small["parameters"] < 1_500_000 <= large["parameters"]
     for row in (small, large):
