@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import tyro
 
 from matmix.launch.glue import Column
 from matmix.train.arguments import check_overrides
-from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED, EXIT_USER
-
-if TYPE_CHECKING:
-    from matmix.launch.glue.plan import Found, Plan
+from matmix.train.process.exits import EXIT_OK, EXIT_USER
 
 _OURS = {"--seed": "--seeds", "--run-dir": "--out", "--data.examples.train": "DIR", "--data.examples.validation": "DIR"}
 """Options of recipes that differ between runs, and which of this verb's says them."""
@@ -66,57 +63,41 @@ class Glue:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks, trains or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
-        from matmix.launch.glue.plan import look, notes_on, plan_text
-        from matmix.launch.glue.results import collect, train, write_table
-        from matmix.launch.many.planned import check_directories
-        from matmix.launch.many.runs import check_alone, check_parallel, describe_failures, listening, say
+        from matmix.launch.glue import plan, results
+        from matmix.launch.glue.tasks import named
+        from matmix.launch.many import planned, runs
         from matmix.train.config import RunConfig
 
-        check_alone("matmix glue")
+        runs.check_alone("matmix glue")
         check_overrides(self, rest, RunConfig)
         if self.check:
-            found = look(Path(self.check))
-            print("\n".join(task.words() for task in found))
-            return EXIT_USER if any(task.problems for task in found) else EXIT_OK
-        found, plan = self._plan(list(rest))
-        runs = plan.runs()
-        if self.dry_run:
-            print(plan_text(plan, found, runs))
-            return EXIT_OK
-        notes = notes_on(found)
-        if self.report:
-            print(write_table(plan, collect(plan, runs), notes))
-            return EXIT_OK
-        check_parallel(self.parallel)
-        check_directories(runs, " (--report leaves this run out)", option="--out")
-        with listening():
-            ended = train([(plan, runs)], self.parallel)
-        if ended.stopped:
-            say("Stopped; what was running is saved. The same command goes on from there.")
-            return EXIT_STOPPED
-        say("\n" + write_table(plan, collect(plan, runs), notes))
-        if ended.failures:
-            say("\n" + describe_failures(ended.failures))
-        return ended.code
-
-    def _plan(self, rest: list[str]) -> tuple[list[Found], Plan]:
-        """Returns the files and the plan of the runs. Raises FileNotFoundError or ValueError (one line)."""
-        from matmix.launch.glue.plan import Plan, check_options, whole
-        from matmix.launch.glue.tasks import named
-
-        check_options(rest, _OURS)
+            files = plan.look(Path(self.check))
+            print("\n".join(one.words() for one in files))
+            return EXIT_USER if any(one.problems for one in files) else EXIT_OK
+        plan.check_options(rest, _OURS)
         if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
             raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")
-        found = whole(Path(self.folder), named(self.tasks))
+        files = plan.whole(Path(self.folder), named(self.tasks))
         name = self.source.rstrip("/").rpartition("/")[2]
-        plan = Plan(
+        its = plan.Plan(
             source=self.source,
             name=name,
             folder=Path(self.folder),
             out=self.out or Path("runs") / f"{name}-glue",
-            tasks=[task.task for task in found],
+            tasks=[one.task for one in files],
             seeds=self.seeds,
             settings=self.settings,
             others=rest,
+            notes=plan.notes_on(files),
         )
-        return found, plan
+        if self.dry_run:
+            print(plan.plan_text(its, files))
+            return EXIT_OK
+        if self.report:
+            print(results.write_table(its, results.collect(its)))
+            return EXIT_OK
+        runs.check_parallel(self.parallel)
+        planned.check_directories(its.runs, " (--report leaves this run out)", option="--out")
+        return runs.train_and_tell(
+            lambda: results.train([its], self.parallel), lambda: results.write_table(its, results.collect(its))
+        )

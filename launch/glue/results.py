@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import collections
-import csv
 import dataclasses
-import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
@@ -20,36 +17,21 @@ from matmix.data.modalities.examples import open_examples
 from matmix.data.storage.files import write_atomic
 from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
+from matmix.launch.many import runs
 from matmix.launch.many.planned import other_settings
-from matmix.launch.many.runs import Ended, run_tasks
-from matmix.launch.many.scores import markdown, mean_in_words, spread
+from matmix.launch.many.scores import csv_of, markdown, mean_in_words, spread, write_tables
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
-from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Predicted
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.use.opening import open_model
 from matmix.use.scoring import score_examples
 
-
-def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
-    """The metrics of a run's task for the most frequent class of its training examples, or for one and the same value,
-    as the answer to all examples in `file`. A correlation, which there is none, counts as 0."""
-    task = config.task()
-    assert isinstance(task, ExampleTask)
-    options = dataclasses.replace(config.data.examples, validation=file)
-    examples = open_examples(task.examples, dataclasses.replace(config.data, examples=options), "validation")
-    numbers = np.arange(len(examples))
-    labels = np.concatenate([examples.label(number) for number in numbers])
-    values = np.zeros((len(examples), config.model.head.count))
-    if examples.classes.names:
-        [(name, _)] = collections.Counter(map(name_of, examples.training_labels)).most_common(1)
-        values[:, examples.classes.names.index(name)] = 1
-    return task.scores(Predicted(numbers, values, labels), examples)
-
+logger = logging.getLogger(__name__)
 
 SECOND = "second.json"
 """In a run directory: the metrics on the task's second file."""
+_CONTROL = "most frequent class"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,42 +87,45 @@ def missing_tasks(results: Sequence[TaskScores]) -> list[str]:
     return [name for name in TASKS if name not in there]
 
 
-def average(results: Sequence[TaskScores]) -> float | None:
-    """The mean over the eight tasks of the means over their scores and seeds; None where one has no finished run."""
-    return None if missing_tasks(results) else fmean([result.score for result in results])
+def average(
+    results: Sequence[TaskScores], score: Callable[[TaskScores], float | None] = lambda result: result.score
+) -> float | None:
+    """The mean over the eight tasks of their scores, the means over metrics and seeds; None where one has no finished
+    run."""
+    return None if missing_tasks(results) else fmean([score(result) for result in results])
 
 
 def control_average(results: Sequence[TaskScores]) -> float | None:
     """Returns the average, as `average` does, of the most frequent class."""
-    return None if missing_tasks(results) else fmean([result.control_score for result in results])
+    return average(results, lambda result: result.control_score)
 
 
-def score_second(task: GlueTask, folder: Path, run: RunDirectory) -> None:
-    """Scores a finished run on its task's second file in `folder`, and keeps the metrics beside the run's own.
-
-    Raises FileNotFoundError or ValueError (one line).
-    """
-    scores = score_examples(open_model(run.path), str(folder / task.name / task.second))
-    record = {**scores.metrics(), "file": task.second, "examples": len(scores.examples)}
-    write_atomic(run.path / SECOND, json.dumps(record, indent=2) + "\n")
-
-
-def needs_second(task: GlueTask, run: RunDirectory) -> bool:
-    """Returns True where a finished run has yet to be scored on its task's second file."""
-    return bool(task.second) and not (run.path / SECOND).is_file()
-
-
-def collect(plan: Plan, runs: Sequence[GlueRun]) -> list[TaskScores]:
+def collect(plan: Plan) -> list[TaskScores]:
     """All tasks of `plan` with their runs as they stand, and the scores of the most frequent class."""
-    found = []
+    results = []
     for task in plan.tasks:
-        own = [run for run in runs if run.task == task]
-        folder, config = plan.folder / task.name, own[0].config
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, examples=own[0].examples))
+        folder, config = plan.folder / task.name, plan.configs[task.name]
         second = most_frequent(config, str(folder / task.second)) if task.second else {}
         control = _values(task, most_frequent(config, str(folder / task.validation)), second)
-        found.append(TaskScores(task=task, runs=[read_run(run) for run in own], control=control))
-    return found
+        own = [read_run(run) for run in plan.runs if run.task == task]
+        results.append(TaskScores(task=task, runs=own, control=control))
+    return results
+
+
+def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
+    """The metrics of a run's task for the most frequent class of its training examples, or for one and the same value,
+    as the answer to all examples in `file`. A correlation, which there is none, counts as 0."""
+    task = config.task()
+    assert isinstance(task, ExampleTask)
+    options = dataclasses.replace(config.data.examples, validation=file)
+    examples = open_examples(task.examples, dataclasses.replace(config.data, examples=options), "validation")
+    numbers = np.arange(len(examples))
+    labels = np.concatenate([examples.label(number) for number in numbers])
+    values = np.zeros((len(examples), config.model.head.count))
+    if examples.classes.names:
+        [(name, _)] = collections.Counter(map(name_of, examples.training_labels)).most_common(1)
+        values[:, examples.classes.names.index(name)] = 1
+    return task.scores(Predicted(numbers, values, labels), examples)
 
 
 def read_run(run: GlueRun) -> RunScores:
@@ -148,7 +133,7 @@ def read_run(run: GlueRun) -> RunScores:
     task, why, values = run.task, other_settings(run), {}
     if not why and not run.is_finished():
         why = "not finished" if run.run.config_path.is_file() else "not begun"
-    elif not why and needs_second(task, run.run):
+    elif not why and _lacks_second(run):
         why = f"{task.second} is not scored: the same command without --report does that"
     elif not why:
         second = read_json(run.run.path / SECOND) if task.second else {}
@@ -157,120 +142,98 @@ def read_run(run: GlueRun) -> RunScores:
     return RunScores(seed=run.seed, run_dir=run.config.run_dir, begins_with=begins_with, values=values, why=why)
 
 
+def _lacks_second(run: GlueRun) -> bool:
+    """Returns True where a finished run has yet to be scored on its task's second file."""
+    return bool(run.task.second) and not (run.run.path / SECOND).is_file()
+
+
 def _values(task: GlueTask, validation: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
     """The scores of a task by their titles, from the metrics on its files."""
     return {score.title: float((second if score.second else validation)[score.metric]) for score in task.scores}
 
 
-logger = logging.getLogger(__name__)
-
-
-def train(parts: Sequence[tuple[Plan, Sequence[GlueRun]]], parallel: int) -> Ended:
+def train(plans: Sequence[Plan], parallel: int) -> runs.Ended:
     """Trains what is not finished of the runs of some plans, `parallel` runs at a time, and scores second files.
-    Signals stop it as they stop `run_tasks`."""
-    runs = [run for _, of_plan in parts for run in of_plan]
-    mnli = {id(run): plan.mnli(run.seed) for plan, of_plan in parts for run in of_plan}
-    waiting = [run for run in runs if run.config.init.from_ == str(mnli[id(run)])]
-    ended = run_tasks([run for run in runs if run not in waiting], parallel)
+    Signals stop it as they stop `run_tasks`. Raises FileNotFoundError or ValueError (one line)."""
+    every = [(plan, run, plan.mnli(run.seed)) for plan in plans for run in plan.runs]
+    later = [(run, mnli) for _, run, mnli in every if run.config.init.from_ == str(mnli.path)]
+    ended = runs.run_tasks([run for _, run, mnli in every if run.config.init.from_ != str(mnli.path)], parallel)
     if not ended.stopped:
-        ready = [run for run in waiting if RunDirectory(mnli[id(run)]).read_summary() is not None]
-        for run in waiting:
+        ready = [run for run, mnli in later if mnli.read_summary() is not None]
+        for run, _ in later:
             if run not in ready:
                 logger.warning(f"{run.title}: not started, as MNLI with this seed is not finished")
-        ended = ended.then(run_tasks(ready, parallel))
-    for plan, of_plan in parts:
-        for run in of_plan:
-            if stop.received():
-                return Ended(ended.failures, stopped=True)
-            if run.is_finished() and needs_second(run.task, run.run):
-                logger.info(f"{run.title}: scoring {run.task.second}")
-                score_second(run.task, plan.folder, run.run)
+        ended = ended.then(runs.run_tasks(ready, parallel))
+    for plan, run, _ in every:
+        if stop.received():
+            return runs.Ended(ended.failures, stopped=True)
+        if _lacks_second(run) and run.is_finished():
+            logger.info(f"{run.title}: scoring {run.task.second}")
+            scores = score_examples(open_model(run.run.path), str(plan.folder / run.task.name / run.task.second))
+            record = {**scores.metrics(), "file": run.task.second, "examples": len(scores.examples)}
+            write_atomic(run.run.path / SECOND, json.dumps(record, indent=2) + "\n")
     return ended
 
 
-_CONTROL = "most frequent class"
+def write_table(plan: Plan, results: Sequence[TaskScores]) -> str:
+    """Writes the files; returns the text to be shown. A table that is there stays where no run is finished."""
+    files = {"table.csv": table_csv(plan, results), "glue.json": table_json(plan, results)}
+    is_empty = not any(result.finished for result in results)
+    return write_tables(plan.out, table_text(plan, results), files, is_empty=is_empty)
 
 
-def write_table(plan: Plan, results: Sequence[TaskScores], notes: Sequence[str]) -> str:
-    """Writes the files; returns the text to be shown. A table that is there stays where no run is finished.
-
-    notes: further lines for people.
-    """
-    text = table_text(plan, results, notes)
-    files = [plan.out / name for name in ("table.md", "table.csv", "glue.json")]
-    if not any(result.finished for result in results) and files[0].is_file():
-        return f"{text}\n\nNo run of this table is finished: {plan.out} is left as it was."
-    plan.out.mkdir(parents=True, exist_ok=True)
-    for path, content in zip(files, (text + "\n", table_csv(plan, results), table_json(plan, results)), strict=True):
-        write_atomic(path, content)
-    return f"{text}\n\n{', '.join(map(str, files))}"
-
-
-def table_text(plan: Plan, results: Sequence[TaskScores], notes: Sequence[str] = ()) -> str:
+def table_text(plan: Plan, results: Sequence[TaskScores]) -> str:
     """In Markdown, with what is to be known about its numbers."""
     rows = []
     for result in results:
-        count = str(len(result.finished))
-        for score in result.task.scores:
-            own = _words(result.values(score.title))
-            rows.append([result.task.name, score.title, own, _words([result.control[score.title]]), count])
-        if len(result.task.scores) > 1:
-            rows.append([result.task.name, "mean", _words(result.means), _words([result.control_score]), count])
-    missing = missing_tasks(results)
-    averages = [_words([] if value is None else [value]) for value in (average(results), control_average(results))]
-    rows.append(["average", "", *averages, ""])
-    columns = ["task", "score (x 100)", plan.name, _CONTROL, "runs"]
-    lines = [markdown(columns, rows), ""]
+        scores = {title: (result.values(title), [control]) for title, control in result.control.items()}
+        if len(scores) > 1:
+            scores["mean"] = result.means, [result.control_score]
+        for title, values in scores.items():
+            rows.append([result.task.name, title, *map(_words, values), str(len(result.finished))])
+    over_all = average(results), control_average(results)
+    rows.append(["average", "", *("" if value is None else _words([value]) for value in over_all), ""])
+    lines = [markdown(["task", "score (x 100)", plan.name, _CONTROL, "runs"], rows), ""]
     lines.append("Mean ± sample standard deviation over seeds; the last evaluation of a run counts.")
-    if missing:
+    if missing := missing_tasks(results):
         lines.append(f"No average, which is over all eight tasks: there is no finished run of {', '.join(missing)}.")
     else:
         lines.append("Average: the mean over tasks of the mean over their scores and seeds.")
-    return "\n".join([*lines, *_about_runs(plan, results), *notes])
+    lines.append(f"Settings: {plan.settings}" + (f", and {' '.join(plan.others)}." if plan.others else "."))
+    of_tasks = [(result.task, run) for result in results for run in result.runs]
+    alone = [task for task, run in of_tasks if task.from_mnli and run.values and run.begins_with == plan.source]
+    if names := dict.fromkeys(task.name for task in alone):
+        lines.append(f"{', '.join(names)}: begins with {plan.source} itself, as it has no run on MNLI here.")
+    if open_runs := [f"{task.name} seed {run.seed} ({run.why})" for task, run in of_tasks if not run.values]:
+        lines.append(f"Without a number: {', '.join(open_runs)}.")
+    return "\n".join([*lines, *plan.notes])
 
 
 def table_csv(plan: Plan, results: Sequence[TaskScores]) -> str:
     """The same unrounded, as shares of 1, with each seed's own values."""
-    text = io.StringIO()
-    own = [f"seed_{seed}" for seed in plan.seeds]
-    writer = csv.DictWriter(
-        text, ["task", "score", "mean", "deviation", "runs", "most_frequent_class", *own], lineterminator="\n"
-    )
-    writer.writeheader()
+    rows = []
     for result in results:
-        for score in result.task.scores:
-            found = spread(result.values(score.title))
-            mean, deviation = (found.mean, found.deviation) if found else (None, None)
-            row = {"task": result.task.name, "score": score.title, "mean": mean, "deviation": deviation}
-            row |= {"runs": len(result.finished), "most_frequent_class": result.control[score.title]}
-            writer.writerow(row | {f"seed_{run.seed}": run.values[score.title] for run in result.finished})
-    return text.getvalue()
+        for title, control in result.control.items():
+            over, by_seed = spread(result.values(title)), {run.seed: run.values[title] for run in result.finished}
+            row = {"task": result.task.name, "score": title, "mean": over and over.mean}
+            row |= {"deviation": over and over.deviation, "runs": len(by_seed), "most_frequent_class": control}
+            rows.append(row | {f"seed_{seed}": by_seed.get(seed) for seed in plan.seeds})
+    return csv_of(rows)
 
 
 def table_json(plan: Plan, results: Sequence[TaskScores]) -> str:
     """All that the table says, and where it is from."""
     tasks = {}
     for result in results:
-        runs = [
+        own = [
             {"seed": run.seed, "run": run.run_dir, "begins_with": run.begins_with, "scores": run.values}
             for run in result.runs
         ]
-        tasks[result.task.name] = {"score": result.score, "most_frequent_class": result.control, "runs": runs}
+        tasks[result.task.name] = {"score": result.score, "most_frequent_class": result.control, "runs": own}
     record = {"source": plan.source, "settings": plan.settings, "other_settings": list(plan.others)}
     record |= {"seeds": list(plan.seeds), "tasks": tasks, "missing": missing_tasks(results)}
     record |= {"average": average(results), "most_frequent_class": control_average(results)}
     return json.dumps(record, indent=2) + "\n"
-
-
-def _about_runs(plan: Plan, results: Sequence[TaskScores]) -> list[str]:
-    lines = [f"Settings: {plan.settings}" + (f", and {' '.join(plan.others)}." if plan.others else ".")]
-    runs = [(result.task, run) for result in results for run in result.runs]
-    alone = {task.name: None for task, run in runs if task.from_mnli and run.values and run.begins_with == plan.source}
-    if alone:
-        lines.append(f"{', '.join(alone)}: begins with {plan.source} itself, as it has no run on MNLI here.")
-    if open_runs := [f"{task.name} seed {run.seed} ({run.why})" for task, run in runs if not run.values]:
-        lines.append(f"Without a number: {', '.join(open_runs)}.")
-    return lines
 
 
 def _words(values: Sequence[float]) -> str:

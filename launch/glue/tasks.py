@@ -15,7 +15,7 @@ from matmix.train.recipe import config_from_dict
 from matmix.train.recipe_files import find_recipe, read_toml
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Score:
     """A number of the table."""
 
@@ -26,19 +26,19 @@ class Score:
     """Found on the task's second file, after training."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class GlueTask:
     """A task. Its training examples are in train.tsv."""
 
     name: str
     """Also that of its folder in the download."""
     scores: tuple[Score, ...]
+    from_mnli: bool = False
+    """Begins with the weights of the run on MNLI with the same seed."""
     validation: str = "dev.tsv"
     """The file that is scored while training."""
     second: str = ""
     """A second one, scored after training."""
-    from_mnli: bool = False
-    """Begins with the weights of the run on MNLI with the same seed."""
 
     @property
     def recipe(self) -> str:
@@ -57,36 +57,24 @@ class GlueTask:
     def overrides(self, folder: Path) -> list[str]:
         """The options of the recipe that name the files in `folder`, the whole download."""
         own = folder / self.name
-        paths = {"train": own / "train.tsv", "validation": own / self.validation}
-        return [word for split, path in paths.items() for word in (f"--data.examples.{split}", str(path))]
+        return [
+            *("--data.examples.train", str(own / "train.tsv")),
+            *("--data.examples.validation", str(own / self.validation)),
+        ]
 
 
-_ACCURACY = Score(metric="accuracy", title="accuracy")
-_F1 = Score(metric="f1", title="F1")
+_ACCURACY, _F1 = Score("accuracy", "accuracy"), Score("f1", "F1")
+_MATCHED = Score("accuracy", "accuracy, matched"), Score("accuracy", "accuracy, mismatched", second=True)
+_CORRELATIONS = Score("pearson", "Pearson correlation"), Score("spearman", "Spearman correlation")
 _TASKS = (
-    GlueTask(
-        name="MNLI",
-        scores=(
-            Score(metric="accuracy", title="accuracy, matched"),
-            Score(metric="accuracy", title="accuracy, mismatched", second=True),
-        ),
-        validation="dev_matched.tsv",
-        second="dev_mismatched.tsv",
-    ),
-    GlueTask(name="QNLI", scores=(_ACCURACY,)),
-    GlueTask(name="QQP", scores=(_ACCURACY, _F1)),
-    GlueTask(name="RTE", scores=(_ACCURACY,), from_mnli=True),
-    GlueTask(name="SST-2", scores=(_ACCURACY,)),
-    GlueTask(name="MRPC", scores=(_ACCURACY, _F1), from_mnli=True),
-    GlueTask(name="CoLA", scores=(Score(metric="matthews", title="Matthews correlation"),)),
-    GlueTask(
-        name="STS-B",
-        scores=(
-            Score(metric="pearson", title="Pearson correlation"),
-            Score(metric="spearman", title="Spearman correlation"),
-        ),
-        from_mnli=True,
-    ),
+    GlueTask("MNLI", _MATCHED, validation="dev_matched.tsv", second="dev_mismatched.tsv"),
+    GlueTask("QNLI", (_ACCURACY,)),
+    GlueTask("QQP", (_ACCURACY, _F1)),
+    GlueTask("RTE", (_ACCURACY,), from_mnli=True),
+    GlueTask("SST-2", (_ACCURACY,)),
+    GlueTask("MRPC", (_ACCURACY, _F1), from_mnli=True),
+    GlueTask("CoLA", (Score("matthews", "Matthews correlation"),)),
+    GlueTask("STS-B", _CORRELATIONS, from_mnli=True),
 )
 TASKS = {task.name: task for task in _TASKS}
 """By name, in the order of the papers' tables."""
@@ -109,25 +97,15 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Settings:
-    """Holds the settings that differ between tasks."""
-
-    lr: float
-    weight_decay: float
-    epochs: int
-    batch: int
-
-
-BERT = {
-    "MNLI": Settings(5e-5, 5e-6, 3, 48),
-    "RTE": Settings(1e-5, 1e-5, 3, 16),
-    "QQP": Settings(3e-5, 3e-6, 5, 16),
-    "QNLI": Settings(1e-5, 1e-6, 10, 16),
-    "SST-2": Settings(3e-5, 3e-6, 3, 16),
-    "STS-B": Settings(3e-5, 3e-6, 10, 32),
-    "MRPC": Settings(8e-5, 8e-6, 10, 32),
-    "CoLA": Settings(5e-5, 5e-6, 10, 32),
+BERT = {  # learning rate, weight decay, epochs, batch
+    "MNLI": (5e-5, 5e-6, 3, 48),
+    "RTE": (1e-5, 1e-5, 3, 16),
+    "QQP": (3e-5, 3e-6, 5, 16),
+    "QNLI": (1e-5, 1e-6, 10, 16),
+    "SST-2": (3e-5, 3e-6, 3, 16),
+    "STS-B": (3e-5, 3e-6, 10, 32),
+    "MRPC": (8e-5, 8e-6, 10, 32),
+    "CoLA": (5e-5, 5e-6, 10, 32),
 }
 LION_LR = 1e-5
 
@@ -138,8 +116,7 @@ def overrides(column: Column, task: str, given: Sequence[str] = ()) -> list[str]
         return [*given]
     if column == "lion":
         return ["--optimizer.lr", repr(LION_LR), *given]
-    own = BERT[task]
-    rates = ["--optimizer.lr", repr(own.lr), "--optimizer.weight-decay", repr(own.weight_decay)]
+    lr, decay, epochs, batch = BERT[task]
     by_steps = any(word.partition("=")[0] == "--steps" for word in given)
-    epochs = [] if by_steps else ["--epochs", str(own.epochs)]
-    return [*rates, *epochs, "--global-batch-size", str(own.batch), *given]
+    words = ["--optimizer.lr", repr(lr), "--optimizer.weight-decay", repr(decay), "--global-batch-size", str(batch)]
+    return [*words, *([] if by_steps else ["--epochs", str(epochs)]), *given]

@@ -30,7 +30,7 @@ def environment(dtype: str = "float32", distributions: tuple[str, ...] = ("trito
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
-        "versions": {"torch": torch.__version__, **versions(*distributions)},
+        "versions": {"torch": torch.__version__, **{name: _version(name) for name in distributions}},
         "commit": git_revision(),
         "dtype": dtype,
     }
@@ -45,15 +45,11 @@ def _processor() -> str:
     return f"{names[0]} x {len(names)} ({torch.backends.cpu.get_cpu_capability()})" if names else "unknown"
 
 
-def versions(*distributions: str) -> dict[str, str | None]:
-    """Returns the version of each distribution, None where it is not installed."""
-    installed: dict[str, str | None] = {}
-    for distribution in distributions:
-        try:
-            installed[distribution] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            installed[distribution] = None
-    return installed
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def peak_memory(run: Callable[[], object]) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matmix.data.artifacts import read_json_lines
 from matmix.train.config import RunConfig
@@ -42,11 +41,8 @@ class PlannedRun:
         """The last step; None where `epochs` stand in its place and the run has not begun, which counts their steps."""
         if self.config.stop_step or not self.config.epochs:
             return self.config.last_step
-        try:
-            begun = self.run.read_config()
-        except (FileNotFoundError, ValueError):
-            return None
-        return begun.steps if begun.epochs == self.config.epochs else None
+        begun = config_at(self.run)
+        return begun.steps if begun is not None and begun.epochs == self.config.epochs else None
 
     def is_finished(self) -> bool:
         """Returns True where it has been trained to its last step, or to where `evaluation.patience` ended it, and
@@ -57,18 +53,31 @@ class PlannedRun:
         return summary["step"] == self.last_step or is_out_of_patience(self.config.evaluation, summary.get("best"))
 
 
+def of_seed(config: RunConfig, seed: int, folder: Path) -> RunConfig:
+    """Returns `config` with a seed, for the run of that seed among those in `folder`."""
+    return dataclasses.replace(config, seed=seed, run_dir=str(folder / f"seed-{seed}"))
+
+
+def config_at(run: RunDirectory) -> RunConfig | None:
+    """Returns the config of a run as it lies there, wherever it began; None where there is none that can be read."""
+    try:
+        return dataclasses.replace(run.read_config(), run_dir=str(run.path))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def check_data(tasks: Sequence[PlannedRun]) -> None:
     """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself."""
-    missing = []
+    missing = None
     for config in {repr(task.config.data): task.config for task in tasks if not task.is_finished()}.values():
         try:
             make_loader(config, "train", 0, 1).close()
         except FileNotFoundError as error:
-            missing.append(error)
+            missing = missing or error
         else:
             return
-    if missing:
-        raise missing[0]
+    if missing is not None:
+        raise missing
 
 
 # How a run is watched, saved and spread over devices, and where and how its data are read: its loss does not depend on
@@ -90,23 +99,28 @@ def matters(key: str) -> bool:
     )
 
 
+def words_on_settings(there: RunConfig, here: RunConfig) -> list[str]:
+    """Returns the settings in which two configs are trained differently, with both values."""
+    changed = differences(config_to_dict(there), here)
+    return [f"{key}: {old!r} there, {new!r} here" for key, old, new in changed if matters(key)]
+
+
 def other_settings(task: PlannedRun) -> str:
     """In which settings the run that lies there differs from the task's; "" if it does not, or has not begun."""
-    run = task.run
+    run, wanted = task.run, task.config
     if not run.config_path.is_file():
         return ""
     try:
-        found = run.read_config()
+        begun = run.read_config()
     except ValueError as error:
         return str(error)
-    wanted = task.config
-    if wanted.epochs and wanted.epochs == found.epochs:  # the run has counted their steps
-        wanted = dataclasses.replace(wanted, steps=found.steps)
-    different = differences(config_to_dict(found), wanted)
-    texts = [f"{key}: {old!r} there, {new!r} here" for key, old, new in different if matters(key)]
-    for change in _changes(task):
-        if matters(change["key"]) and change["step"] and f"{change['key']}: " not in " ".join(texts):
-            texts.append(f"{change['key']}: {change['old']!r} until step {change['step']}, then {change['new']!r}")
+    if wanted.epochs and wanted.epochs == begun.epochs:  # the run has counted their steps
+        wanted = dataclasses.replace(wanted, steps=begun.steps)
+    texts = words_on_settings(begun, wanted)
+    for change in read_json_lines(run.path / "changes.jsonl"):  # on the way
+        key, step = change.get("key", ""), change.get("step")
+        if key and step and matters(key) and f"{key}: " not in " ".join(texts):
+            texts.append(f"{key}: {change['old']!r} until step {step}, then {change['new']!r}")
     return "; ".join(texts)
 
 
@@ -123,8 +137,3 @@ def check_directories(tasks: Sequence[PlannedRun], advice: str = "", *, option: 
             task.run.check(task.config)
         except ValueError as error:
             raise ValueError(f"{task.title}: {error}") from None
-
-
-def _changes(task: PlannedRun) -> list[dict[str, Any]]:
-    """Returns what was changed on the way (changes.jsonl of the run)."""
-    return [change for change in read_json_lines(task.run.path / "changes.jsonl") if {"key", "step"} <= change.keys()]

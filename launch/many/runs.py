@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -32,6 +33,12 @@ from matmix.train.run.directory import MovedError, Place
 from matmix.train.run.lock import RunLock
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
+
+logger = logging.getLogger(__name__)
+
+EVERY_SECONDS = 60.0
+_LOOK_SECONDS = 0.2
+_SHOWN_LINES = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,46 +94,30 @@ class Ended:
             return EXIT_FAILED
         return EXIT_STOPPED if self.stopped or self.is_busy else EXIT_OK
 
-
-def describe_failures(failures: Sequence[Failure]) -> str:
-    """Returns lines that tell what went wrong, run by run, with the last lines of each."""
-    lines = [failure.words for failure in failures if failure.is_busy]
-    if failed := [failure for failure in failures if not failure.is_busy]:
-        runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
-        lines.append(f"{runs} failed; the same command tries again:")
-    for failure in failed:
-        lines.append(f"  {failure.task.title}: {failure.reason} (exit code {failure.code}, {failure.task.log})")
-        lines += [f"    | {line}" for line in failure.lines]
-    return "\n".join(lines)
-
-
-EVERY_SECONDS = 60.0
+    def words_on_failures(self) -> str:
+        """Returns lines that tell what went wrong, run by run, with the last lines of each; "" where nothing did."""
+        lines = [failure.words for failure in self.failures if failure.is_busy]
+        if failed := [failure for failure in self.failures if not failure.is_busy]:
+            runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+            lines.append(f"{runs} failed; the same command tries again:")
+        for failure in failed:
+            lines.append(f"  {failure.task.title}: {failure.reason} (exit code {failure.code}, {failure.task.log})")
+            lines += [f"    | {line}" for line in failure.lines]
+        return "\n".join(lines)
 
 
-class Clock:
-    """Guesses how long the rest will take: as long as the runs so far, on average."""
-
-    def __init__(self, parallel: int) -> None:
-        self.parallel, self.total, self.runs = parallel, 0.0, 0
-
-    def count(self, seconds: float) -> None:
-        self.total += seconds
-        self.runs += 1
-
-    def left(self, running: Sequence[float], waiting: int) -> str:
-        mean = self.total / self.runs
-        seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
-        return duration(seconds / min(self.parallel, max(1, len(running) + waiting)))
-
-
-def run_words(run: Path, last_step: int | None) -> str:
-    """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
-    if not (records := training_records(run / "metrics.jsonl")) or last_step is None:
-        return "no step recorded yet"
-    record = records[-1]
-    left = duration((last_step - record["step"]) * record["seconds_per_step"])
-    loss = "all steps of the last record skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
-    return f"step {record['step']:,} of {last_step:,}, {loss}, about {left} left"
+def train_and_tell(train: Callable[[], Ended], table: Callable[[], str]) -> int:
+    """Trains by `train`, which signals stop, then prints the table of what is there and what went wrong; returns the
+    exit code."""
+    with listening():
+        ended = train()
+    if ended.stopped:
+        say("Stopped; what was running is saved. The same command goes on from there.")
+        return ended.code
+    for text in (table(), ended.words_on_failures()):
+        if text:
+            say(f"\n{text}")
+    return ended.code
 
 
 def training_records(path: Path) -> list[dict[str, Any]]:
@@ -192,13 +183,6 @@ def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", *
     )
 
 
-def gpu(place: int) -> str:
-    """The GPU, as CUDA_VISIBLE_DEVICES names it, of the run at this place; "" without GPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-    return names[place % len(names)] if names else ""
-
-
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
     """Notes the signals that stop a run, and SIGHUP (a closed terminal) unless it is ignored, as under nohup."""
@@ -210,12 +194,6 @@ def listening() -> Iterator[None]:
                 signal.signal(signal.SIGHUP, lambda number, _frame: stop.request(number))
                 stack.callback(signal.signal, signal.SIGHUP, signal.SIG_DFL if before is None else before)
         yield
-
-
-logger = logging.getLogger(__name__)
-
-_LOOK_SECONDS = 0.2
-_SHOWN_LINES = 5
 
 
 def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
@@ -232,7 +210,7 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
         return Ended([], stopped=bool(stop.received()))
     running: list[_Process] = []
     failures: list[Failure] = []
-    clock = Clock(parallel)
+    took: list[float] = []
     told = time.monotonic()
     home = Place(Path(os.path.commonpath([task.run.path.parent.absolute() for task in tasks])))
     home.given.mkdir(parents=True, exist_ok=True)
@@ -243,7 +221,7 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
                 for process in running:
                     process.stop()
                 for process in running:
-                    process.wait()
+                    process.popen.wait()
                 raise MovedError(
                     f"{home.given} {moved.words} while runs went on in it; what was running is saved there"
                 )
@@ -255,11 +233,11 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
                 waiting = []
                 for process in running:
                     process.stop()
-            for process in [process for process in running if process.poll() is not None]:
+            for process in [process for process in running if process.popen.poll() is not None]:
                 running.remove(process)
-                clock.count(process.seconds)
-                left = clock.left([other.seconds for other in running], len(waiting))
-                failure = process.close()
+                took.append(process.seconds)
+                left = time_left(took, [other.seconds for other in running], len(waiting), parallel)
+                failure = process.failure()
                 if failure is None:
                     logger.info(_finished_line(process.task, process.seconds, left))
                 elif not (stop.received() and failure.code == EXIT_STOPPED):
@@ -268,32 +246,37 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
             if running and time.monotonic() - told >= EVERY_SECONDS:
                 told = time.monotonic()
                 done = len(tasks) - len(waiting) - len(running) - len(failures)
-                logger.info(_progress_line([process.task for process in running], done, len(tasks)))
+                shown = " | ".join(_progress(process.task) for process in running)
+                logger.info(f"{shown} | {done} of {len(tasks)} runs done")
             time.sleep(_LOOK_SECONDS if running else 0)
     finally:
         for process in running:  # something went wrong here, or Ctrl-C came twice
-            process.kill()
+            process.popen.kill()
+            process.popen.wait()
+            process.output.close()
         home.release()
     return Ended(failures, stopped=bool(stop.received()))
 
 
 class _Process:
-    """A run that is going on."""
+    """A run that is going on, at a place from 0 on among those at a time."""
 
     def __init__(self, task: PlannedRun, place: int, parallel: int) -> None:
         self.task, self.place = task, place
         recipe = task.run.path.with_suffix(".toml")
         task.run.path.mkdir(parents=True, exist_ok=True)
         write_config(task.config, recipe)
-        self._output: BinaryIO = task.log.open("a+b")
-        self._begin = self._output.tell()
-        self._began = time.monotonic()
-        self._stopped = False
-        self._process = start(
-            *("matmix.train", recipe),
+        self.output = task.log.open("a+b")
+        self._first = self.output.tell()
+        self._began, self._stopped = time.monotonic(), False
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+        self.popen = start(
+            "matmix.train",
+            recipe,
             parallel=parallel,
-            device=gpu(place),
-            stdout=self._output,
+            device=gpus[place % len(gpus)] if gpus else "",
+            stdout=self.output,
             stderr=subprocess.STDOUT,
         )
 
@@ -301,45 +284,47 @@ class _Process:
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self) -> None:
-        self._process.wait()
-
     def stop(self) -> None:
         """Asks it once to save and end."""
         if not self._stopped:
             self._stopped = True
-            self._process.send_signal(stop.SIGNALS[0])
+            self.popen.send_signal(stop.SIGNALS[0])
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._output.close()
-
-    def close(self) -> Failure | None:
-        """How it failed, None if it did not."""
-        with self._output as file:
-            file.seek(self._begin)
+    def failure(self) -> Failure | None:
+        """How it failed, once it has ended; None if it did not."""
+        with self.output as file:
+            file.seek(self._first)
             text = file.read().decode("utf-8", "replace")
-        code = self._process.returncode
-        if code == 0:
+        if self.popen.returncode == 0:
             return None
         lines = [line.rstrip() for line in text.replace("\r", "\n").splitlines() if line.strip()]
-        return Failure(self.task, code, lines[-_SHOWN_LINES:])
+        return Failure(self.task, self.popen.returncode, lines[-_SHOWN_LINES:])
 
 
-def _progress_line(running: Sequence[PlannedRun], done: int, runs: int) -> str:
-    words = [f"{task.title}: {run_words(task.run.path, task.last_step)}" for task in running]
-    return f"{' | '.join(words)} | {done} of {runs} runs done"
+def time_left(took: Sequence[float], running: Sequence[float], waiting: int, parallel: int = 1) -> str:
+    """Guesses how long the rest will take, if each run takes as long as those so far on average.
+
+    took, running: seconds of the runs that have ended, and so far of those that go on.
+    """
+    mean = fmean(took)
+    seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
+    return duration(seconds / min(parallel, max(1, len(running) + waiting)))
+
+
+def _progress(task: PlannedRun) -> str:
+    """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
+    records, last_step = training_records(task.run.path / "metrics.jsonl"), task.last_step
+    if not records or last_step is None:
+        return f"{task.title}: no step recorded yet"
+    record = records[-1]
+    left = duration((last_step - record["step"]) * record["seconds_per_step"])
+    loss = "all steps of the last record skipped" if record["loss"] is None else f"loss {record['loss']:.4f}"
+    return f"{task.title}: step {record['step']:,} of {last_step:,}, {loss}, about {left} left"
 
 
 def _finished_line(task: PlannedRun, seconds: float, left: str) -> str:
-    summary = task.run.read_summary()
-    if summary is None:
-        what = "stopped before its last step"
-    else:
+    summary, what = task.run.read_summary(), "stopped before its last step"
+    if summary is not None:
         trained = task.config.task()
         what = ", ".join(words_on([trained.loss_metric, *trained.metrics[:1]], summary["validation"]))
     return f"{task.title}: {what}, {duration(seconds)}; about {left} left"

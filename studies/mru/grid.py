@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matmix.data.storage.files import write_atomic
-from matmix.launch.many.runs import Clock
+from matmix.launch.many.runs import time_left
 from matmix.studies.mru.runs import run
 from matmix.studies.mru.variants import RATES, configs
 
@@ -97,7 +97,7 @@ def run_grid(
             )
     cells = share([(name, variant) for name in data for variant in variants], shard)
     by_data = {name: configs(data[name], {"steps": steps}) for name in {name for name, _ in cells}}
-    total, clock = len(cells) * (len(RATES) + seeds - 1), Clock(1)
+    total, took = len(cells) * (len(RATES) + seeds - 1), []
     print(f"{PART}: shard {shard[0]} of {shard[1]}, {total} runs", flush=True)
 
     def wanted() -> Iterator[tuple[str, str, float, int]]:
@@ -114,7 +114,7 @@ def run_grid(
         config = dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, lr=rate))
         facts = {"data": name, "variant": variant, "rate": rate, "seed": seed}
         if result := results.measure(PART, key, lambda c=config, w=weights, f=facts: {**f, **run(c, w)}):
-            clock.count(result["seconds"])
+            took.append(result["seconds"])
             loss = "NaN" if result["loss"] is None else f"{result['loss']:.4f}"
-            left = clock.left([], total - done)
+            left = time_left(took, [], total - done)
             print(f"[{done}/{total}] {key}: loss {loss}, {result['seconds']:.0f} s; about {left} left", flush=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from matmix.launch.glue import results
-from matmix.launch.lab.compare import downstream
 from matmix.launch.many import runs
 from matmix.train.loop import train
 
@@ -22,6 +20,5 @@ def in_this_process(monkeypatch) -> list[str]:
                 train(task.config)
         return runs.Ended([], stopped=False)
 
-    for module in (results, runs, downstream):
-        monkeypatch.setattr(module, "run_tasks", run_tasks)
+    monkeypatch.setattr(runs, "run_tasks", run_tasks)
     return titles

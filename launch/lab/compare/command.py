@@ -11,12 +11,13 @@ from matmix.data.artifacts import shell_line
 from matmix.launch.glue import Column
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords
 from matmix.train.arguments import Recipe, check_overrides
-from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.process.exits import EXIT_OK
 
 if TYPE_CHECKING:
     from matmix.launch.lab.compare.config import Comparison
     from matmix.launch.lab.compare.downstream import Finetuned
     from matmix.launch.many.planned import PlannedRun
+    from matmix.launch.many.runs import Ended
 
 _SPEED = tyro.conf.create_mutex_group(required=False)
 
@@ -73,70 +74,59 @@ class Compare:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
-        from matmix.launch.lab.compare.config import read_comparison, tasks_of
-        from matmix.launch.lab.compare.downstream import GlueSettings, glue_options, plan_of_downstream, read_downstream
-        from matmix.launch.lab.compare.report import plan_text, write_report
+        from matmix.launch.lab.compare import config, downstream, report
         from matmix.launch.lab.compare.width import matched
-        from matmix.launch.many.planned import check_directories
-        from matmix.launch.many.runs import check_alone, check_parallel
+        from matmix.launch.many import planned, runs
         from matmix.train.config import RunConfig
 
-        check_alone("matmix compare")
-        rest, options = glue_options(rest)
+        runs.check_alone("matmix compare")
+        rest, options = downstream.glue_options(rest)
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
-        check_parallel(self.parallel)
+        runs.check_parallel(self.parallel)
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
         if (given or self.profile) and not self.slurm:
             raise ValueError(f"--{(given or ['profile'])[0].replace('_', '-')} belongs to --slurm: give both")
-        comparison = matched(read_comparison(self.recipe, rest))
-        tasks = tasks_of(comparison, self.only)
+        comparison = matched(config.read_comparison(self.recipe, rest))
+        tasks = config.tasks_of(comparison, self.only)
         if self.report:
-            print(write_report(comparison))
+            print(report.write_report(comparison))
             return EXIT_OK
-        check_directories(tasks, " (--report leaves this run out)")
-        glue = GlueSettings(
+        planned.check_directories(tasks, " (--report leaves this run out)")
+        glue = downstream.GlueSettings(
             settings=self.glue_settings, tasks=self.glue_tasks, seeds=self.glue_seeds, options=tuple(options)
         )
-        downstream = read_downstream(self.finetune, comparison, glue)
-        plan = "\n".join([plan_text(comparison), *([plan_of_downstream(downstream, tasks)] if downstream else [])])
+        then = downstream.read_downstream(self.finetune, comparison, glue)
+        plan = "\n".join([report.plan_text(comparison), *([downstream.plan_text(then, tasks)] if then else [])])
         if self.slurm:
-            if downstream:
+            if then:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
             return self._submit(comparison, tasks, plan, typed)
         if self.dry_run:
             print(plan)
             return EXIT_OK
-        return self._train(comparison, tasks, plan, downstream)
+        planned.check_data(tasks)
+        return runs.train_and_tell(
+            lambda: self._train(comparison, tasks, plan, then), lambda: report.write_report(comparison)
+        )
 
-    def _train(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, downstream: list[Finetuned]) -> int:
-        """Trains, fine-tunes, measures and tabulates on this host; returns the exit code."""
-        from matmix.launch.lab.compare.config import keep_recipe
-        from matmix.launch.lab.compare.downstream import keep_downstream, train_downstream
-        from matmix.launch.lab.compare.report import write_report
-        from matmix.launch.lab.compare.speed import is_measured, measure_all
-        from matmix.launch.many.planned import check_data
-        from matmix.launch.many.runs import describe_failures, listening, run_tasks, say
+    def _train(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, then: list[Finetuned]) -> Ended:
+        """Trains on this host, fine-tunes and measures speed."""
+        from matmix.launch.lab.compare import config, downstream, speed
+        from matmix.launch.many import runs
 
-        check_data(tasks)
-        with listening():
-            say(f"{plan}\n")
-            keep_recipe(comparison)
-            keep_downstream(downstream)
-            ended = run_tasks(tasks, self.parallel)
-            if downstream and not ended.stopped:
-                pretrained = [task for task in tasks if task.is_finished()]
-                ended = ended.then(train_downstream(downstream, pretrained, self.parallel))
-            if ended.stopped:
-                say("Stopped; what was running is saved. The same command goes on from there.")
-                return EXIT_STOPPED
-            unwanted = self.no_speed or self.only or ended.is_busy  # another process takes the cores
-            if (self.speed or not (unwanted or is_measured(comparison))) and not measure_all(comparison):
-                say("Stopped while speed was measured; no run was going on. The same command goes on from there.")
-                return EXIT_STOPPED
-        say("\n" + write_report(comparison))
-        if ended.failures:
-            say("\n" + describe_failures(ended.failures))
-        return ended.code
+        runs.say(f"{plan}\n")
+        config.keep_recipe(comparison)
+        for one in then:
+            one.keep()
+        ended = runs.run_tasks(tasks, self.parallel)
+        if then and not ended.stopped:
+            pretrained = [task for task in tasks if task.is_finished()]
+            ended = ended.then(downstream.train_downstream(then, pretrained, self.parallel))
+        unwanted = self.no_speed or self.only or ended.is_busy  # another process takes the cores
+        wanted = self.speed or not (unwanted or speed.is_measured(comparison))
+        if not ended.stopped and wanted and not speed.measure_all(comparison):
+            return runs.Ended(ended.failures, stopped=True)
+        return ended
 
     def _submit(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, typed: list[str]) -> int:
         """Submits the runs that are not finished as an array, a task each; returns the exit code."""

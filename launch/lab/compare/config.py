@@ -19,24 +19,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import functools
-import operator
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
-from matmix.launch.many.planned import PlannedRun
+from matmix.launch.many.planned import PlannedRun, of_seed
 from matmix.model.config import NO_MIXER, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.convolutions.short import Convolution
-from matmix.train.arguments import field_names, key_types, parse_arguments, unknown_key
+from matmix.train.arguments import field_names, parse_arguments, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
 from matmix.train.recipe import config_from_dict, merged, plain
@@ -58,25 +56,25 @@ def missing_controls(models: Sequence[ModelConfig]) -> dict[Control, dict[str, A
     """Name -> overrides of the controls that a comparison of these models lacks: "convolution only" where any of them
     has a mixer with a convolution in front, whose options it takes."""
     present = {control_of(model) for model in models}
-    found: dict[Control, dict[str, Any]] = {}
+    missing: dict[Control, dict[str, Any]] = {}
     if "no mixer" not in present:
-        found["no mixer"] = {"model": {"layers": [NO_MIXER]}}
+        missing["no mixer"] = {"model": {"layers": [NO_MIXER]}}
     if "convolution only" not in present and (fronts := list(_fronts(models))):
         options = next((values for values in fronts if values is not None), {})
-        found["convolution only"] = {"model": {"layers": [Convolution.name], "mixers": {Convolution.name: options}}}
-    return found
+        missing["convolution only"] = {"model": {"layers": [Convolution.name], "mixers": {Convolution.name: options}}}
+    return missing
 
 
 def _fronts(models: Sequence[ModelConfig]) -> Iterable[dict[str, Any] | None]:
     """For each mixer with a convolution in front the options that the control takes from it; None where it cannot: of a
     causal one in an encoder, or a wider one than it knows."""
-    names = [field.name for field in dataclasses.fields(Convolution.Config)]
     for model in models:
         for name in model.mixer_names():
             given = model.mixer_config(name)
             if not MIXERS[name].has_convolution(given):
                 continue
-            options = {key: getattr(given, key) for key in names if hasattr(given, key)}
+            keys = (field.name for field in dataclasses.fields(Convolution.Config))
+            options = {key: getattr(given, key) for key in keys if hasattr(given, key)}
             try:
                 Convolution.check(model.d_model, Convolution.Config(**options))
             except ValueError:
@@ -85,24 +83,53 @@ def _fronts(models: Sequence[ModelConfig]) -> Iterable[dict[str, Any] | None]:
                 yield options if model.mixer_is_causal(name) == model.causal else None
 
 
+# -- what the command line gives --------------------------------------------------------------------------------------
+
 Key = tuple[str, ...]
 """The names of nested tables down to a value."""
 _SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float, "controls": bool}
-PREFIX = "--comparison."
 
 
 def given_values(words: Sequence[str]) -> dict[Key, Any]:
     """Path of each key that is given -> its value, of the right type. Raises ValueError (one line)."""
-    paths = list(dict.fromkeys(_path(word) for word in words if word.startswith("--")))
     if not words:
         return {}
-    values = dataclasses.asdict(
-        parse_arguments(_only_given(paths), list(words), prog="matmix compare RECIPE")  # type: ignore[type-var]
-    )
-    return {path: plain(functools.reduce(operator.getitem, path, values)) for path in paths}
+    keys = dict.fromkeys(word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--"))
+    for key in keys:
+        table, _, name = key.partition(".")
+        if table == "comparison" and name not in _SETTINGS:
+            raise ValueError(f"--{key}: of [comparison], {', '.join(_SETTINGS)} can be given; the rest is the recipe's")
+        if table != "comparison" and key not in field_names(RunConfig):
+            raise unknown_key(key, RunConfig, "command line")
+    paths = [tuple(key.split(".")) for key in keys]
+    hints = {**typing.get_type_hints(RunConfig), "comparison": _SETTINGS}
+    read = dataclasses.asdict(parse_arguments(_only(hints, paths), list(words), prog="matmix compare RECIPE"))
+    values = {}
+    for path in paths:
+        value = read
+        for name in path:
+            value = value[name if name in value else f"{name}_"]
+        values[path] = plain(value)
+    return values
 
 
-def put(table: dict[str, Any], path: Key, value: Any) -> None:
+def _only(hints: Mapping[str, Any], paths: Sequence[Key]) -> type:
+    """A config class that has these keys only, so that their values are read without checks of what they go with."""
+    fields = []
+    for key in dict.fromkeys(path[0] for path in paths):
+        name = key if key in hints else f"{key}_"
+        hint, inner = hints[name], [path[1:] for path in paths if path[0] == key]
+        if dataclasses.is_dataclass(hint):
+            hint = typing.get_type_hints(hint, include_extras=True)
+        if isinstance(hint, Mapping):
+            if () in inner:
+                raise ValueError(f"command line: {key} is a table; give its keys one by one, as in --{key}.KEY VALUE")
+            hint = _only(hint, inner)
+        fields.append((name, hint))
+    return dataclasses.make_dataclass("Given", fields, frozen=True, kw_only=True)
+
+
+def _put(table: dict[str, Any], path: Key, value: Any) -> None:
     """Sets a key of nested tables."""
     for part in path[:-1]:
         if not isinstance(table.get(part), dict):  # what else is there is refused by whoever reads it
@@ -111,7 +138,7 @@ def put(table: dict[str, Any], path: Key, value: Any) -> None:
     table[path[-1]] = copy.deepcopy(value)
 
 
-def remove(table: dict[str, Any], path: Key) -> None:
+def _remove(table: dict[str, Any], path: Key) -> None:
     """Removes a key of nested tables, if it is there."""
     for part in path[:-1]:
         table = table.get(part, {})
@@ -120,58 +147,34 @@ def remove(table: dict[str, Any], path: Key) -> None:
     table.pop(path[-1], None)
 
 
-def _path(word: str) -> Key:
-    key = word[2:].split("=", 1)[0].replace("-", "_")
-    if word.startswith(PREFIX):
-        name = key.removeprefix("comparison.")
-        if name not in _SETTINGS:
-            raise ValueError(f"--{key}: of [comparison], {', '.join(_SETTINGS)} can be given; the rest is the recipe's")
-    elif key not in field_names(RunConfig):
-        raise unknown_key(key, RunConfig, "command line")
-    return tuple(key.split("."))
-
-
-def _only_given(paths: Sequence[Key]) -> type:
-    """A config class that has these keys only, so that their values are read without checks of what they go with."""
-    hints = {**typing.get_type_hints(RunConfig), "comparison": _SETTINGS}
-    return _table("Given", hints, paths)
-
-
-def _table(name: str, hints: Mapping[str, Any], paths: Sequence[Key]) -> type:
-    fields = []
-    for key in dict.fromkeys(path[0] for path in paths):
-        hint, inner = hints[key], [path[1:] for path in paths if path[0] == key]
-        if isinstance(hint, Mapping) or dataclasses.is_dataclass(hint):
-            if () in inner:
-                raise ValueError(f"command line: {key} is a table; give its keys one by one, as in --{key}.KEY VALUE")
-            hint = _table(key, hint if isinstance(hint, Mapping) else key_types(hint), inner)
-        fields.append((key, hint))
-    return dataclasses.make_dataclass(name, fields, frozen=True, kw_only=True)
-
+# -- the table [comparison] -------------------------------------------------------------------------------------------
 
 # What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 FINETUNED = "finetune"
 """The folder of the fine-tunings."""
-OWN_FOLDERS = ("report", "launch", "logs", FINETUNED)
-OWN_FILES = ("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp")
+_OWN = (
+    *("report", "launch", "logs", FINETUNED),
+    *("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EntryConfig:
-    """One of the models that are compared."""
+class RowConfig:
+    """One of the models that are compared, an "entry"; or of the settings, such as tasks or data, in which all of them
+    are, a "variant"."""
 
-    kind: ClassVar[str] = "entry"
+    kind: Literal["entry", "variant"] = "entry"
     name: str
     """What the table calls it; also the name of its folder, with - for what is not a letter, digit or one of . _ +"""
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[str, Any]
     """All other keys of the table: what it has in place of the recipe's values, nested as in the recipe."""
 
     def __post_init__(self) -> None:
         where = f"comparison.{self.kind}"
         require(bool(self.folder), f"{where}: name = {self.name!r} holds no letter or digit for a folder")
         require(
-            self.folder.lower() not in (*OWN_FOLDERS, *OWN_FILES),
+            self.folder.lower() not in _OWN,
             f'{where}: the name "{self.name}" is taken by a file of the comparison itself; use another',
         )
         for key, reason in _NOT_AN_ENTRYS.items():
@@ -180,13 +183,6 @@ class EntryConfig:
     @property
     def folder(self) -> str:
         return re.sub(r"[^A-Za-z0-9._+]+", "-", self.name).strip("-.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class VariantConfig(EntryConfig):
-    """One of the settings, such as tasks or data, in which all models are compared."""
-
-    kind: ClassVar[str] = "variant"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,33 +199,32 @@ class ComparisonConfig:
     controls: bool = True
     """The controls "no mixer" and, where an entry has a convolution in front of its mixers, "convolution only" are
     entries too, unless one of the recipe's own is that control."""
-    entry: tuple[EntryConfig, ...] = ()
+    entry: tuple[RowConfig, ...] = ()
     """What is compared."""
-    variant: tuple[VariantConfig, ...] = ()
+    variant: tuple[RowConfig, ...] = ()
     """Every entry is trained on each of them, with a table each; none = the recipe as it is."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.seeds) and all(type(seed) is int and seed >= 0 for seed in self.seeds),
-            f"comparison.seeds should be a list of integers >= 0, got {list(self.seeds)}",
-        )
-        require(len(set(self.seeds)) == len(self.seeds), f"comparison.seeds has a seed twice: {list(self.seeds)}")
-        require(
-            type(self.parameters) is int and self.parameters >= 0,
-            f"comparison.parameters should be an integer >= 0, got {self.parameters!r}",
-        )
-        require(
-            isinstance(self.tolerance, int | float) and 0 < self.tolerance < 1,
-            f"comparison.tolerance should be a number between 0 and 1, got {self.tolerance!r}",
-        )
-        require(type(self.controls) is bool, f"comparison.controls should be true or false, got {self.controls!r}")
+        seeds = self.seeds if isinstance(self.seeds, list | tuple) else ()
+        checks = {
+            "seeds": (seeds and all(type(seed) is int and seed >= 0 for seed in seeds), "a list of integers >= 0"),
+            "parameters": (type(self.parameters) is int and self.parameters >= 0, "an integer >= 0"),
+            "tolerance": (
+                isinstance(self.tolerance, int | float) and 0 < self.tolerance < 1,
+                "a number between 0 and 1",
+            ),
+            "controls": (type(self.controls) is bool, "true or false"),
+        }
+        for name, (is_fine, what) in checks.items():
+            require(is_fine, f"comparison.{name} should be {what}, got {plain(getattr(self, name))!r}")
+        require(len(set(seeds)) == len(seeds), f"comparison.seeds has a seed twice: {list(seeds)}")
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
-        for rows, kind in ((self.entry, "entries"), (self.variant, "variants")):
+        for rows in (self.entry, self.variant):
             folders = [row.folder.lower() for row in rows]
             for row in rows:
                 require(
                     folders.count(row.folder.lower()) == 1,
-                    f'comparison.{row.kind}: two {kind} would share the folder "{row.folder}"; give them other names',
+                    f'comparison.{row.kind}: two would share the folder "{row.folder}"; give them other names',
                 )
 
 
@@ -273,7 +268,7 @@ class Comparison:
     settings: ComparisonConfig
     entries: tuple[Entry, ...]
     """All of the first variant, then all of the next."""
-    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    recipe: Mapping[str, Any]
     """The recipe with the overrides in it."""
 
     def by_variant(self) -> list[Comparison]:
@@ -296,7 +291,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     if "comparison" not in values:
         raise ValueError(f"{path} has no table [comparison]: it is a plain recipe, for matmix train")
     require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
-    rows = _check_table(values["comparison"], where)
+    rows = _rows(values["comparison"], where)
     if path.parent == Path(recipe):
         values["run_dir"] = recipe  # it goes on where it lies, wherever it began
     given = given_values(overrides)
@@ -304,53 +299,28 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     if ("steps",) in given and ("epochs",) not in given:
         given[("epochs",)] = 0.0  # they stand in place of a recipe's
     for key, value in given.items():
-        put(values, key, value)
-        for row in rows:  # of entries and of variants
-            remove(row, key)
+        _put(values, key, value)
+        for row in rows:
+            _remove(row, key)
     if overrides:
         where = f"{path} with {' '.join(overrides)}"
-    settings = _settings(values["comparison"], where)
-    require(
-        not (settings.parameters and ("model", "d_model") in given),
-        f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
-        "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
-    )
-    plain = {key: value for key, value in values.items() if key != "comparison"}
-    entries = _entries(plain, settings, settings.entry, where)
-    if settings.controls:
-        missing = missing_controls([entry.config.model for entry in entries])
-        rows = tuple(EntryConfig(name=name, overrides=overrides) for name, overrides in missing.items())
-        try:
-            settings = dataclasses.replace(settings, entry=(*settings.entry, *rows))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}, or leave out the controls (comparison.controls = false)") from None
-        entries = _entries(plain, settings, settings.entry, where)
+    own = {key: value for key, value in values.items() if key != "comparison"}
+    try:
+        settings = _settings(values["comparison"])
+        require(
+            not (settings.parameters and ("model", "d_model") in given),
+            f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
+            "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
+        )
+        entries = _entries(own, settings)
+        if settings.controls:
+            settings = _with_controls(settings, entries)
+            entries = _entries(own, settings)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
     require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
     return Comparison(home=Path(run_dir), settings=settings, entries=entries, recipe=values)
-
-
-def _entries(
-    plain: Mapping[str, Any], settings: ComparisonConfig, rows: Sequence[EntryConfig], where: str
-) -> tuple[Entry, ...]:
-    """Every row in every variant; where both set a key, the row's value counts."""
-    found = []
-    for variant in settings.variant or (None,):
-        values = merged(plain, variant.overrides) if variant else plain
-        for row in rows:
-            folder, words = row.folder, f'{where}: entry "{row.name}"'
-            if variant:
-                folder, words = f"{folder}/{variant.folder}", f'{words}, variant "{variant.name}"'
-            config = config_from_dict(merged(values, row.overrides), words)
-            found.append(Entry(name=row.name, folder=folder, config=config, variant=variant.name if variant else ""))
-    return tuple(found)
-
-
-def keep_recipe(comparison: Comparison) -> None:
-    """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
-    comparison.home.mkdir(parents=True, exist_ok=True)
-    values = {**comparison.recipe, "run_dir": str(comparison.home)}
-    write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 
 def _find(recipe: str) -> Path:
@@ -365,40 +335,62 @@ def _find(recipe: str) -> Path:
         raise FileNotFoundError(f"{folder} is not the folder of a comparison: it has no comparison.toml") from None
 
 
-def _check_table(table: Any, where: str) -> list[dict[str, Any]]:
-    """The rows of entries and variants, once it is clear that the table has the right shape."""
+def _rows(table: Any, where: str) -> list[dict[str, Any]]:
+    """The rows of entries and of variants, once it is clear that the table has the right shape."""
     require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
     for key in table:
-        if key not in {field.name for field in dataclasses.fields(ComparisonConfig)}:
+        if key not in ComparisonConfig.__slots__:
             raise unknown_key(key, ComparisonConfig, f"{where}: [comparison]")
-    found = []
     for kind in ("entry", "variant"):
         rows = table.get(kind, [])
         require(
             isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
             f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}",
         )
-        found += rows
-    return found
+    return [*table.get("entry", []), *table.get("variant", [])]
 
 
-def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
+def _settings(table: Mapping[str, Any]) -> ComparisonConfig:
+    named: dict[str, tuple[RowConfig, ...]] = {}
+    for kind in ("entry", "variant"):
+        rows = []
+        for number, row in enumerate(table.get(kind, []), 1):
+            name, overrides = row.get("name"), {key: row[key] for key in row if key != "name"}
+            require(isinstance(name, str), f"comparison.{kind} number {number} has no name, which should be a string")
+            rows.append(RowConfig(kind=kind, name=name, overrides=overrides))
+        named[kind] = tuple(rows)
     seeds = table.get("seeds", [0, 1, 2])
-    require(isinstance(seeds, list), f"{where}: comparison.seeds should be a list of integers, got {seeds!r}")
+    return ComparisonConfig(**{**table, **named, "seeds": tuple(seeds) if isinstance(seeds, list) else seeds})
+
+
+def _with_controls(settings: ComparisonConfig, entries: Sequence[Entry]) -> ComparisonConfig:
+    missing = missing_controls([entry.config.model for entry in entries])
+    rows = tuple(RowConfig(name=name, overrides=overrides) for name, overrides in missing.items())
     try:
-        rows = {kind.kind: _named_rows(table.get(kind.kind, []), kind) for kind in (EntryConfig, VariantConfig)}
-        return ComparisonConfig(**{**table, "seeds": tuple(seeds), **rows})
+        return dataclasses.replace(settings, entry=(*settings.entry, *rows))
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{error}, or leave out the controls (comparison.controls = false)") from None
 
 
-def _named_rows(rows: Sequence[Mapping[str, Any]], kind: type[EntryConfig]) -> tuple[EntryConfig, ...]:
-    found = []
-    for number, row in enumerate(rows, 1):
-        name = row.get("name")
-        require(isinstance(name, str), f"comparison.{kind.kind} number {number} has no name, which should be a string")
-        found.append(kind(name=name, overrides={key: row[key] for key in row if key != "name"}))
-    return tuple(found)
+def _entries(own: Mapping[str, Any], settings: ComparisonConfig) -> tuple[Entry, ...]:
+    """Every entry in every variant; where both set a key, the entry's value counts. own: the recipe's values."""
+    entries = []
+    for variant in settings.variant or (None,):
+        values = merged(own, variant.overrides) if variant else own
+        for row in settings.entry:
+            folder, words = row.folder, f'entry "{row.name}"'
+            if variant:
+                folder, words = f"{folder}/{variant.folder}", f'{words}, variant "{variant.name}"'
+            config = config_from_dict(merged(values, row.overrides), words)
+            entries.append(Entry(name=row.name, folder=folder, config=config, variant=variant.name if variant else ""))
+    return tuple(entries)
+
+
+def keep_recipe(comparison: Comparison) -> None:
+    """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
+    comparison.home.mkdir(parents=True, exist_ok=True)
+    values = {**comparison.recipe, "run_dir": str(comparison.home)}
+    write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 
 def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRun]:
@@ -406,23 +398,16 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRu
 
     only: names of entries and of variants to which they are restricted. Raises ValueError for others.
     """
-    entries = {entry.name for entry in comparison.entries}
-    variants = {entry.variant for entry in comparison.entries}
+    entries, variants = ({getattr(entry, kind) for entry in comparison.entries} for kind in ("name", "variant"))
+    known = sorted(entries | variants - {""})
     for name in only:
-        if name not in entries | variants:
-            known = sorted(entries | variants - {""})
+        if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
             raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
     entries, variants = entries & set(only) or entries, variants & set(only) or variants
     return [
-        PlannedRun(
-            entry=entry.title,
-            seed=seed,
-            config=dataclasses.replace(
-                entry.config, seed=seed, run_dir=str(comparison.home / entry.folder / f"seed-{seed}")
-            ),
-        )
+        PlannedRun(entry=entry.title, seed=seed, config=of_seed(entry.config, seed, comparison.home / entry.folder))
         for seed in comparison.settings.seeds
         for entry in comparison.entries
         if entry.name in entries and entry.variant in variants

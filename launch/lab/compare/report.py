@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_of
-from matmix.launch.lab.compare.downstream import (
-    Finetuned,
-    ScoreColumn,
-    Scores,
-    kept_downstream,
-    score_columns,
-    scores_of,
-)
+from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, score_columns, scores_of
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
 from matmix.launch.many.planned import PlannedRun, other_settings
 from matmix.launch.many.runs import training_records
-from matmix.launch.many.scores import markdown, mean_in_words, metric_in_words, spread
+from matmix.launch.many.scores import csv_of, markdown, mean_in_words, metric_in_words, spread, write_tables
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.tasks import unit_of
@@ -37,23 +27,17 @@ from matmix.train.words import short_number
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """One run."""
+    """One run as it stands."""
 
     seed: int
     state: Literal["finished", "unfinished", "missing", "other settings"]
-    validation: dict[str, float]
-    """Metrics of the last step; {} unless finished."""
-    curve: list[tuple[int, float]]
-    """(step, training loss) of each record; [] of a run with other settings."""
-    others: str = ""
+    """One with other settings has no numbers here: they belong to another comparison."""
+    others: str
     """In which settings it differs from what is compared here."""
-    finetuned: Scores = dataclasses.field(default_factory=dict)
-    """Its scores on tasks, those of each of its fine-tunings."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """All that is known of it; of scores on tasks the mean over its fine-tunings."""
-        return {**self.validation, **{name: fmean(values) for name, values in self.finetuned.items()}}
+    values: Mapping[str, Sequence[float]]
+    """Metric -> its value in the last step, score on a task -> those of all fine-tunings; {} unless finished."""
+    curve: Sequence[tuple[int, float]]
+    """(step, training loss) of each record."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,20 +46,21 @@ class EntryResult:
 
     entry: Entry
     runs: list[RunResult]
-    tokens_per_second: float | None
-    peak_bytes: float | None
+    speed: Mapping[str, Any]
+    """Its row in speed.json; {} where it was not measured."""
 
     def values(self, metric: str) -> list[float]:
         """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
-        found = []
-        for run in self.runs:
-            found += run.finetuned.get(metric, [run.validation[metric]] if metric in run.validation else [])
-        return found
+        return [value for run in self.runs for value in run.values.get(metric, ())]
 
     def mean(self, metric: str) -> float | None:
         """Its mean over seeds; None where no finished run has it."""
-        found = spread(self.values(metric))
-        return None if found is None else found.mean
+        values = self.values(metric)
+        return fmean(values) if values else None
+
+    def words(self, metric: str, digits: int, scale: float = 1) -> str:
+        """Its mean and deviation over seeds."""
+        return mean_in_words(self.values(metric), digits, scale=scale)
 
     def ranked_loss(self) -> float | None:
         """Its mean loss, to sort by: NaN, from states that overflow on some text, is infinite and so the worst."""
@@ -87,244 +72,94 @@ class EntryResult:
         return all(run.state == "finished" for run in self.runs)
 
 
-def collect(comparison: Comparison) -> list[EntryResult]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What is known of a variant; without variants, of the comparison."""
+
+    comparison: Comparison
+    downstream: Sequence[Finetuned]
+    results: Sequence[EntryResult]
+
+    @functools.cached_property
+    def variant(self) -> str:
+        return self.comparison.entries[0].variant
+
+    @functools.cached_property
+    def metrics(self) -> list[str]:
+        """All metrics of the finished runs, in the order in which they are recorded."""
+        return list(dict.fromkeys(name for result in self.results for run in result.runs for name in run.values))
+
+    @functools.cached_property
+    def accuracies(self) -> dict[int, str]:
+        """Length as a multiple of the training length -> accuracy there, of generated tasks; {} for what is no such
+        task, where chance is not known."""
+        if "chance_accuracy" not in self.metrics:
+            return {}
+        matches = filter(None, (re.fullmatch(r"accuracy(?:_x(\d+))?", name) for name in self.metrics))
+        return dict(sorted((int(match[1] or 1), match[0]) for match in matches))
+
+    @functools.cached_property
+    def positions(self) -> dict[str, str]:
+        """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
+        names = [name for name in self.metrics if name.startswith("position_loss/")]
+        bins = {name.removeprefix("position_loss/"): name for name in names}
+        return dict(sorted(bins.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
+
+    def gain(self, result: EntryResult) -> float | None:
+        """Mean loss of the control without mixers minus the entry's own; None of a control and where either is
+        missing."""
+        without = next((other.mean("loss") for other in self.results if other.entry.control == "no mixer"), None)
+        own = result.mean("loss")
+        return None if without is None or own is None or result.entry.control == "no mixer" else without - own
+
+
+def collect(comparison: Comparison) -> Part:
     """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
     last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
-    speeds = current_rows(comparison)
-    tasks, downstream = tasks_of(comparison), kept_downstream(comparison.home)
-    found = []
-    for entry in comparison.entries:
-        speed = speeds.get(entry.name, {})
-        result = EntryResult(
-            entry=entry,
-            runs=[read_run(task, downstream) for task in tasks if task.entry == entry.title],
-            tokens_per_second=speed.get("tokens_per_second"),
-            peak_bytes=speed.get("peak_bytes"),
-        )
-        found.append(result)
-    accuracies = accuracy_metrics(found).values()
+    speeds, downstream = current_rows(comparison), kept_downstream(comparison.home)
+    runs: dict[str, list[RunResult]] = {}
+    for task in tasks_of(comparison):
+        runs.setdefault(task.entry, []).append(read_run(task, downstream))
+    results = [
+        EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
+        for entry in comparison.entries
+    ]
+    part = Part(comparison=comparison, downstream=downstream, results=results)
+    accuracies = part.accuracies.values()
 
     def place(result: EntryResult) -> tuple[float, ...]:
         if not result.values("loss"):
             return (1.0,)
         return 0.0, *(-(result.mean(metric) or 0.0) for metric in accuracies), result.ranked_loss()
 
-    return sorted(found, key=place)
-
-
-def accuracy_metrics(results: Sequence[EntryResult]) -> dict[int, str]:
-    """Length as a multiple of the training length -> accuracy there, of generated tasks; {} for what is no such task,
-    where chance is not known."""
-    metrics = metrics_of(results)
-    if "chance_accuracy" not in metrics:
-        return {}
-    found = {int(match[1] or 1): match[0] for name in metrics if (match := re.fullmatch(r"accuracy(?:_x(\d+))?", name))}
-    return dict(sorted(found.items()))
-
-
-def position_metrics(results: Sequence[EntryResult]) -> dict[str, str]:
-    """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
-    names = [name for name in metrics_of(results) if name.startswith("position_loss/")]
-    found = {name.removeprefix("position_loss/"): name for name in names}
-    return dict(sorted(found.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
-
-
-def metrics_of(results: Sequence[EntryResult]) -> list[str]:
-    """All metrics of the finished runs, in the order in which they are recorded."""
-    return list(dict.fromkeys(name for result in results for run in result.runs for name in run.metrics))
-
-
-def gain_over_no_mixer(result: EntryResult, results: Sequence[EntryResult]) -> float | None:
-    """Mean loss of the control without mixers minus the entry's own; None of a control and where either is missing."""
-    without = next((other.mean("loss") for other in results if other.entry.control == "no mixer"), None)
-    own = result.mean("loss")
-    return None if without is None or own is None or result.entry.control == "no mixer" else without - own
-
-
-def unnamed_folders(comparison: Comparison) -> list[str]:
-    """Folders of runs that lie there and that the recipe does not name: other entries, other seeds."""
-    named = {task.run.path for task in tasks_of(comparison)}
-    depths = ("*/seed-*/config.toml", "*/*/seed-*/config.toml")
-    found = {path.parent for depth in depths for path in comparison.home.glob(depth)} - named
-    return sorted(str(path.relative_to(comparison.home)) for path in found)
+    results.sort(key=place)
+    return part
 
 
 def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
-    """A run as it stands, with its scores on tasks. One with other settings has no numbers here: they belong to another
-    comparison."""
+    """A run as it stands, with its scores on tasks."""
     if others := other_settings(task):
-        return RunResult(seed=task.seed, state="other settings", validation={}, curve=[], others=others)
-    finished = task.is_finished()
-    summary = task.run.read_summary() if finished else None
-    begun = (task.run.path / "metrics.jsonl").is_file()
-    return RunResult(
-        seed=task.seed,
-        state="finished" if finished else "unfinished" if begun else "missing",
-        validation={} if summary is None else summary["validation"],
-        curve=[
-            (record["step"], record["loss"])
-            for record in training_records(task.run.path / "metrics.jsonl")
-            if record["loss"] is not None  # every step of it was skipped
-        ],
-        finetuned=scores_of(task, downstream) if finished else {},
-    )
+        return RunResult(seed=task.seed, state="other settings", others=others, values={}, curve=[])
+    metrics, values = task.run.path / "metrics.jsonl", {}
+    state = "unfinished" if metrics.is_file() else "missing"
+    if task.is_finished():
+        state, validation = "finished", task.run.read_summary()["validation"]
+        values = {name: [value] for name, value in validation.items()} | scores_of(task, downstream)
+    # None is the loss of a record whose steps were all skipped.
+    curve = [(one["step"], one["loss"]) for one in training_records(metrics) if one["loss"] is not None]
+    return RunResult(seed=task.seed, state=state, others="", values=values, curve=curve)
 
 
-_SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
-_NAME_WIDTH = 26  # characters of a name on a line
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-_MARKS = 8  # of a curve
-_CONTROLS: dict[Control, dict[str, Any]] = {
-    "no mixer": {"color": "0.5", "marker": "x"},
-    "convolution only": {"color": "black", "marker": "+"},
-}
+# -- tables -----------------------------------------------------------------------------------------------------------
 
-Panel = tuple[Callable[..., None], int]
-"""What draws results into axes, and its width."""
-
-
-def picture(results: Sequence[Sequence[EntryResult]]) -> bytes:
-    """A PNG; results: those of each variant."""
-    rows = [_panels(found) for found in results]
-    widths = [width for _, width in max(rows, key=len)]
-    height = 1.8 + 0.34 * max(8, len(results[0]))
-    size = 2.6 * sum(widths), height * len(rows)
-    figure, grid = panels(size, len(rows), len(widths), width_ratios=widths)
-    names = [entry.name for entry in sorted((r.entry for r in results[0]), key=lambda e: (bool(e.control), e.name))]
-    for found, drawn, axes in zip(results, rows, grid, strict=True):
-        looks = [style(names.index(result.entry.name), result.entry.control) for result in found]
-        for (draw, _), one in zip(drawn, axes, strict=False):
-            draw(one, found, looks)
-        for one in axes[len(drawn) :]:
-            one.set_axis_off()
-        axes[0].set_title(found[0].entry.variant)
-    return png_of(figure)
-
-
-def _panels(results: Sequence[EntryResult]) -> list[Panel]:
-    panels: list[Panel] = [(_draw_accuracies if accuracy_metrics(results) else _draw_losses, 2), (_draw_curves, 3)]
-    return [*panels, (_draw_positions, 2)] if len(position_metrics(results)) > 1 else panels
-
-
-def _draw_losses(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
-    """Every seed and the mean."""
-    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
-        losses = spread(result.values("loss"))
-        if losses is not None:
-            axes.errorbar(losses.mean, place, xerr=losses.deviation, capsize=4, linestyle="", **look)
-            axes.plot(result.values("loss"), [place] * losses.count, "|", markersize=9, color=look["color"])
-    axes.set_yticks(range(len(results)), [_wrapped(result.entry.label) for result in results])
-    axes.set_ylim(len(results) - 0.5, -0.5)
-    axes.locator_params(axis="x", nbins=5)
-    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.set_xlabel(f"validation loss ({_unit(results)}):\nmean, standard deviation, each seed")
-
-
-def _draw_accuracies(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
-    """The mean over seeds at each length, and chance."""
-    lengths = accuracy_metrics(results)
-    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
-        found = {length: mean for length, metric in lengths.items() if (mean := result.mean(metric)) is not None}
-        accuracies = [100 * mean for mean in found.values()]
-        axes.plot(list(found), accuracies, **line(place, result, len(results)), **look)
-    chance = [value for result in results for value in result.values("chance_accuracy")]
-    axes.axhline(100 * sum(chance) / len(chance), color="0.5", linewidth=1, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(lengths), [f"{length}x" for length in lengths])
-    axes.set_ylim(-2, 102)
-    axes.set_xlabel("length, as a multiple of that in training\n(dotted: chance)")
-    axes.set_ylabel("accuracy (%), mean over seeds")
-
-
-def _draw_curves(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
-    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
-        if curve := mean_curve(result):
-            apart = max(1, len(curve) // _MARKS)
-            marks = (round(apart * place / len(results)) % apart, apart)  # not on top of each other
-            axes.plot(*zip(*curve, strict=True), **line(place, result, len(results)), markevery=marks, **look)
-            axes.lines[-1].set_label(_wrapped(label(result)))
-    axes.ticklabel_format(style="plain", useOffset=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"training loss ({_unit(results)}),\nrunning mean, over seeds")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, ncols=2)
-
-
-def _draw_positions(axes: Any, results: Sequence[EntryResult], looks: Sequence[dict[str, Any]]) -> None:
-    """The mean over seeds in each bin."""
-    bins = position_metrics(results)
-    for place, (result, look) in enumerate(zip(results, looks, strict=True)):
-        means = [(number, result.mean(metric)) for number, metric in enumerate(bins.values())]
-        if known := [(number, mean) for number, mean in means if mean is not None]:
-            axes.plot(*zip(*known, strict=True), **line(place, result, len(results)), **look)
-    axes.set_xticks(range(len(bins)), list(bins), rotation=45)
-    axes.set_xlabel("position in the document (tokens)")
-    axes.set_ylabel(f"validation loss ({_unit(results)}),\nmean over seeds")
-
-
-def _unit(results: Sequence[EntryResult]) -> str:
-    """Returns the unit of the loss."""
-    return results[0].entry.config.task().loss_metric.unit
-
-
-def style(place: int, control: Control | None = None) -> dict[str, Any]:
-    """Colour and marker: no two of the first 16 places are alike; controls have their own."""
-    from matplotlib import colormaps
-
-    if control is not None:
-        return {**_CONTROLS[control], "markersize": 5}
-    colours = colormaps["Dark2"].colors
-    return {
-        "color": colours[place % len(colours)],
-        "marker": _MARKERS[(place + place // len(colours)) % len(_MARKERS)],
-        "markersize": 5,
-    }
-
-
-def line(place: int, result: EntryResult, entries: int) -> dict[str, Any]:
-    """How a curve is drawn: the later ones thinner, so that those below them are seen; controls dashed, and dotted what
-    is not finished."""
-    return {
-        "linewidth": 3.2 - 2.2 * place / max(1, entries - 1),
-        "linestyle": ":" if not result.is_finished else "--" if result.entry.control else "-",
-    }
-
-
-def label(result: EntryResult) -> str:
-    """Returns the words of the legend; of runs that are not finished also how many are."""
-    name = result.entry.label
-    if result.is_finished:
-        return name
-    done = sum(run.state == "finished" for run in result.runs)
-    return f"{name} ({done} of {len(result.runs)} finished)"
-
-
-def mean_curve(result: EntryResult) -> list[tuple[int, float]]:
-    """(step, training loss): the mean over seeds at the steps that all begun runs recorded, then a running mean."""
-    curves = [dict(run.curve) for run in result.runs if run.curve]
-    if not curves:
-        return []
-    steps = sorted(set(curves[0]).intersection(*curves[1:]))
-    means = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
-    window = max(1, round(_SMOOTH * len(means)))
-    smooth = [sum(part) / len(part) for part in (means[max(0, i - window + 1) : i + 1] for i in range(len(means)))]
-    return list(zip(steps, smooth, strict=True))
-
-
-def _wrapped(name: str) -> str:
-    return textwrap.fill(name.replace("$", r"\$"), _NAME_WIDTH)
-
-
-Row = TypeVar("Row")
 Columns = dict[str, Callable[[EntryResult], str]]
 """Heading of a column -> what it says of an entry."""
 
 
 def plan_text(comparison: Comparison) -> str:
     """Returns lines that tell what would be trained: widths, parameters, cost."""
-    parts = comparison.by_variant()
-    sections = [_plan_of_variant(part) for part in parts]
-    seeds = comparison.settings.seeds
+    parts, seeds = comparison.by_variant(), comparison.settings.seeds
+    sections = [_plan_of_variant(part.entries) for part in parts]
     counts = [_count(len(parts[0].entries), "entry", "entries")]
     if parts[0].entries[0].variant:
         counts.append(_count(len(parts), "variant", "variants"))
@@ -333,199 +168,162 @@ def plan_text(comparison: Comparison) -> str:
     return "\n\n".join([*sections, f"{' x '.join(counts)}\nruns in {comparison.home}"])
 
 
-def write_report(comparison: Comparison) -> str:
-    """Writes table and picture of what there is; returns the text to be shown.
-
-    A report that is there stays where no run is finished: an empty one would say less.
-    """
-    parts = comparison.by_variant()
-    results = [collect(part) for part in parts]
-    folder = comparison.home / "report"
-    text = report_text(comparison, parts, results)
-    files = folder / "table.md", folder / "table.csv", folder / "plot.png"
-    if not any(result.values("loss") for found in results for result in found) and files[0].is_file():
-        return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, content in zip(files, (text + "\n", table_csv(results), picture(results)), strict=True):
-        write_atomic(path, content)
-    return f"{text}\n\n{', '.join(map(str, files))}"
-
-
-def report_text(comparison: Comparison, parts: Sequence[Comparison], results: Sequence[Sequence[EntryResult]]) -> str:
-    """All tables in Markdown: with variants first a summary, then one for each."""
-    tables = [table_text(part, found, is_first=part is parts[0]) for part, found in zip(parts, results, strict=True)]
-    if parts[0].entries[0].variant:
-        named = [f"## {part.entries[0].variant}\n\n{table}" for part, table in zip(parts, tables, strict=True)]
-        tables = [summary_text(parts, results), *named]
-    if folders := unnamed_folders(comparison):
-        tables[-1] += f"\nAlso in {comparison.home}, but not in the recipe: {', '.join(folders)}."
-    return "\n\n".join(tables)
-
-
-def table_text(comparison: Comparison, results: Sequence[EntryResult], *, is_first: bool = True) -> str:
-    """The table of a variant, with what is to be known about its numbers. Speed is measured in the first one."""
-    accuracies = accuracy_metrics(results)
-    columns: Columns = {
-        "entry": lambda result: result.entry.label,
-        "parameters": lambda result: f"{result.entry.parameters:,}",
-        "d_model": lambda result: str(result.entry.config.model.d_model),
-        **_accuracy_columns(accuracies),
-        "validation loss": lambda result: _mean(result, "loss", 4),
-    }
-    if not accuracies:
-        columns |= _language_columns(results)
-    downstream = kept_downstream(comparison.home)
-    scores = score_columns(downstream)
-    columns |= {**_downstream_columns(results, scores), "n": _runs}
-    unit = unit_of(comparison.entries[0].config.objective.name)
-    columns |= {
-        f"{unit}/s": lambda result: "" if result.tokens_per_second is None else f"{result.tokens_per_second:,.0f}",
-        "peak memory (MiB)": lambda result: "" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:,.0f}",
-    }
-    speeds = speed_words(comparison) if is_first or current_rows(comparison) else []
-    if not speeds:
-        del columns[f"{unit}/s"], columns["peak memory (MiB)"]
-    several = any(len(result.values("loss")) > 1 for result in results)
-    about = f"oss in nats per {unit[:-1]}."
-    about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
-    lines = [_table(columns, results), "", about]
-    if accuracies:
-        chance = fmean(value for result in results for value in result.values("chance_accuracy"))
-        lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
-    for one in downstream:
-        if any(column.heading in columns for column in one.columns):
-            lines += one.words(tasks_of(comparison))
-    lines += [*speeds, *words_on_differences(comparison.entries)]
-    runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
-    if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
-        lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
-    if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.validation or run.others)]:
-        lines.append(f"Not finished: {', '.join(open_runs)}.")
-    return "\n".join([*lines, *_lines_on_missing_scores(runs, scores)])
-
-
-def summary_text(parts: Sequence[Comparison], results: Sequence[Sequence[EntryResult]]) -> str:
-    """A row for each entry over all variants: accuracy at the training length and at the longest, or the loss and its
-    distance from no mixer. The best on average first, those that lack a variant last."""
-    columns: dict[str, Callable[[str], str]] = {"entry": lambda name: labels[name]}
-    labels = {entry.name: entry.label for entry in parts[0].entries}
-    merits: dict[str, list[float]] = {name: [] for name in labels}
-    for part, found in zip(parts, results, strict=True):
-        variant, by_name = part.entries[0].variant, {result.entry.name: result for result in found}
-        accuracies = accuracy_metrics(found)
-        own = {"loss": lambda result: _mean(result, "loss", 4), **_gain_column(found)}
-        if accuracies:
-            own = _accuracy_columns({length: accuracies[length] for length in sorted({1, max(accuracies)})})
-        for heading, cell in own.items():
-            columns[f"{variant}: {heading}"] = lambda name, cell=cell, by_name=by_name: cell(by_name[name])
-        for name, result in by_name.items():
-            if result.values("loss"):
-                merits[name].append(result.mean("accuracy") if accuracies else -result.ranked_loss())
-
-    def place(name: str) -> tuple[int, float]:
-        return -len(merits[name]), -fmean(merits[name] or [0.0])
-
-    return _table(columns, sorted(labels, key=place))
-
-
-def table_csv(results: Sequence[Sequence[EntryResult]]) -> str:
-    """The same of all variants, unrounded, with all metrics and each seed's own values."""
-    metrics = list(dict.fromkeys(["loss", *metrics_of([result for found in results for result in found])]))
-    rows = []
-    for found in results:
-        for result in found:
-            entry, model = result.entry, result.entry.config.model
-            row = {"entry": entry.name, "variant": entry.variant, "control": entry.control}
-            row |= {"parameters": entry.parameters, "d_model": model.d_model}
-            row["headdim"] = _headdims(model).replace(",", "")
-            for name in metrics:
-                over = spread(result.values(name))
-                row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
-            row |= {"gain_over_no_mixer": gain_over_no_mixer(result, found), "n": len(result.values("loss"))}
-            row |= {"tokens_per_second": result.tokens_per_second, "peak_bytes": result.peak_bytes}
-            row |= {f"{name}_seed_{run.seed}": run.metrics.get(name) for name in metrics for run in result.runs}
-            rows.append(row)
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _table(columns: dict[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:
-    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
-
-
-def _plan_of_variant(comparison: Comparison) -> str:
-    rows = []
-    for entry in comparison.entries:
-        config = entry.config
-        flops = config.task().flops(config.model, config.data.seqlen)
-        heads = changed_headdims(entry) or _headdims(config.model)
-        deviation = f"{entry.parameters / entry.target - 1:+.2%}"
-        rows.append(
-            [entry.label, str(config.model.d_model), heads, f"{entry.parameters:,}", deviation, short_number(flops)]
-        )
-    config = comparison.entries[0].config
+def _plan_of_variant(entries: Sequence[Entry]) -> str:
+    config = entries[0].config
     task = config.task()
-    columns = ["entry", "d_model", "headdim", "parameters", "off by", f"forward FLOPs per {task.unit[:-1]}"]
+    rows = []
+    for entry in entries:
+        model = entry.config.model
+        heads = changed_headdims(entry) or _headdims(model)
+        flops = entry.config.task().flops(model, entry.config.data.seqlen)
+        sizes = [f"{entry.parameters:,}", f"{entry.parameters / entry.target - 1:+.2%}", short_number(flops)]
+        rows.append([entry.label, str(model.d_model), heads, *sizes])
+    headings = ["entry", "d_model", "headdim", "parameters", "off by", f"forward FLOPs per {task.unit[:-1]}"]
     units = config.steps * config.global_batch_size * task.units(config.data.seqlen)
     batch = f"{config.global_batch_size:,} {task.unit}"
     if task.unit == "tokens":
         batch = f"{config.global_batch_size:,} sequences of {config.data.seqlen:,} tokens"
     steps = f"{_count(config.steps, 'step', 'steps')} of {batch} each, {short_number(units)} {task.unit} a run"
-    return "\n".join([markdown(columns, rows), "", steps, *words_on_differences(comparison.entries)])
+    return "\n".join([markdown(headings, rows), "", steps, *words_on_differences(entries)])
 
 
-def _accuracy_columns(accuracies: dict[int, str]) -> Columns:
+def write_report(comparison: Comparison) -> str:
+    """Writes table and picture of what there is; returns the text to be shown. A report that is there stays where no
+    run is finished."""
+    parts = [collect(part) for part in comparison.by_variant()]
+    files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
+    is_empty = not any(result.values("loss") for part in parts for result in part.results)
+    return write_tables(comparison.home / "report", _report_text(comparison, parts), files, is_empty=is_empty)
+
+
+def _report_text(comparison: Comparison, parts: Sequence[Part]) -> str:
+    """All tables in Markdown: with variants first a summary, then one for each."""
+    tables = [table_text(part, is_first=part is parts[0]) for part in parts]
+    if parts[0].variant:
+        named = [f"## {part.variant}\n\n{table}" for part, table in zip(parts, tables, strict=True)]
+        tables = [summary_text(parts), *named]
+    home, named = comparison.home, {task.run.path for task in tasks_of(comparison)}
+    there = {path.parent for depth in ("*", "*/*") for path in home.glob(f"{depth}/seed-*/config.toml")}
+    if folders := sorted(str(path.relative_to(home)) for path in there - named):
+        tables[-1] += f"\nAlso in {home}, but not in the recipe: {', '.join(folders)}."
+    return "\n\n".join(tables)
+
+
+def table_text(part: Part, *, is_first: bool = True) -> str:
+    """The table of a variant, with what is to be known about its numbers. Speed is measured in the first one."""
+    comparison, results = part.comparison, part.results
+    unit, scores = unit_of(comparison.entries[0].config.objective.name), score_columns(part.downstream)
+    columns: Columns = {
+        "entry": lambda result: result.entry.label,
+        "parameters": lambda result: f"{result.entry.parameters:,}",
+        "d_model": lambda result: str(result.entry.config.model.d_model),
+        **_accuracy_columns(part.accuracies),
+        "validation loss": lambda result: result.words("loss", 4),
+    }
+    if not part.accuracies:
+        columns |= _language_columns(part)
+    for one in scores:
+        if one.key in part.metrics:
+            columns[one.heading] = lambda result, one=one: result.words(one.key, one.digits, one.scale)
+    columns["n"] = _runs
+    speeds = speed_words(comparison) if is_first or current_rows(comparison) else []
+    if speeds:
+        columns[f"{unit}/s"] = lambda result: _number(result.speed.get("tokens_per_second"))
+        columns["peak memory (MiB)"] = lambda result: _number(result.speed.get("peak_bytes"), 2**20)
+    several = any(len(result.values("loss")) > 1 for result in results)
+    about = f"oss in nats per {unit[:-1]}."
+    about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
+    lines = [_table(columns, results), "", about]
+    if part.accuracies:
+        chance = fmean(value for result in results for value in result.values("chance_accuracy"))
+        lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
+    for one in part.downstream:
+        if any(column.heading in columns for column in one.columns):
+            lines += one.lines(tasks_of(comparison))
+    lines += [*speeds, *words_on_differences(comparison.entries)]
+    runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
+    if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
+        lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
+    if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.values or run.others)]:
+        lines.append(f"Not finished: {', '.join(open_runs)}.")
+    lacking: dict[str, list[str]] = {}
+    for one in scores:
+        titles = [title for title, run in runs if run.values and len(run.values.get(one.key, ())) < one.runs]
+        if one.task and titles:
+            lacking.setdefault(", ".join(titles), []).append(one.task)
+    return "\n".join([*lines, *(f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items())])
+
+
+def summary_text(parts: Sequence[Part]) -> str:
+    """A row for each entry over all variants: accuracy at the training length and at the longest, or the loss and its
+    distance from no mixer. The best on average first, those that lack a variant last."""
+    headings = ["entry"]
+    rows = {entry.name: [entry.label] for entry in parts[0].comparison.entries}
+    merits: dict[str, list[float]] = {name: [] for name in rows}
+    for part in parts:
+        columns: Columns = {"loss": lambda result: result.words("loss", 4), **_gain_column(part)}
+        if part.accuracies:
+            columns = _accuracy_columns({one: part.accuracies[one] for one in sorted({1, max(part.accuracies)})})
+        headings += [f"{part.variant}: {heading}" for heading in columns]
+        for result in part.results:
+            rows[result.entry.name] += [cell(result) for cell in columns.values()]
+            if result.values("loss"):
+                merit = result.mean("accuracy") if part.accuracies else -result.ranked_loss()
+                merits[result.entry.name].append(merit)
+    names = sorted(rows, key=lambda name: (-len(merits[name]), -fmean(merits[name] or [0.0])))
+    return markdown(headings, [rows[name] for name in names])
+
+
+def table_csv(parts: Sequence[Part]) -> str:
+    """The same of all variants, unrounded, with all metrics and each seed's own values."""
+    metrics = list(dict.fromkeys(["loss", *(name for part in parts for name in part.metrics)]))
+    return csv_of([_csv_row(part, result, metrics) for part in parts for result in part.results])
+
+
+def _csv_row(part: Part, result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
+    entry, model = result.entry, result.entry.config.model
+    row = {"entry": entry.name, "variant": entry.variant, "control": entry.control}
+    row |= {"parameters": entry.parameters, "d_model": model.d_model, "headdim": _headdims(model).replace(",", "")}
+    for name in metrics:
+        over = spread(result.values(name))
+        row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
+    row |= {"gain_over_no_mixer": part.gain(result), "n": len(result.values("loss"))}
+    row |= {name: result.speed.get(name) for name in ("tokens_per_second", "peak_bytes")}
+    for name in metrics:
+        each = {run.seed: run.values.get(name) for run in result.runs}
+        row |= {f"{name}_seed_{seed}": fmean(values) if values else None for seed, values in each.items()}
+    return row
+
+
+def _table(columns: Columns, results: Sequence[EntryResult]) -> str:
+    return markdown(list(columns), [[cell(result) for cell in columns.values()] for result in results])
+
+
+def _accuracy_columns(accuracies: Mapping[int, str]) -> Columns:
     return {
-        f"accuracy {length}x (%)": lambda result, metric=metric: _mean(result, metric, 1, scale=100)
+        f"accuracy {length}x (%)": lambda result, metric=metric: result.words(metric, 1, 100)
         for length, metric in accuracies.items()
     }
 
 
-def _language_columns(results: Sequence[EntryResult]) -> Columns:
+def _language_columns(part: Part) -> Columns:
     """Returns the columns of language models and encoders: their second measure, and what context bought."""
     columns: Columns = {}
-    metrics = results[0].entry.config.task().metrics[:1]
-    if any(result.entry.config.ema.decay for result in results):
+    metrics = part.comparison.entries[0].config.task().metrics[:1]
+    if any(entry.config.ema.decay for entry in part.comparison.entries):
         metrics = (*metrics, *averaged_metrics(metrics))
     for metric in metrics:
         columns[metric.heading] = lambda result, metric=metric: metric_in_words(result.values(metric.name), metric)
-    columns |= _gain_column(results)
-    if "context_gain" in metrics_of(results):
-        columns["context gain (nats)"] = lambda result: _mean(result, "context_gain", 3)
+    columns |= _gain_column(part)
+    if "context_gain" in part.metrics:
+        columns["context gain (nats)"] = lambda result: result.words("context_gain", 3)
     return columns
 
 
-def _downstream_columns(results: Sequence[EntryResult], scores: Sequence[ScoreColumn]) -> Columns:
-    """Returns the columns of encoders that have been fine-tuned: their scores on each task, and means over several."""
-    known = metrics_of(results)
-    return {
-        one.heading: functools.partial(_mean, metric=one.key, digits=one.digits, scale=one.scale)
-        for one in scores
-        if one.key in known
-    }
-
-
-def _lines_on_missing_scores(runs: Sequence[tuple[str, RunResult]], scores: Sequence[ScoreColumn]) -> list[str]:
-    """Which finished runs, by their titles, lack a score."""
-    tasks: dict[str, list[str]] = {}
-    for one in scores:
-        lacks = [title for title, run in runs if run.validation and len(run.finetuned.get(one.key, ())) < one.runs]
-        if one.task and lacks:
-            tasks.setdefault(", ".join(lacks), []).append(one.task)
-    return [f"Not fine-tuned on {', '.join(names)}: {titles}." for titles, names in tasks.items()]
-
-
-def _gain_column(results: Sequence[EntryResult]) -> Columns:
-    def cell(result: EntryResult) -> str:
-        gain = gain_over_no_mixer(result, results)
-        return "" if gain is None else f"{gain:.3f}"
-
-    if not any(result.entry.control == "no mixer" for result in results):
+def _gain_column(part: Part) -> Columns:
+    if not any(result.entry.control == "no mixer" for result in part.results):
         return {}
-    return {"gain over no mixer (nats)": cell}
+    return {"gain over no mixer (nats)": lambda result: "" if (gain := part.gain(result)) is None else f"{gain:.3f}"}
 
 
 def _runs(result: EntryResult) -> str:
@@ -533,8 +331,8 @@ def _runs(result: EntryResult) -> str:
     return f"{done}" if done == len(result.runs) else f"{done} of {len(result.runs)}"
 
 
-def _mean(result: EntryResult, metric: str, digits: int, *, scale: float = 1) -> str:
-    return mean_in_words(result.values(metric), digits, scale=scale)
+def _number(value: float | None, unit: float = 1) -> str:
+    return "" if value is None else f"{value / unit:,.0f}"
 
 
 def _headdims(model: ModelConfig) -> str:
@@ -543,3 +341,131 @@ def _headdims(model: ModelConfig) -> str:
 
 def _count(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
+
+
+# -- picture ----------------------------------------------------------------------------------------------------------
+
+_SMOOTH = 0.05  # share of the records over which the curves of the training loss are averaged
+_NAME_WIDTH = 26  # characters of a name on a line
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_MARKS = 8  # of a curve
+_CONTROLS: dict[Control | None, dict[str, Any]] = {
+    "no mixer": {"color": "0.5", "marker": "x"},
+    "convolution only": {"color": "black", "marker": "+"},
+}
+Looks = Sequence[dict[str, Any]]
+"""How each entry is drawn."""
+
+
+def picture(parts: Sequence[Part]) -> bytes:
+    """A PNG: a row of panels for each variant."""
+    entries = sorted(parts[0].comparison.entries, key=lambda entry: (bool(entry.control), entry.name))
+    names = [entry.name for entry in entries]
+    rows = []
+    for part in parts:
+        row = [(_draw_accuracies if part.accuracies else _draw_losses, 2), (_draw_curves, 3)]
+        rows.append([*row, (_draw_positions, 2)] if len(part.positions) > 1 else row)
+    widths = [width for _, width in max(rows, key=len)]
+    size = 2.6 * sum(widths), (1.8 + 0.34 * max(8, len(names))) * len(rows)
+    figure, grid = panels(size, len(rows), len(widths), width_ratios=widths)
+    for part, row, axes in zip(parts, rows, grid, strict=True):
+        for (draw, _), one in zip(row, axes, strict=False):
+            draw(one, part, looks(part, names))
+        for one in axes[len(row) :]:
+            one.set_axis_off()
+        axes[0].set_title(part.variant)
+    return png_of(figure)
+
+
+def looks(part: Part, names: Sequence[str]) -> Looks:
+    """Colour and marker by the place in `names`: no two of the first 16 are alike, and controls have their own. Later
+    curves are thinner, so that those below them are seen; controls dashed, and dotted what is not finished."""
+    from matplotlib import colormaps
+
+    colours, last, all_of = colormaps["Dark2"].colors, max(1, len(part.results) - 1), []
+    for rank, result in enumerate(part.results):
+        place, control = names.index(result.entry.name), result.entry.control
+        marker = _MARKERS[(place + place // len(colours)) % len(_MARKERS)]
+        look = {"color": colours[place % len(colours)], "marker": marker, **_CONTROLS.get(control, {})}
+        style = ":" if not result.is_finished else "--" if control else "-"
+        all_of.append({**look, "markersize": 5, "linewidth": 3.2 - 2.2 * rank / last, "linestyle": style})
+    return all_of
+
+
+def _draw_losses(axes: Any, part: Part, looks: Looks) -> None:
+    """Every seed and the mean."""
+    for place, (result, look) in enumerate(zip(part.results, looks, strict=True)):
+        losses = spread(result.values("loss"))
+        if losses is not None:
+            look = {**look, "linestyle": "", "linewidth": 1.5}
+            axes.errorbar(losses.mean, place, xerr=losses.deviation, capsize=4, **look)
+            axes.plot(result.values("loss"), [place] * losses.count, "|", markersize=9, color=look["color"])
+    axes.set_yticks(range(len(part.results)), [_wrapped(result.entry.label) for result in part.results])
+    axes.set_ylim(len(part.results) - 0.5, -0.5)
+    axes.locator_params(axis="x", nbins=5)
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.set_xlabel(f"validation loss ({_unit(part)}):\nmean, standard deviation, each seed")
+
+
+def _draw_accuracies(axes: Any, part: Part, looks: Looks) -> None:
+    """The mean over seeds at each length, and chance."""
+    for result, look in zip(part.results, looks, strict=True):
+        _plot_means(axes, {length: result.mean(metric) for length, metric in part.accuracies.items()}, look, 100)
+    chance = fmean(value for result in part.results for value in result.values("chance_accuracy"))
+    axes.axhline(100 * chance, color="0.5", linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(part.accuracies), [f"{length}x" for length in part.accuracies])
+    axes.set_ylim(-2, 102)
+    axes.set_xlabel("length, as a multiple of that in training\n(dotted: chance)")
+    axes.set_ylabel("accuracy (%), mean over seeds")
+
+
+def _draw_curves(axes: Any, part: Part, looks: Looks) -> None:
+    for place, (result, look) in enumerate(zip(part.results, looks, strict=True)):
+        if curve := mean_curve(result):
+            apart = max(1, len(curve) // _MARKS)
+            marks = (round(apart * place / len(part.results)) % apart, apart)  # not on top of each other
+            done = sum(run.state == "finished" for run in result.runs)
+            label = f"{result.entry.label} ({done} of {len(result.runs)} finished)"
+            label = _wrapped(result.entry.label if result.is_finished else label)
+            axes.plot(*zip(*curve, strict=True), markevery=marks, label=label, **look)
+    axes.ticklabel_format(style="plain", useOffset=False)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"training loss ({_unit(part)}),\nrunning mean, over seeds")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, ncols=2)
+
+
+def _draw_positions(axes: Any, part: Part, looks: Looks) -> None:
+    """The mean over seeds in each bin."""
+    for result, look in zip(part.results, looks, strict=True):
+        _plot_means(axes, dict(enumerate(map(result.mean, part.positions.values()))), look)
+    axes.set_xticks(range(len(part.positions)), list(part.positions), rotation=45)
+    axes.set_xlabel("position in the document (tokens)")
+    axes.set_ylabel(f"validation loss ({_unit(part)}),\nmean over seeds")
+
+
+def _plot_means(axes: Any, means: Mapping[int, float | None], look: dict[str, Any], scale: float = 1) -> None:
+    """Plots those that are known."""
+    known = {place: scale * mean for place, mean in means.items() if mean is not None}
+    axes.plot(list(known), list(known.values()), **look)
+
+
+def _unit(part: Part) -> str:
+    """Returns the unit of the loss."""
+    return part.comparison.entries[0].config.task().loss_metric.unit
+
+
+def mean_curve(result: EntryResult) -> list[tuple[int, float]]:
+    """(step, training loss): the mean over seeds at the steps that all begun runs recorded, then a running mean."""
+    curves = [dict(run.curve) for run in result.runs if run.curve]
+    if not curves:
+        return []
+    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    means = [fmean(curve[step] for curve in curves) for step in steps]
+    window = max(1, round(_SMOOTH * len(means)))
+    return [(step, fmean(means[max(0, place - window + 1) : place + 1])) for place, step in enumerate(steps)]
+
+
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name.replace("$", r"\$"), _NAME_WIDTH)

@@ -44,25 +44,30 @@ STEPS, SECONDS = 5, 1.0
 """Timed are at least so many steps, and as many as fit into this time."""
 _LOOK_SECONDS = 0.2
 
+Row = dict[str, Any]
+"""What speed.json says of an entry."""
 
-def measure(config: RunConfig) -> dict[str, Any]:
+
+# -- the process of one entry -----------------------------------------------------------------------------------------
+
+
+def measure(config: RunConfig) -> Row:
     """Tokens, or images, per second and peak bytes of this process's training steps of one micro-batch.
 
     Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
     before the model was made; None where the system does not tell.
     """
-    device = choose_device(config.device, 0)
+    device, peak = choose_device(config.device, 0), None
     times: list[float] = []
     if device.type == "cuda":
         times = timed_steps(config)
-        peak: int | None = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_allocated(device)
     else:
         warm = torch.randn(64, 64, requires_grad=True)
         (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
         try:
             peak = peak_memory(lambda: times.extend(timed_steps(config)))
         except FileNotFoundError:  # no /proc: not Linux
-            peak = None
             times = timed_steps(config)
     tokens = config.micro_batch(1) * config.task().units(config.data.seqlen)
     return {"tokens_per_second": tokens / statistics.median(times), "peak_bytes": peak, "steps": len(times)}
@@ -100,11 +105,20 @@ def fixed_batch(config: RunConfig) -> Batch:
     return batch
 
 
+def main() -> int:
+    """Measures the config of a file and prints the result as JSON."""
+    print(json.dumps(measure(load_config(sys.argv[1]))))
+    return 0
+
+
+# -- all entries ------------------------------------------------------------------------------------------------------
+
+
 def speed_path(home: Path) -> Path:
     return home / "speed.json"
 
 
-def read_speed(home: Path) -> dict[str, dict[str, Any]]:
+def read_speed(home: Path) -> dict[str, Row]:
     """Entry's name -> its row as `measure_all` wrote it; {} where there is nothing."""
     try:
         return dict(json.loads(speed_path(home).read_text(encoding="utf-8"))["entries"])
@@ -112,11 +126,19 @@ def read_speed(home: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def current_rows(comparison: Comparison) -> dict[str, dict[str, Any]]:
+def current_rows(comparison: Comparison) -> dict[str, Row]:
     """Entry's name -> its row, of the entries that were measured as they are now."""
-    found = read_speed(comparison.home)
-    rows = {entry.name: (found.get(entry.name, {}), fingerprint(entry)) for entry in comparison.entries}
-    return {name: row for name, (row, wanted) in rows.items() if row.get("fingerprint") == wanted}
+    rows = read_speed(comparison.home)
+    names = (one.name for one in comparison.entries if rows.get(one.name, {}).get("fingerprint") == fingerprint(one))
+    return {name: rows[name] for name in names}
+
+
+def fingerprint(entry: Entry) -> str:
+    """Changes with whatever the speed of an entry's training step depends on."""
+    values = config_to_dict(entry.config)
+    parts = [values["model"], values["engine"], values["device"], entry.config.micro_batch(1)]
+    parts += [values["data"]["seqlen"], values["data"]["packing"]]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_measured(comparison: Comparison) -> bool:
@@ -132,101 +154,42 @@ def measure_all(comparison: Comparison) -> bool:
     An entry whose process fails is told of and has no numbers. False where a signal stopped it: nothing is written.
     """
     comparison = comparison.by_variant()[0]
-    found: dict[str, list[dict[str, Any]]] = {entry.name: [] for entry in comparison.entries}
+    rounds: dict[str, list[Row]] = {entry.name: [] for entry in comparison.entries}
     load = []
     for number in range(1, ROUNDS + 1):
         load.append(round(os.getloadavg()[0], 2))
         for entry in comparison.entries:
-            if len(found[entry.name]) == number - 1:
-                recipe = comparison.home / entry.folder / "speed.toml"
-                recipe.parent.mkdir(parents=True, exist_ok=True)
-                write_config(entry.config, recipe)
-                result = _in_a_process(recipe)
-                if stop.received():
-                    return False
-                if isinstance(result, dict):
-                    found[entry.name].append(result)
-                else:
-                    logger.info(f"speed of {entry.name}: not measured: {result}")
+            if len(rounds[entry.name]) < number - 1:
+                continue  # it has failed before
+            recipe = comparison.home / entry.folder / "speed.toml"
+            recipe.parent.mkdir(parents=True, exist_ok=True)
+            write_config(entry.config, recipe)
+            result = _in_a_process(recipe)
+            if stop.received():
+                logger.info("speed: stopped, nothing is written")
+                return False
+            if isinstance(result, dict):
+                rounds[entry.name].append(result)
+            else:
+                logger.info(f"speed of {entry.name}: not measured: {result}")
         logger.info(f"speed: round {number} of {ROUNDS} done")
-    entries, machine = read_speed(comparison.home), _machine(comparison.entries[0])
+    rows, machine = read_speed(comparison.home), _machine(comparison.entries[0].config)
     for entry in comparison.entries:
-        rounds = found[entry.name]
-        entries[entry.name] = {
+        rows[entry.name] = {
             "fingerprint": fingerprint(entry),
             "of": _facts(entry),
             "on": {**machine, "load_before_each_round": load},
-            "rounds": rounds,
+            "rounds": rounds[entry.name],
         }
-        if len(rounds) == ROUNDS:
-            speeds, peaks = ([one[key] for one in rounds] for key in ("tokens_per_second", "peak_bytes"))
-            entries[entry.name] |= {
-                "tokens_per_second": statistics.median(speeds),
-                "peak_bytes": None if None in peaks else statistics.median(peaks),
-            }
-    write_atomic(speed_path(comparison.home), json.dumps({"entries": entries}, indent=1) + "\n")
+        if len(rounds[entry.name]) == ROUNDS:
+            for key in ("tokens_per_second", "peak_bytes"):
+                values = [one[key] for one in rounds[entry.name]]
+                rows[entry.name][key] = None if None in values else statistics.median(values)
+    write_atomic(speed_path(comparison.home), json.dumps({"entries": rows}, indent=1) + "\n")
     return True
 
 
-def speed_words(comparison: Comparison) -> list[str]:
-    """Where, when and how the speeds of a table were measured, in sentences."""
-    rows, unit = current_rows(comparison), unit_of(comparison.entries[0].config.objective.name)
-    sessions: dict[str, list[str]] = {}
-    for name, row in rows.items():
-        sessions.setdefault(json.dumps([row["of"]["micro_batch_size"], row["of"]["seqlen"], row["on"]]), []).append(
-            name
-        )
-    lines = []
-    for text, names in sessions.items():
-        micro, seqlen, on = json.loads(text)
-        batch = f"{micro} x {seqlen} tokens" if unit == "tokens" else f"{micro} {unit}"
-        where = on["environment"]
-        machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
-        whose = "Speed" if len(sessions) == 1 else f"Speed of {', '.join(names)}"
-        load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
-        busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
-        lines.append(
-            f"{whose}: training steps of {batch} side by side, median of {ROUNDS} rounds; {machine}, "
-            f"torch {where['torch']}, {where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
-        )
-    missing = [entry.name for entry in comparison.entries if entry.name not in rows]
-    if missing:
-        whose = f" of {', '.join(missing)}" if rows else ""
-        lines.append(f"Speed and memory{whose} were not measured as configured here (matmix compare RECIPE --speed).")
-    return lines
-
-
-def fingerprint(entry: Entry) -> str:
-    """Changes with whatever the speed of an entry's training step depends on."""
-    values = config_to_dict(entry.config)
-    parts = [values["model"], values["engine"], values["device"], entry.config.micro_batch(1)]
-    parts += [values["data"]["seqlen"], values["data"]["packing"]]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _facts(entry: Entry) -> dict[str, Any]:
-    """Tells the reader of the file what a measurement belongs to."""
-    config = entry.config
-    return {
-        "parameters": entry.parameters,
-        "d_model": config.model.d_model,
-        "layers": list(config.model.layers),
-        "micro_batch_size": config.micro_batch(1),
-        "seqlen": config.data.seqlen,
-        "precision": config.engine.precision,
-    }
-
-
-def _machine(entry: Entry) -> dict[str, Any]:
-    on_gpu = entry.config.device != "cpu" and torch.cuda.is_available()
-    return {
-        "environment": environment(entry.config.engine.precision) | {"threads": threads()},
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
-        "memory": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set less that before the model",
-    }
-
-
-def _in_a_process(recipe: Path) -> dict[str, Any] | str:
+def _in_a_process(recipe: Path) -> Row | str:
     """Returns what `measure` found, or why it could not."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with start("matmix.launch.lab.compare.speed", recipe, **pipes) as process:
@@ -246,17 +209,57 @@ def _in_a_process(recipe: Path) -> dict[str, Any] | str:
     return json.loads(lines[-1])
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measures the config of a file and prints the result as JSON."""
-    (recipe,) = sys.argv[1:] if arguments is None else arguments
+def _facts(entry: Entry) -> Row:
+    """Tells the reader of the file what a measurement belongs to."""
+    config = entry.config
+    return {
+        "parameters": entry.parameters,
+        "d_model": config.model.d_model,
+        "layers": list(config.model.layers),
+        "micro_batch_size": config.micro_batch(1),
+        "seqlen": config.data.seqlen,
+        "precision": config.engine.precision,
+    }
 
-    def run() -> int:
-        print(json.dumps(measure(load_config(recipe))))
-        return 0
 
-    return guarded(run)
+def _machine(config: RunConfig) -> Row:
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    return {
+        "environment": environment(config.engine.precision) | {"threads": threads()},
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "memory": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident set less that before the model",
+    }
+
+
+def speed_words(comparison: Comparison) -> list[str]:
+    """Where, when and how the speeds of a table were measured, in sentences."""
+    rows, unit = current_rows(comparison), unit_of(comparison.entries[0].config.objective.name)
+    sessions: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        sessions.setdefault(_session_words(row, unit), []).append(name)
+    lines = [
+        f"Speed: {words}" if len(sessions) == 1 else f"Speed of {', '.join(names)}: {words}"
+        for words, names in sessions.items()
+    ]
+    if missing := [entry.name for entry in comparison.entries if entry.name not in rows]:
+        whose = f" of {', '.join(missing)}" if rows else ""
+        lines.append(f"Speed and memory{whose} were not measured as configured here (matmix compare RECIPE --speed).")
+    return lines
+
+
+def _session_words(row: Row, unit: str) -> str:
+    micro, on = row["of"]["micro_batch_size"], row["on"]
+    batch = f"{micro} x {row['of']['seqlen']} tokens" if unit == "tokens" else f"{micro} {unit}"
+    where = on["environment"]
+    machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
+    load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
+    busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
+    return (
+        f"training steps of {batch} side by side, median of {ROUNDS} rounds; {machine}, torch {where['torch']}, "
+        f"{where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
+    )
 
 
 if __name__ == "__main__":
     begin_process()
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -7,16 +7,20 @@ width.
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from matmix.data.loading.loader import Loader
 from matmix.launch.lab.compare.config import Comparison, Entry
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
+from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.optim.config import RuleConfig
 from matmix.train.optim.groups import matches_any, parameter_groups
@@ -34,45 +38,37 @@ def matched(comparison: Comparison) -> Comparison:
     vocabulary is left to data that cannot be opened.
     """
     settings = comparison.settings
-    entries = with_vocabularies(comparison.entries)
     targets: dict[str, int] = {}
-    found = []
-    for entry in entries:
-        target = targets.setdefault(entry.variant, settings.parameters or count_parameters(entry.config.model))
+    entries = []
+    for entry in _with_facts(comparison.entries):
+        own = entry.config.model
+        target = targets.setdefault(entry.variant, settings.parameters or count_parameters(own))
         try:
-            model = match_width(entry.config.model, target, settings.tolerance)
+            model = match_width(own, target, settings.tolerance)
+            config = _with_checked_rules(dataclasses.replace(entry.config, model=model), bool(entry.control))
         except ValueError as error:
             advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
             raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
-        fitted = dataclasses.replace(
-            entry,
-            config=dataclasses.replace(entry.config, model=model),
-            parameters=count_parameters(model),
-            target=target,
-            own_headdims=headdims(entry.config.model),
-        )
-        found.append(with_checked_rules(fitted))
-    return dataclasses.replace(comparison, entries=tuple(found))
+        facts = {"parameters": count_parameters(model), "target": target, "own_headdims": headdims(own)}
+        entries.append(dataclasses.replace(entry, config=config, **facts))
+    return dataclasses.replace(comparison, entries=tuple(entries))
 
 
-def with_vocabularies(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
-    """Returns the entries with the vocabulary sizes that they leave to the data."""
-    loaders = {}
-    found = []
-    for entry in entries:
-        config = entry.config
-        # Of images nothing is taken from the data but the steps of `epochs`, and the number of classes.
-        kind = config.model.model_class
-        counts = config.epochs or (kind.takes_head and not config.model.head.outputs)
-        if config.model.vocab_size == 0 and (kind.inputs != "images" or counts):
-            key = repr(config.data)
-            if key not in loaders:
-                loaders[key] = make_loader(config, "train", 0, 1)
-            config = with_data_facts(config, loaders[key])
-        found.append(dataclasses.replace(entry, config=config))
-    for loader in loaders.values():
-        loader.close()
-    return tuple(found)
+def _with_facts(entries: Sequence[Entry]) -> Iterator[Entry]:
+    """Yields the entries with the vocabulary sizes that they leave to the data, each of which is opened once."""
+    loaders: dict[str, Loader] = {}
+    with contextlib.ExitStack() as opened:
+        for entry in entries:
+            config = entry.config
+            # Of images nothing is taken from the data but the steps of `epochs`, and the number of classes.
+            kind = config.model.model_class
+            counts = config.epochs or (kind.takes_head and not config.model.head.outputs)
+            if config.model.vocab_size == 0 and (kind.inputs != "images" or counts):
+                key = repr(config.data)
+                if key not in loaders:
+                    loaders[key] = opened.enter_context(contextlib.closing(make_loader(config, "train", 0, 1)))
+                config = with_data_facts(config, loaders[key])
+            yield dataclasses.replace(entry, config=config)
 
 
 def headdims(model: ModelConfig) -> dict[str, int]:
@@ -131,7 +127,9 @@ class _Widths:
         """Returns the model with this d_model; None where no headdim near its own fits."""
         options = self.model.mixers
         for name, nominal in headdims(self.model).items():
-            for headdim in nearest_first(nominal):
+            low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
+            nearest_first = sorted(range(max(1, low), high + 1), key=lambda one, own=nominal: (abs(one - own), one))
+            for headdim in nearest_first:
                 changed = dataclasses.replace(getattr(options, name), headdim=headdim)
                 try:
                     MIXERS[name].check(width, changed)
@@ -162,12 +160,8 @@ class _Widths:
         low, high = 0, self.model.d_model
         while self.count(self.first_from(high)) < target:
             low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.count(self.first_from(middle)) < target:
-                low = middle
-            else:
-                high = middle
+        high = bisect.bisect_left(range(high), target, low + 1, key=lambda width: self.count(self.first_from(width)))
+        low = high - 1
         while low and self.at(low) is None:
             low -= 1
         return low, self.first_from(high)
@@ -181,32 +175,18 @@ class _Widths:
         raise ValueError(f"no d_model from {width} to {2 * multiple} fits the options of its mixers")
 
 
-def nearest_first(nominal: int) -> Iterator[int]:
-    """Returns headdims within HEADDIM_FACTOR of `nominal`, itself first."""
-    low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
-    yield from sorted(range(max(1, low), high + 1), key=lambda headdim: (abs(headdim - nominal), headdim))
-
-
-def with_checked_rules(entry: Entry) -> Entry:
-    """Returns the entry; a control without the patterns of the recipe's rules that are for mixers which it does not
-    have.
-
-    Raises ValueError (one line) for rules that do not fit the entry's model.
-    """
-    config = entry.config
+def _with_checked_rules(config: RunConfig, is_control: bool) -> RunConfig:
+    """Returns the config; that of a control without the patterns of the recipe's rules that are for mixers which it
+    does not have. Raises ValueError (one line) for rules that do not fit the model."""
     if not config.optimizer.rule:
-        return entry
+        return config
     model = build_model(config.model, device="meta")
-    if entry.control:
+    if is_control:
         names = [name for name, _ in model.named_parameters()]
-        rules = (_fitting(rule, names) for rule in config.optimizer.rule)
-        optimizer = dataclasses.replace(config.optimizer, rule=tuple(rule for rule in rules if rule is not None))
-        config = dataclasses.replace(config, optimizer=optimizer)
-    try:
-        parameter_groups(model, config.optimizer, config.data.seqlen)
-    except ValueError as error:
-        raise ValueError(f'entry "{entry.title}": {error}') from None
-    return dataclasses.replace(entry, config=config)
+        rules = filter(None, (_fitting(rule, names) for rule in config.optimizer.rule))
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, rule=tuple(rules)))
+    parameter_groups(model, config.optimizer, config.data.seqlen)
+    return config
 
 
 def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
@@ -225,25 +205,19 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
     """Says how the entries of a table differ in more than their mixers, and at which learning rates they are
     compared: one line for each subject."""
-    lines = [_words_on_rates(entries)]
+    names, rates = [entry.name for entry in entries], [f"{entry.config.optimizer.lr:g}" for entry in entries]
+    lines = [f"Learning rate: {_by_value(names, rates)}."]
+    if len(set(rates)) == 1:
+        tuned = f"Learning rate {rates[0]}, the same for all entries and tuned for none"
+        lines = [f"{tuned}: at another one their order may be another."]
     if keys := [key for key in differing_keys(entries) if key != "optimizer.lr"]:
         lines.append(f"Not alike in all entries: {', '.join(keys)}.")
     if changed := [f"{entry.name} {pairs}" for entry in entries if (pairs := changed_headdims(entry))]:
         lines.append(f"Headdim other than the recipe's, for equal parameters: {', '.join(changed)}.")
     for key, values in sorted(_values(entries).items()):
         if key.startswith("model.") and not key.startswith(("model.layers", "model.mixers.", "model.d_model")):
-            lines.append(f"{key}: {_by_value([entry.name for entry in entries], values)}.")
+            lines.append(f"{key}: {_by_value(names, values)}.")
     return lines
-
-
-def _words_on_rates(entries: Sequence[Entry]) -> str:
-    rates = [f"{entry.config.optimizer.lr:g}" for entry in entries]
-    if len(set(rates)) == 1:
-        return (
-            f"Learning rate {rates[0]}, the same for all entries and tuned for none: at another one their order may be "
-            "another."
-        )
-    return f"Learning rate: {_by_value([entry.name for entry in entries], rates)}."
 
 
 def changed_headdims(entry: Entry) -> str:

@@ -56,7 +56,7 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
     # That of another source is not taken.
     for start, folder in ((encoder, "RTE"), (out / "MNLI" / "seed-5", "RTE-without-MNLI")):
         plan = Plan(source=str(start), name="", folder=glue, out=out, tasks=[TASKS["RTE"]], seeds=(5,))
-        assert plan.runs()[0].config.run_dir == str(out / folder / "seed-5")
+        assert plan.runs[0].config.run_dir == str(out / folder / "seed-5")
 
     # The same again trains and scores nothing, and neither does a report.
     monkeypatch.setattr("matmix.launch.glue.results.score_examples", None)

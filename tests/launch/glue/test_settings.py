@@ -38,7 +38,7 @@ def plan(encoder, glue, out, tasks, **options) -> Plan:
 
 @pytest.mark.parametrize("column", PUBLISHED)
 def test_every_run_has_the_published_settings(column, encoder, glue, tmp_path):
-    runs = plan(encoder, glue, tmp_path, [*TASKS.values()], seeds=(3, 11), settings=column).runs()
+    runs = plan(encoder, glue, tmp_path, [*TASKS.values()], seeds=(3, 11), settings=column).runs
     assert [(run.entry, run.config.seed) for run in runs] == [(name, seed) for seed in (3, 11) for name in TASKS]
     assert set(TASKS) == set(PUBLISHED[column])
     for run in runs:
@@ -58,7 +58,7 @@ def test_every_run_has_the_published_settings(column, encoder, glue, tmp_path):
 
 
 def test_without_a_run_on_mnli_all_begin_with_the_source(encoder, glue, tmp_path):
-    runs = plan(encoder, glue, tmp_path, [TASKS["RTE"], TASKS["CoLA"]], seeds=(0,)).runs()
+    runs = plan(encoder, glue, tmp_path, [TASKS["RTE"], TASKS["CoLA"]], seeds=(0,)).runs
     assert [run.config.init.from_ for run in runs] == [str(encoder)] * 2
     assert [run.config.run_dir for run in runs] == [
         f"{tmp_path}/{name}/seed-0" for name in ("RTE-without-MNLI", "CoLA")
@@ -68,5 +68,5 @@ def test_without_a_run_on_mnli_all_begin_with_the_source(encoder, glue, tmp_path
 @pytest.mark.parametrize("column", PUBLISHED)
 def test_steps_that_are_given_stand_in_place_of_the_published_epochs(column, encoder, glue, tmp_path):
     own = plan(encoder, glue, tmp_path, [TASKS["RTE"]], seeds=[0], settings=column, others=["--steps", "7"])
-    config = own.config(TASKS["RTE"])
+    config = own.configs["RTE"]
     assert (config.steps, config.epochs) == (7, 0)

@@ -52,9 +52,9 @@ def results(names=tuple(TASKS), begins_with="runs/x/MNLI/seed-0") -> list[TaskSc
     return found
 
 
-def plan(out: Path = Path("runs/x")) -> Plan:
+def plan(out: Path = Path("runs/x"), notes: tuple[str, ...] = ()) -> Plan:
     options = {"source": "runs/tiny", "name": "tiny", "folder": Path("GLUE"), "seeds": (0, 1)}
-    return Plan(out=out, tasks=[*TASKS.values()], **options)
+    return Plan(out=out, tasks=[*TASKS.values()], notes=notes, **options)
 
 
 def rows_of(text: str) -> dict[tuple[str, str], list[str]]:
@@ -90,7 +90,7 @@ def test_the_table_says_which_runs_began_elsewhere_and_which_have_no_number():
     found = results(begins_with="runs/tiny")
     open_run = RunScores(seed=1, run_dir="", begins_with="", values={}, why="not finished")
     found[1] = TaskScores(task=found[1].task, runs=[found[1].runs[0], open_run], control=found[1].control)
-    text = table_text(plan(), found, ["Left out as malformed: 3 rows of QQP/train.tsv."])
+    text = table_text(plan(notes=("Left out as malformed: 3 rows of QQP/train.tsv.",)), found)
     assert "RTE, MRPC, STS-B: begins with runs/tiny itself, as it has no run on MNLI here." in text
     assert "Without a number: QNLI seed 1 (not finished)." in text
     assert rows_of(text)["QNLI", "accuracy"] == ["90.0", "50.0", "1"]
@@ -98,7 +98,7 @@ def test_the_table_says_which_runs_began_elsewhere_and_which_have_no_number():
 
 
 def test_the_files_hold_all_seeds(tmp_path):
-    text = write_table(plan(tmp_path), results(), [])
+    text = write_table(plan(tmp_path), results())
     assert (tmp_path / "table.md").read_text() in text + "\n"
     rows = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
     assert len(rows) == 12
@@ -111,8 +111,8 @@ def test_the_files_hold_all_seeds(tmp_path):
 
 
 def test_a_table_without_numbers_overwrites_none(tmp_path):
-    write_table(plan(tmp_path), results(), [])
+    write_table(plan(tmp_path), results())
     before = (tmp_path / "table.md").read_text()
     empty = [TaskScores(task=result.task, runs=[], control=result.control) for result in results()]
-    assert "No run of this table is finished" in write_table(plan(tmp_path), empty, [])
+    assert "No run of this table is finished" in write_table(plan(tmp_path), empty)
     assert (tmp_path / "table.md").read_text() == before

@@ -12,7 +12,7 @@ from labelled import MODEL
 
 from matmix.launch.many.planned import PlannedRun, other_settings
 from matmix.launch.many.runs import _finished_line
-from matmix.launch.many.scores import read_scores, scores_json, scores_text, summarize
+from matmix.launch.many.scores import read_scores
 from matmix.train.recipe import load_config
 
 BEST = ["--evaluation.best", "accuracy", "--evaluation.patience", "2"]
@@ -79,17 +79,16 @@ def test_the_last_evaluations_of_the_finished_runs_are_summarised(task):
     tasks = [task(seed) for seed in range(4)]
     for one, accuracy in zip(tasks, accuracies, strict=False):  # that of the last seed is not there
         finish(one, _found(12, accuracy, calibration_error=0.1, control_accuracy=0.5))
-    found = summarize(tasks)
-    assert list(found) == ["accuracy", "f1", "matthews", "calibration_error", "loss"]
-    assert found["accuracy"] == accuracies
-    assert found["matthews"] == [0.125] * 3
     scores = read_scores(tasks)
-    text = scores_text(scores)
+    assert [metric.name for metric in scores.known] == ["accuracy", "f1", "matthews", "calibration_error", "loss"]
+    assert scores.values("accuracy") == accuracies
+    assert scores.values("matthews") == [0.125] * 3
+    text = scores.text()
     header, _, first, *_ = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
     assert header == ["metric", "mean", "seed 0", "seed 1", "seed 2", "control"]
     assert first == ["accuracy (%)", "62.5 ± 12.5", "50.0", "75.0", "62.5", "50.0% (the most frequent class)"]
     assert "Mean ± sample standard deviation over 3 seeds: the last evaluation of each seed (step 12, 12, 12)." in text
-    said = scores_json(scores)
+    said = scores.json()
     assert said["evaluation"] == "last"
     assert said["metrics"]["accuracy"] == {
         "mean": statistics.fmean(accuracies),
@@ -108,14 +107,16 @@ def test_best_evaluations_are_summarised_where_each_run_knows_its_own(task):
         with (one.run.path / "metrics.jsonl").open("a") as file:
             for at, accuracy in ((4, 0.75 - one.seed / 4), (8, 0.75), (12, 0.5)):
                 file.write(json.dumps({"kind": "validation", **_found(at, accuracy)}) + "\n")
-    assert summarize(tasks)["f1"] == [0.375, 0.375]
-    text = scores_text(read_scores(tasks))
+    scores = read_scores(tasks)
+    assert scores.values("f1") == [0.375, 0.375]
+    text = scores.text()
     assert "the best evaluation of each seed by accuracy (step 4, 8)" in text
-    assert scores_json(read_scores(tasks))["steps"] == {"0": 4, "1": 8}
+    assert scores.json()["steps"] == {"0": 4, "1": 8}
     (tasks[1].run.path / "metrics.jsonl").unlink()  # then no seed's best stands beside another's last
-    assert summarize(tasks)["f1"] == [0.25, 0.25]
-    assert "the last evaluation of each seed" in scores_text(read_scores(tasks))
+    scores = read_scores(tasks)
+    assert scores.values("f1") == [0.25, 0.25]
+    assert "the last evaluation of each seed" in scores.text()
 
 
 def test_without_a_finished_run_there_is_nothing_to_summarise(task):
-    assert summarize([task(0), task(1)]) == {}
+    assert read_scores([task(0), task(1)]).known == []

@@ -12,7 +12,7 @@ from labelled import texts, write_jsonl
 
 from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
-from matmix.launch.lab.compare.downstream import keep_downstream, read_downstream
+from matmix.launch.lab.compare.downstream import read_downstream
 from matmix.launch.lab.compare.report import write_report
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many.planned import other_settings
@@ -76,7 +76,8 @@ def scored(recipe, task, tmp_path):
     comparison = _comparison(path, tmp_path)
     downstream = read_downstream([task("topic"), task("likeness", "regression", best="")], comparison)
     keep_recipe(comparison)
-    keep_downstream(downstream)
+    for one in downstream:
+        one.keep()
     topic, likeness = downstream
     for pretrained in tasks_of(comparison):
         finish(pretrained, {"loss": 2.0, "masked_accuracy": 0.25})
@@ -190,7 +191,8 @@ def test_a_run_is_fine_tuned_with_its_own_seed_and_goes_on_where_it_lies(recipe,
     (pretrained,) = [one for one in tasks_of(comparison) if (one.entry, one.seed) == ("attention", 1)]
     train(pretrained.config)
     downstream = read_downstream([task("topic")], comparison)
-    keep_downstream(downstream)
+    for one in downstream:
+        one.keep()
     (finetuning,) = downstream[0].tasks([pretrained])
     config = finetuning.config
     assert finetuning.title == "attention on topic, seed 1"

@@ -13,7 +13,7 @@ from glue_files import write_glue
 from matmix.launch.cli import main
 from matmix.launch.glue.tasks import TASKS
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
-from matmix.launch.lab.compare.downstream import FinetunedGlue, GlueSettings, keep_downstream
+from matmix.launch.lab.compare.downstream import FinetunedGlue, GlueSettings
 from matmix.launch.lab.compare.width import matched
 from matmix.use.finetuning import planned_config
 
@@ -87,9 +87,10 @@ def test_the_table_has_a_column_for_each_task_and_one_for_the_average(recipe, tm
     home = tmp_path / "home"
     overrides = ["--model.vocab-size", "64", "--run-dir", str(home)]
     comparison = matched(read_comparison(recipe(TINY + ENTRIES.replace("[0, 1]", "[3]")), overrides))
-    glue = FinetunedGlue(GlueSettings(folder="GLUE", tasks=tuple(TASKS), seeds=(0, 1), options=()), home)
+    settings = GlueSettings(folder="GLUE", tasks=tuple(TASKS), seeds=(0, 1), options=())
+    glue = FinetunedGlue(settings=settings, home=home)
     keep_recipe(comparison)
-    keep_downstream([glue])
+    glue.keep()
     values = dict(zip(TASKS, (0.8, 0.9, 0.7, 0.6, 0.95, 0.85, 0.5, 0.75), strict=True))
     for pretrained in tasks_of(comparison):
         finish(pretrained, {"loss": 2.0, "masked_accuracy": 0.25})

@@ -10,13 +10,9 @@ from matmix.launch.cli import main
 from matmix.launch.lab.compare import report, speed
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
 from matmix.launch.lab.compare.report import (
-    accuracy_metrics,
     collect,
-    gain_over_no_mixer,
-    line,
+    looks,
     plan_text,
-    position_metrics,
-    style,
     table_csv,
     write_report,
 )
@@ -74,10 +70,10 @@ def test_what_context_bought_stands_beside_the_loss(compared):
     gain, context = header.index("gain over no mixer (nats)"), header.index("context gain (nats)")
     assert [row[gain] for row in rows] == ["1.000", "0.750", "0.500", ""]
     assert rows[0][context] == "1.375 ± 0.177"
-    results = collect(comparison)
-    assert list(position_metrics(results)) == ["1", "2-3", "4-7", "8-15", "16-31"]
-    assert accuracy_metrics(results) == {}
-    assert gain_over_no_mixer(results[-1], results) is None
+    part = collect(comparison)
+    assert list(part.positions) == ["1", "2-3", "4-7", "8-15", "16-31"]
+    assert part.accuracies == {}
+    assert part.gain(part.results[-1]) is None
 
 
 def test_a_seed_whose_loss_is_no_number_makes_its_entry_the_last(compared):
@@ -219,11 +215,12 @@ def test_the_plan_has_a_table_for_each_variant(compared):
 
 
 def test_controls_are_dashed_in_grey_and_black(compared):
-    results = collect(compared(CONTROLLED, _language))
-    looks = {result.entry.control: (line(0, result, 4), style(0, result.entry.control)) for result in results}
-    assert (looks["no mixer"][0]["linestyle"], looks["no mixer"][1]["color"]) == ("--", "0.5")
-    assert (looks["convolution only"][0]["linestyle"], looks["convolution only"][1]["color"]) == ("--", "black")
-    assert looks[None][0]["linestyle"] == "-"
+    part = collect(compared(CONTROLLED, _language))
+    drawn = looks(part, sorted(LOSSES))
+    styles = {result.entry.control: look for result, look in zip(part.results, drawn, strict=True)}
+    assert (styles["no mixer"]["linestyle"], styles["no mixer"]["color"]) == ("--", "0.5")
+    assert (styles["convolution only"]["linestyle"], styles["convolution only"]["color"]) == ("--", "black")
+    assert styles[None]["linestyle"] == "-"
 
 
 IMAGES = """
