@@ -28,6 +28,8 @@ def test_an_entry_is_the_recipe_with_its_own_keys_and_the_command_lines(recipe):
     comparison = read_comparison(recipe("epochs = 2.0\n" + TINY + ENTRIES), ["--steps", "7"])
     assert [(entry.config.steps, entry.config.epochs) for entry in comparison.entries][:2] == [(7, 0)] * 2
     assert (first.model.layers, second.model.layers) == (("attention",), ("hydra",))
+    (begun, *_) = read_comparison(recipe(TINY + ENTRIES), ["--init.from", "runs/x"]).entries
+    assert begun.config.init.from_ == "runs/x"
     assert second.model.mixers.hydra.d_state == 2
     assert second.model.mixers.hydra.headdim == 8
     assert [entry.folder for entry in comparison.entries] == ["attention", "Hydra-2-x"]
