@@ -11,8 +11,7 @@ from typing import Any
 from matmix.data.artifacts import check_utf8
 from matmix.train.arguments import Recipe, read_verb
 from matmix.train.process import stop
-from matmix.train.process.begin import begin_training
-from matmix.train.process.console import begin_process, guarded
+from matmix.train.process.console import begin_process, begin_training, guarded
 from matmix.train.recipe_files import bundled_recipes
 
 _PROG = "matmix train"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from matmix.data.processes import threads_of_each
 from matmix.train.process import console, launched, node_folders
-from matmix.train.process.begin import begin_training
+from matmix.train.process.console import begin_training
 from matmix.train.run.outcome import local_folder
 
 

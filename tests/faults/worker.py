@@ -13,7 +13,7 @@ import sys
 
 
 def main(arguments: list[str]) -> int:
-    from matmix.train.process.begin import begin_training
+    from matmix.train.process.console import begin_training
 
     assert begin_training() == 0
     rank = int(os.environ.get("RANK", "0"))

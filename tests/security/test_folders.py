@@ -85,7 +85,7 @@ def test_own_folders_are_used_without_a_word(shared, capsys):
 def test_every_start_sets_the_caches_before_torch_would_choose_them(shared):
     """Also those that no launcher prepares: torch's own choice is /tmp/torchinductor_<user>."""
     code = (
-        "import os, sys; from matmix.train.process.begin import begin_training; "
+        "import os, sys; from matmix.train.process.console import begin_training; "
         f"assert begin_training() == 0; print(*(os.environ[n] for n in {_CACHES})); "
         "assert 'torch' not in sys.modules"
     )

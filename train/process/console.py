@@ -1,4 +1,4 @@
-"""How commands end: the user's mistakes are one line and exit code 2, never a traceback."""
+"""How processes begin and how commands end: the user's mistakes are one line and exit code 2, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TextIO
 
 from matmix.data.artifacts import panics_as_errors
 from matmix.train.errors import PeerError, RunFailure
-from matmix.train.process import stop
+from matmix.train.process import node_folders, stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USER
 from matmix.train.process.launched import STORE_VARIABLE, follow_launcher
 from matmix.train.process.logs import LEVEL_VARIABLE, shown
@@ -24,7 +24,6 @@ from matmix.train.process.logs import LEVEL_VARIABLE, shown
 USER_ERRORS = (ValueError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 _TRACEBACK = "MATMIX_TRACEBACK"
-
 _MOMENT = 1.0
 """Seconds that a rank waits for others which may say the same, or the reason."""
 
@@ -54,6 +53,24 @@ def begin_process() -> None:
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != root]
 
 
+def begin_training(prepare: Callable[[], object] = lambda: None) -> int:
+    """Prepares a process that is going to train: it notes signals, and has its caches and a folder for temporary files.
+    Returns an exit code, 0 = go on.
+
+    prepare: what the caller adds before the folders are chosen. Mistakes of the user are shown in one line.
+    """
+    stop.listen()
+    begin_process()
+
+    def begin() -> int:
+        prepare()
+        node_folders.use_caches()
+        node_folders.use_own_folder()
+        return EXIT_OK
+
+    return guarded(begin)
+
+
 def one_line(error: BaseException) -> str:
     """Returns the text of an error on one line."""
     if isinstance(error, OSError) and error.strerror and error.filename:
@@ -63,7 +80,7 @@ def one_line(error: BaseException) -> str:
 
 def report(error: BaseException, *, every_rank: bool = False) -> None:
     """Prints an error as one line. every_rank: those that only another rank than 0 has are printed with its number, and
-    what several ranks have once, as far as they can tell (`matmix.train.process.console`); else rank 0 alone speaks.
+    what several ranks have once, as far as they can tell; else rank 0 alone speaks.
 
     A mistake of the user is found by all ranks: rank 0 is given a moment to say it. That another rank is gone follows
     from that one's error, which comes first.
@@ -76,21 +93,12 @@ def report(error: BaseException, *, every_rank: bool = False) -> None:
     if job_output is not None:
         print(line, file=sys.stderr, flush=True)
     patience = _MOMENT * (follows + bool(rank and (follows or isinstance(error, USER_ERRORS))))
-    if not every_rank or is_first(type(error).__name__ if follows else text, patience) is not False:
+    if not every_rank or _is_first(type(error).__name__ if follows else text, patience):
         print(line, file=job_output or sys.stderr, flush=True)
 
 
-def tell_torchrun(error: BaseException) -> None:
-    """Leaves what an error says where torchrun looks for it, which prints it in the last of its many lines; nothing
-    where no torchrun has started this process."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        words = {"message": one_line(error), "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError):  # the error itself is told without it
-            Path(path).write_text(json.dumps({"message": words}), encoding="utf-8")
-
-
 def exit_code(error: BaseException) -> int:
-    """The code that a process ends with after `error`: 2 for the user's mistakes, 130 for Ctrl-C, else 1."""
+    """Returns the code that a process ends with after `error`: 2 for the user's mistakes, 130 for Ctrl-C, else 1."""
     if isinstance(error, USER_ERRORS):
         return EXIT_USER
     return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
@@ -120,17 +128,19 @@ def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
             return EXIT_OK
         if isinstance(error, KeyboardInterrupt):
             print("matmix: interrupted", file=sys.stderr)
-        else:
-            tell_torchrun(error)
-            report(error, every_rank=every_rank)
+            return EXIT_INTERRUPTED
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it in the last of its many lines
+            words = {"message": one_line(error), "extraInfo": {"timestamp": str(int(time.time()))}}
+            with contextlib.suppress(OSError):  # the error itself is told without it
+                Path(path).write_text(json.dumps({"message": words}), encoding="utf-8")
+        report(error, every_rank=every_rank)
         return exit_code(error)
 
 
 # -- an error that several ranks have is said by one of them ---------------------------------------------------------
 
 
-_LOOK_SECONDS = 0.05
-_handle = -1
+_handle: int | None = None
 
 
 def share(folder: Path) -> None:
@@ -141,36 +151,26 @@ def share(folder: Path) -> None:
     _handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def is_first(what: str, seconds: float) -> bool | None:
+def _is_first(what: str, seconds: float) -> bool:
     """Returns True where this rank is the one to say `what`: no other rank has said it, nor does within `seconds`, nor
-    before this process is asked to stop. None where ranks share no folder, and nobody can tell."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    before this process is asked to stop; or ranks share no folder, and nobody can tell."""
+    path, folder = f"said-{hashlib.sha256(what.encode()).hexdigest()[:16]}", None
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
-    name = hashlib.sha256(what.encode()).hexdigest()[:16]
-    report, store = os.environ.get("TORCHELASTIC_ERROR_FILE"), os.environ.get(STORE_VARIABLE)
-    if report:
-        path, folder = str(Path(report).parents[1] / f"said-{name}"), None
-    elif store:
-        path, folder = f"{store}-said-{name}", None
-    elif _handle >= 0:
-        path, folder = f"said-{name}", _handle
-    else:
-        return None
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        path = str(Path(report).parents[1] / path)
+    elif store := os.environ.get(STORE_VARIABLE):
+        path = f"{store}-{path}"
+    elif (folder := _handle) is None:
+        return True
     end = time.monotonic() + seconds
     try:
-        while time.monotonic() < end and not stop.received() and not _exists(path, folder):
-            time.sleep(_LOOK_SECONDS)
+        while time.monotonic() < end and not stop.received():
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(path, dir_fd=folder)
+                return False
+            time.sleep(0.05)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder))
-    except FileExistsError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def _exists(path: str, folder: int | None) -> bool:
-    try:
-        os.stat(path, dir_fd=folder)
-    except FileNotFoundError:
-        return False
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
     return True

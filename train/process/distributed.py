@@ -49,8 +49,7 @@ class Distributed:
         have met, for which they have a minute. Raises ValueError if CUDA is asked for and absent, or if there are
         more processes than devices; RendezvousError where ranks stay away.
         """
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = int(os.environ.get("RANK", "0"))
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local_rank)
         if chosen.type == "cuda":
@@ -71,28 +70,23 @@ class Distributed:
 
 
 def _make_group(backend: str, timeout: datetime.timedelta) -> None:
-    """The process group of all ranks. Connections must stand within a minute; collectives may then take `timeout`."""
+    """Makes the process group of all ranks. Connections must stand within a minute; collectives may then take
+    `timeout`."""
     meeting, seconds = Meeting.from_environment(), patience()
-    store = meet(meeting, seconds)
+    store, soon = meet(meeting, seconds), datetime.timedelta(seconds=seconds)
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=datetime.timedelta(seconds=seconds),
-        )
+        dist.init_process_group(backend, store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=soon)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
         raise RendezvousError(
-            f"rank {meeting.rank} met the others at {meeting.address} but could not connect to each of them: {reason}; "
-            f"name the network interface that joins the nodes with GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+            f"rank {meeting.rank} met the others at {meeting.address} but could not connect to each of them: "
+            f"{str(error).splitlines()[0]}; name the network interface that joins the nodes with GLOO_SOCKET_IFNAME "
+            f"and NCCL_SOCKET_IFNAME"
         ) from None
     _set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def wait_for_ranks(minutes: float) -> None:
-    """How long collectives wait for a rank (those of NCCL give up after 10 minutes)."""
+    """Sets how long collectives wait for a rank (those of NCCL give up after 10 minutes)."""
     global _waiting
     _waiting = datetime.timedelta(minutes=minutes)
     if is_distributed():
@@ -101,7 +95,7 @@ def wait_for_ranks(minutes: float) -> None:
 
 
 def choose_device(device: str, local_rank: int) -> torch.device:
-    """The device of the process with this rank on its machine. Raises ValueError where it does not exist."""
+    """Returns the device of the process with this rank on its machine. Raises ValueError where it does not exist."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -160,12 +154,12 @@ class FolderGroup:
 
 
 def make_side_group() -> dist.ProcessGroup | None:
-    """A group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
+    """Makes a group of all ranks for what a second thread agrees on; None in a single process. Called on all ranks."""
     return dist.new_group(backend="gloo", timeout=_waiting) if is_distributed() else None
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value`, in order of rank, on every rank. Small plain objects only.
+    """Returns every rank's `value`, a small plain object, in order of rank, on every rank.
 
     group: one of all ranks that carries the exchange, None for the default one. Two threads need one each.
     """
@@ -177,7 +171,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's `value` on every rank; group: as for `gather_objects`."""
+    """Returns rank 0's `value` on every rank; group: as for `gather_objects`."""
     if not is_distributed():
         return value
     box = [value]
@@ -190,20 +184,17 @@ def barrier() -> None:
     gather_objects(None)
 
 
-# -- work that all ranks do together ---------------------------------------------------------------------------------
-
-
 def agree(
     action: Callable[[], Result], *, here: bool = True, group: dist.ProcessGroup | None = None
 ) -> list[Result | None]:
     """Runs `action` on the ranks that say `here`; an error on one rank is raised on all.
 
-    Called on all ranks. Returns the results in order of rank, on every rank, None where it did not run.
+    Called on all ranks. Returns the results in order of rank, on every rank, None where it did not run. group: as for
+    `gather_objects`.
 
     An OSError or ValueError, which says what is wrong with the storage or with what the user gave, is raised on every
     rank: that of the first rank which failed, noted with its number. Any other error is a mistake in the program: it is
-    raised as it is where it happened, and as RuntimeError on the other ranks. group: what the ranks agree over, as for
-    `gather_objects`.
+    raised as it is where it happened, and as RuntimeError on the other ranks.
     """
     rank, world_size = rank_and_world_size()
     result, error, told = None, None, None

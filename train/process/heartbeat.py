@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(NamedTuple):
     """One sign of life."""
 
     seconds: float  # of the monotonic clock
@@ -20,18 +19,17 @@ class Beat:
 _last = Beat(time.monotonic(), "its start")
 
 
-def beat(what: str) -> None:
+def beat(what: str, *, waiting: bool = False) -> None:
     """Says that something was done. Cheap enough for every batch and every file; from any thread."""
     global _last
-    _last = Beat(time.monotonic(), what)
+    _last = Beat(time.monotonic(), what, waiting)
 
 
 @contextlib.contextmanager
 def others_at_work(what: str) -> Iterator[None]:
     """For a wait that lasts as long as another rank's work, such as an upload of hours: that rank beats, this one
     cannot, and must not be taken to hang."""
-    global _last
-    _last = Beat(time.monotonic(), what, waiting=True)
+    beat(what, waiting=True)
     try:
         yield
     finally:

@@ -5,9 +5,7 @@ launchers themselves.)
 
 A rank that outlived its launcher would train unattended, meet the ranks of the next start in its store, and stand in
 their way. So the kernel kills it as soon as its launcher dies. From its first step on it saves and stops instead, since
-it has something to lose. Our own launchers give their number in MATMIX_LAUNCHER. torchrun gives none: a rank that it
-started looks at its parent, and knows by the libraries in that process's memory whether it is an agent or somebody who
-adopts orphans.
+it has something to lose.
 """
 
 from __future__ import annotations
@@ -46,19 +44,19 @@ def nodes_of(ranks: Iterable[int]) -> list[str]:
     names, per_node = os.environ.get(NODES_VARIABLE), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if not names or not per_node:
         return []
-    nodes = names.split(",")
-    return sorted({nodes[rank // per_node] for rank in ranks if rank // per_node < len(nodes)})
+    held = {rank // per_node for rank in ranks}
+    return sorted(name for number, name in enumerate(names.split(",")) if number in held)
 
 
 def as_ranges(numbers: Iterable[int]) -> str:
     """Writes numbers for people: [0, 1, 2, 5] -> "0-2, 5"."""
     pieces: list[list[int]] = []
     for number in sorted(numbers):
-        if pieces and number == pieces[-1][1] + 1:
-            pieces[-1][1] = number
+        if pieces and number == pieces[-1][-1] + 1:
+            pieces[-1][1:] = [number]
         else:
-            pieces.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in pieces)
+            pieces.append([number])
+    return ", ".join("-".join(map(str, piece)) for piece in pieces)
 
 
 def wait_for_port(host: str, port: int, seconds: float) -> None:
@@ -89,7 +87,8 @@ def wait_for_port(host: str, port: int, seconds: float) -> None:
 def follow_launcher() -> None:
     """Has this process killed when its launcher dies, and ends it at once if that is dead already.
 
-    Called before anything else. Without a launcher, as where a person starts the process in a shell, it does nothing.
+    Called before anything else. Our launchers give their number; of a torchrun it is the parent. Without a launcher, as
+    where a person starts the process in a shell, it does nothing.
     """
     global _launcher
     given = os.environ.pop(LAUNCHER_VARIABLE, "")  # what this process starts has another parent
@@ -122,7 +121,8 @@ def is_gone() -> bool:
 
 
 def _is_of_torchrun(process: int) -> bool:
-    """Returns True for torchrun's agent, and for what that has started (a script or container around the rank)."""
+    """Tells torchrun's agent, and what that has started (a script or container around the rank), from a process that
+    adopts orphans."""
     try:
         with open(f"/proc/{process}/maps", "rb") as file:
             agent = any(b"libtorch" in line for line in file)

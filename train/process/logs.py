@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
 from tqdm import tqdm
 
@@ -22,50 +21,34 @@ EVERY_RANK = {"every_rank": True}
 _OURS = logging.getLogger("matmix")
 
 
-class _Words(logging.Formatter):
-    """The bare text, with "warning: " in front of warnings."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return f"{'' if record.levelno < logging.WARNING else 'warning: '}{super().format(record)}"
-
-
 class _Console(logging.Handler):
     """Writes to what is stderr at the time, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # Whatever fails here, such as a pipe that nobody reads any more, costs the words and not the run.
         with contextlib.suppress(Exception):
-            tqdm.write(f"{self.format(record)}\n", file=sys.stderr, end="")
+            kind = "" if record.levelno < logging.WARNING else "warning: "
+            tqdm.write(f"{kind}{self.format(record)}\n", file=sys.stderr, end="")
             sys.stderr.flush()
 
 
-class _File(logging.FileHandler):
+class _File(logging.Handler):
     """Appends to a file. The first write that fails is told of on the console; then it goes on trying."""
 
     def __init__(self, path: Callable[[], Path]) -> None:
-        super().__init__(path(), encoding="utf-8", delay=True)
-        self._path = path
+        super().__init__()
+        self._path, self._told = path, False
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
-        self._told = False
-
-    def _open(self) -> TextIO:
-        self.baseFilename = str(self._path())
-        return super()._open()
 
     def emit(self, record: logging.LogRecord) -> None:
+        path = self._path()
         try:
-            super().emit(record)
-        except OSError:  # the file cannot be opened; of writing, the handler itself calls `handleError`
-            self.handleError(record)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._told:
-            self._told = True
-            _OURS.warning(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]}); training goes on without")
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # what was not written is lost, as `handleError` has said
-            super().close()
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{self.format(record)}\n")
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                _OURS.warning(f"{path} cannot be written ({error}); training goes on without")
 
 
 @contextlib.contextmanager
@@ -77,7 +60,6 @@ def shown(level: str, *, rank: int = 0) -> Iterator[None]:
     if level not in LEVELS:
         raise ValueError(f"the level of messages must be one of {', '.join(LEVELS)}, got {level!r}")
     console = _Console()
-    console.setFormatter(_Words())
     console.addFilter(lambda record: rank == 0 or getattr(record, "every_rank", False))
     before = _OURS.handlers[:], _OURS.level, _OURS.propagate
     _OURS.handlers[:] = [*(handler for handler in before[0] if not isinstance(handler, _Console)), console]
@@ -91,8 +73,7 @@ def shown(level: str, *, rank: int = 0) -> Iterator[None]:
 
 
 def open_file(path: Callable[[], Path]) -> logging.Handler:
-    """Writes what is shown into a file as well, with time stamps, until `close_file`. path: where it is when it is
-    opened, with the first message."""
+    """Writes what is shown into a file as well, with time stamps, until `close_file`. path: where it is at the time."""
     handler = _File(path)
     _OURS.addHandler(handler)
     return handler
@@ -100,4 +81,3 @@ def open_file(path: Callable[[], Path]) -> logging.Handler:
 
 def close_file(handler: logging.Handler) -> None:
     _OURS.removeHandler(handler)
-    handler.close()

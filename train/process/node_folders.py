@@ -1,12 +1,10 @@
-"""Chooses this user's folders on the disk of this node: for compiled kernels, and for temporary files.
+"""Chooses this user's folders on the disk of this node: for compiled kernels, which are this user's alone because
+whoever can write there can run code, and for temporary files.
 
-Compiled kernels lie on this node and are this user's alone, because whoever can write there can run code.
-
-Each process has a folder of its own for temporary files of libraries, so that killed processes leave nothing behind.
-Sockets and folders of multiprocessing (pymp-*), torchrun's reports (torchelastic_*) and compilers' files are removed by
-the process that made them, unless it is killed. So each process has a folder of its own, whose lock it and the children
-that it forked hold for as long as they live; the next start of any run of this user on this node removes the folders
-whose locks nobody holds. Named semaphores lie elsewhere: they bear the folder's name.
+Each process has a folder of its own for temporary files of libraries, so that killed processes leave nothing behind
+(sockets and folders of multiprocessing, compilers' files). It and the children that it forked hold the folder's lock
+for as long as they live; the next start of any run of this user on this node removes the folders whose locks nobody
+holds. Named semaphores lie elsewhere and bear the folder's name; torchrun's reports are found by a link in it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -24,7 +21,6 @@ from collections.abc import Mapping, MutableMapping
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -35,12 +31,8 @@ FOLDER_VARIABLE = "MATMIX_NODE_FOLDER"
 DISK_VARIABLE = "MATMIX_NODE_DISK"
 """A folder on this node's own disk that the scheduler made for the job; without it, TMPDIR."""
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-
-_SEMAPHORES = Path("/dev/shm")
-_REPORTS = "torchelastic_"
 # Names of sockets have at most 107 bytes; multiprocessing's are /pymp-12345678/listener-12345678 below the folder.
 _LONGEST = 107 - 34
-_AGENT = "agent.json"
 
 _own: Path | None = None
 
@@ -56,12 +48,8 @@ def node_folder(environment: Mapping[str, str] = os.environ) -> Path:
     return standard_folder(Path(base) / f"matmix-{os.getuid()}")
 
 
-# -- compiled kernels ---------------------------------------------------------------------------------------------
-
-
 def cache_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables of compilers with their folders on this node. What the user has set stays, once it has been
-    looked at.
+    """Returns the variables of compilers with their folders on this node, without those that the user has set.
 
     Raises ValueError where the user's own folder cannot be trusted, and as `node_folder`.
     """
@@ -79,9 +67,6 @@ def use_caches(environment: MutableMapping[str, str] = os.environ) -> None:
     environment.update(cache_variables(environment))
 
 
-# -- temporary files ----------------------------------------------------------------------------------------------
-
-
 def use_own_folder() -> None:
     """Leads the libraries of this process to a folder of its own. Raises as `make_own_folder`.
 
@@ -89,7 +74,11 @@ def use_own_folder() -> None:
     """
     os.environ[FOLDER_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
     folder = make_own_folder()
-    _note_agent(folder)
+    # torchrun is no process of ours and makes its folder of reports before its ranks begin.
+    parents = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    if reports := next((path for path in parents if path.name.startswith("torchelastic_")), None):
+        with contextlib.suppress(psutil.Error):
+            (folder / f"agent-{_life_of(os.getppid())}").symlink_to(reports)
     config = multiprocessing_process.current_process()._config
     if folder.is_relative_to(node_folder()):
         os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -99,14 +88,18 @@ def use_own_folder() -> None:
 
 
 def make_own_folder() -> Path:
-    """A folder that is this process's own and goes with it; those of dead processes are removed first.
+    """Returns a folder that is this process's own and goes with it; those of dead processes are removed first.
 
     Raises ValueError or OSError where there is no place for it.
     """
     global _own
     if _own is None:
         root = private_folder(_root())
-        remove_left(root)
+        for path in root.glob("*.lock"):
+            with contextlib.suppress(OSError), path.open("rb+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(root / path.stem)
+                path.unlink()
         name, lock = _new_name(root)
         _own = root / name
         _own.mkdir(mode=0o700)
@@ -116,7 +109,8 @@ def make_own_folder() -> Path:
 
 
 def _root() -> Path:
-    """Where the folders of processes lie: on this node's own disk, or below /tmp where that name is too long."""
+    """Returns where the folders of processes lie: on this node's own disk, or below /tmp where that name is too
+    long."""
     # Nodes may share the folder, but not the locks in it: each looks after its own.
     name = f"t-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}"
     root = node_folder() / name
@@ -131,22 +125,9 @@ def _root() -> Path:
         ) from None
 
 
-def remove_left(root: Path) -> None:
-    """Removes what dead processes left: their folders below `root`, semaphores, and the reports of their torchrun."""
-    for path in root.glob("*.lock"):
-        with contextlib.suppress(OSError):
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(root / path.stem)
-                path.unlink()
-            finally:
-                os.close(lock)
-
-
 def _new_name(root: Path) -> tuple[str, int]:
-    """A name that no process has, and its lock, which is held. Without locks in the file system there is no file of
-    this name either, and nobody removes the folder."""
+    """Returns a name that no process has, and its lock, which is held. Without locks in the file system there is no
+    file of this name either, and nobody removes the folder."""
     while True:
         name = secrets.token_hex(4)
         path = root / f"{name}.lock"
@@ -173,36 +154,18 @@ def _remove_own(lock: int) -> None:
 
 
 def _remove(folder: Path) -> None:
-    for path in _SEMAPHORES.glob(f"sem.mp-{folder.name}-*"):
-        with contextlib.suppress(OSError):
-            path.unlink()
-    _remove_reports(folder / _AGENT)
+    """Removes what a process that is gone left: its folder, its semaphores, and the reports of a dead torchrun."""
+    for path in Path("/dev/shm").glob(f"sem.mp-{folder.name}-*"):
+        path.unlink(missing_ok=True)
+    for link in folder.glob("agent-*"):
+        life = link.name.removeprefix("agent-")
+        with contextlib.suppress(psutil.Error):
+            if _life_of(int(life.partition("-")[0])) == life:
+                continue  # it lives
+        shutil.rmtree(link.readlink(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# -- torchrun's reports: its agent is no process of ours and makes them before its ranks begin -------------------------
-
-
-def _note_agent(folder: Path) -> None:
-    """Writes down which torchrun started this process, and where it keeps its reports."""
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    reports = next((path for path in Path(report).parents if path.name.startswith(_REPORTS)), None)
-    if reports is None:
-        return
-    with contextlib.suppress(psutil.Error):
-        agent = psutil.Process(os.getppid())
-        facts = {"folder": str(reports), "process": agent.pid, "started": agent.create_time()}
-        (folder / _AGENT).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _remove_reports(note: Path) -> None:
-    try:
-        facts: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
-        reports, agent, started = Path(facts["folder"]), int(facts["process"]), float(facts["started"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # torchrun did not start it
-    with contextlib.suppress(psutil.Error):
-        if psutil.Process(agent).create_time() == started:
-            return  # it lives
-    if reports.name.startswith(_REPORTS) and not reports.is_symlink() and reports.is_dir():
-        shutil.rmtree(reports, ignore_errors=True)
+def _life_of(process: int) -> str:
+    """Returns a word for a process that no later one of the same number has. Raises psutil.Error."""
+    return f"{process}-{psutil.Process(process).create_time()}"

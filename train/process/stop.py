@@ -1,13 +1,11 @@
 """Signals that ask a run to stop. They are noted from the first moment of the process on; the loop saves and ends.
 
-`listen` is for processes of ours, which call it before they import torch: the signals are blocked and a thread waits
-for them. So none is lost or kills while libraries are imported, data opened, blocks compiled or a collective waits;
-none interrupts a system call; and what the process starts (compilers, git) inherits the block, because a scheduler's
-signal reaches every process of the job and a compiler that dies of it would take the run with it. Children that are
-forked have the signals open again, and die of SIGTERM alone.
+`listen` is for processes of ours, before they import torch: the signals are blocked and a thread waits for them. So
+none is lost or kills while libraries are imported, blocks compiled or a collective waits; none interrupts a system
+call; and what the process starts (compilers, git) inherits the block, because a scheduler's signal reaches every
+process of the job and a compiler that dies of it would take the run with it. Forked children die of SIGTERM alone.
 
-`during_run` is for `train` called as a function in somebody's own process: plain signal handlers, for as long as the
-run takes, where the caller is the main thread.
+`during_run` is for `train` called as a function in somebody's own process: plain handlers, while the run takes.
 """
 
 from __future__ import annotations
@@ -33,15 +31,14 @@ _listening = False
 
 
 def received() -> int:
-    """The first signal that asked this process to stop, or 0."""
+    """Returns the first signal that asked this process to stop, or 0."""
     return _received
 
 
 def request(number: int = signal.SIGTERM) -> None:
     """Asks the run in this process to stop as if signal `number` had come; from any thread."""
     global _received
-    if not _received:
-        _received = int(number)
+    _received = _received or int(number)
 
 
 def forget() -> None:
@@ -119,11 +116,11 @@ def _note(number: int) -> bool:
 
 
 def _wait() -> None:
-    while True:
-        if _note(signal.sigwait(SIGNALS)):
-            _thread.interrupt_main()  # runs `_handle` there
-            time.sleep(_PATIENCE_SECONDS)
-            os._exit(EXIT_INTERRUPTED)  # the main thread sits in something that no exception reaches
+    while not _note(signal.sigwait(SIGNALS)):
+        pass
+    _thread.interrupt_main()  # runs `_handle` there
+    time.sleep(_PATIENCE_SECONDS)
+    os._exit(EXIT_INTERRUPTED)  # the main thread sits in something that no exception reaches
 
 
 def _open_in_child() -> None:

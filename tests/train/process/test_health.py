@@ -6,14 +6,14 @@ import torch
 from matmix.train.errors import HealthError
 from matmix.train.process import health
 from matmix.train.process.distributed import Distributed
-from matmix.train.process.health import NodeReport, check_health, find_warnings
+from matmix.train.process.health import NodeReport, check_health, describe, find_warnings
 
 
 def test_one_process(tmp_path):
-    found = check_health(Distributed(), tmp_path / "not" / "yet" / "there")
-    assert (found.ranks, found.nodes, found.bandwidth) == (1, 1, None)
+    (found,) = check_health(Distributed(), tmp_path / "not" / "yet" / "there")
+    assert found.bandwidth == 0
     assert found.free_bytes > 0
-    assert str(found).startswith("1 rank on 1 node healthy, ")
+    assert describe([found]) == f"1 rank on 1 node healthy, {found.free_bytes / 2**30:.0f} GiB free for the run"
 
 
 def test_a_device_that_is_gone_is_named(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """What a killed process left in $TMPDIR is removed by the next start, and nothing of a living one or of others."""
 
 import errno
-import json
 import os
 import secrets
 import signal
@@ -20,7 +19,7 @@ from matmix.train.process import node_folders
 PROCESS = """
 import multiprocessing, multiprocessing.util, os, sys, tempfile, time
 from matmix.train.process import node_folders
-from matmix.train.process.begin import begin_training
+from matmix.train.process.console import begin_training
 assert begin_training() == 0
 from multiprocessing import resource_tracker
 resource_tracker.register = resource_tracker.unregister = lambda *_: None
@@ -126,10 +125,9 @@ def test_reports_of_a_torchrun_that_is_dead_go_with_its_ranks(start, folder):
     assert reports.is_dir()
 
     rank = start(TORCHELASTIC_ERROR_FILE=str(error))
-    note = rank.folder / "agent.json"
-    facts = json.loads(note.read_text())
-    assert facts["process"] == os.getpid()
-    note.write_text(json.dumps({**facts, "started": facts["started"] - 1000}))
+    (note,) = rank.folder.glob(f"agent-{os.getpid()}-*")
+    assert note.readlink() == reports
+    note.rename(rank.folder / f"agent-{os.getpid()}-1000.0")
     rank.kill()
     start("end").process.wait()
     assert not reports.exists()
@@ -141,7 +139,7 @@ def test_a_long_tmpdir_is_not_for_sockets(tmp_path):
     deep.mkdir()
     code = (
         "import os; from multiprocessing.connection import Listener; "
-        "from matmix.train.process.begin import begin_training; assert begin_training() == 0; "
+        "from matmix.train.process.console import begin_training; assert begin_training() == 0; "
         "socket = Listener(); assert socket.address.startswith('/tmp/matmix-'); print(os.environ['TMPDIR'])"
     )
     environment = {**os.environ, "TMPDIR": str(deep), "MATMIX_NODE_DISK": ""}

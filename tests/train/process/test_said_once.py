@@ -74,7 +74,7 @@ def test_what_ranks_say(errors, lines, tmp_path, capfd):
 def shared(tmp_path, monkeypatch):
     """Folders of torch's agent, of a store, and of logs that are moved while the ranks run."""
     monkeypatch.setattr(console, "_MOMENT", 0.05)
-    monkeypatch.setattr(console, "_handle", -1)
+    monkeypatch.setattr(console, "_handle", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
 
     def share(kind: str) -> None:
