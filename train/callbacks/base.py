@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunView(Protocol):
-    """The parts of a run that a callback may read; it changes none of them."""
+    """The parts of a run that a callback may read, and does not change."""
 
     config: RunConfig
     state: TrainState
@@ -118,7 +118,7 @@ class Callbacks(list[Callback]):
     def call(self, run: RunView, event: str, *arguments: Any) -> None:
         """Calls the method `event` of each; one that raises is left out from then on."""
         while self._failed:
-            self._warn(run, self._failed.pop(0))
+            _warn(run, self._failed.pop(0))
         for callback in tuple(self):
             self._call_one(run, callback, event, *arguments)
 
@@ -131,17 +131,16 @@ class Callbacks(list[Callback]):
             if callback.tries_again and isinstance(error, OSError):
                 if callback not in self._told:
                     self._told.add(callback)
-                    self._warn(run, _warning(name, "cannot write", error))
-                return
-            if callback in self:  # what it does while it is ended may fail as well
+                    _warn(run, _warning(name, "cannot write", error))
+            elif callback in self:  # what it does while it is ended may fail as well
                 self.remove(callback)
-                self._warn(run, _warning(name, f"failed in {event}", error))
+                _warn(run, _warning(name, f"failed in {event}", error))
                 if event != "on_end":
                     self._call_one(run, callback, "on_end")
 
-    def _warn(self, run: RunView, text: str) -> None:
-        rank = run.engine.rank
-        logger.warning(f"{text} (rank {rank})" if rank else text, extra=EVERY_RANK)
+
+def _warn(run: RunView, text: str) -> None:
+    logger.warning(f"{text} (rank {run.engine.rank})" if run.engine.rank else text, extra=EVERY_RANK)
 
 
 def _warning(name: str, what: str, error: Exception) -> str:

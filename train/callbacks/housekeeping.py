@@ -33,14 +33,9 @@ class Progress(Callback):
         self.last_line = 0.0
 
     def on_start(self, run: RunView) -> None:
-        if sys.stderr.isatty() and run.state.step < run.config.last_step:
-            self.bar = tqdm(
-                total=run.config.last_step,
-                initial=run.state.step,
-                desc=run.path.name,
-                unit="step",
-                dynamic_ncols=True,
-            )
+        step, last = run.state.step, run.config.last_step
+        if sys.stderr.isatty() and step < last:
+            self.bar = tqdm(total=last, initial=step, desc=run.path.name, unit="step", dynamic_ncols=True)
 
     def on_step(self, run: RunView) -> None:
         if self.bar is not None:
@@ -69,8 +64,7 @@ class Progress(Callback):
             return ", ".join(part for evaluator, _ in run.evaluators for part in evaluator.progress(measured))
 
         averaged = of_averaged(metrics)
-        averaged = f"; {TITLE}: {words(averaged)}" if averaged else ""
-        logger.info(f"step {run.state.step}: {words(metrics)}{averaged}")
+        logger.info(f"step {run.state.step}: {words(metrics)}{f'; {TITLE}: {words(averaged)}' if averaged else ''}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
         if self.bar is not None:
@@ -116,19 +110,15 @@ class LauncherGone(Callback):
         if not self.asked:  # now there is a step to lose
             self.asked = True
             launched.save_when_it_ends()
-        if self._tells():
+        if launched.is_gone():
             stop.request()
+        self.on_end(run)
 
     def on_end(self, run: RunView) -> None:
-        self._tells()  # ranks may have agreed to stop by the kernel's signal before this one looked
-
-    def _tells(self) -> bool:
-        """Returns whether the launcher is seen to be gone for the first time, and then says so."""
-        if self.told or not launched.is_gone():
-            return False
-        self.told = True
-        logger.info("the launcher of this run is gone: the run saves and stops")
-        return True
+        # Ranks may have agreed to stop by the kernel's signal before this one looked.
+        if not self.told and launched.is_gone():
+            self.told = True
+            logger.info("the launcher of this run is gone: the run saves and stops")
 
 
 class DataWait(Callback):
@@ -158,23 +148,18 @@ class Profiler(Callback):
         self.profile: torch.profiler.profile | None = None
 
     def on_start(self, run: RunView) -> None:
-        self._begin(run)
-
-    def on_step(self, run: RunView) -> None:
-        if self.profile is not None and run.state.step == self.start + self.steps - 1:
-            self._finish(run)
-        self._begin(run)
-
-    def on_end(self, run: RunView) -> None:
-        if self.profile is not None:
-            self._finish(run)
-
-    def _begin(self, run: RunView) -> None:
-        if self.profile is None and run.state.step + 1 == self.start:
+        if run.state.step + 1 == self.start and self.profile is None:
             self.profile = torch.profiler.profile(record_shapes=True, profile_memory=True, acc_events=True)
             self.profile.__enter__()
 
-    def _finish(self, run: RunView) -> None:
+    def on_step(self, run: RunView) -> None:
+        if run.state.step == self.start + self.steps - 1:
+            self.on_end(run)
+        self.on_start(run)
+
+    def on_end(self, run: RunView) -> None:
+        if self.profile is None:
+            return
         profile, self.profile = self.profile, None
         profile.__exit__(None, None, None)
         folder = run.path / "profile"

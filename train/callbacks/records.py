@@ -3,13 +3,13 @@ curves.png, the picture that is drawn from it."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import logging
 import math
 import os
-from typing import Any
+import statistics
+from typing import Any, NamedTuple
 
 from matmix.data.artifacts import parse_json, read_json_lines
 from matmix.data.storage.files import set_aside, write_atomic
@@ -69,7 +69,8 @@ class MetricsFile(Recorder):
         super().on_rewind(run, rewind)
 
     def take(self, run: RunView, record: dict[str, Any]) -> None:
-        self._waiting.append(json.dumps({key: _json_number(value) for key, value in record.items()}) + "\n")
+        unknown = {key for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._waiting.append(json.dumps({**record, **dict.fromkeys(unknown)}) + "\n")
         del self._waiting[:-_MOST_WAITING]
         self._write(run)
 
@@ -77,37 +78,12 @@ class MetricsFile(Recorder):
         if self._waiting:
             self._write(run)
 
-    def _drop_what_comes_again(self, run: RunView, stand: _Stand) -> None:
-        kept, damaged = self._read(stand)
-        if damaged:
-            logger.warning(
-                f"{self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
-                f"what can be read of it is kept (the run does not need it)"
-            )
-        if damaged or self.path.exists():
-            write_atomic(self.path, "".join(line + "\n" for line in kept))
-
-    def _read(self, stand: _Stand) -> tuple[list[str], int]:
-        """Returns the lines that stay, and the number of the first damaged one, or 0. A last line that is cut off does
-        not count: a kill leaves it behind."""
-        raw = self.path.read_bytes() if self.path.exists() else b""
-        kept, damaged = [], 0
-        for number, line in enumerate(lines := raw.splitlines(), start=1):
-            try:
-                record = parse_json(line, self.path)
-                if stand.includes(record):
-                    kept.append(line.decode())
-            except (ValueError, LookupError, TypeError, AttributeError):
-                if number < len(lines) or raw.endswith(b"\n"):
-                    damaged = damaged or number
-        return kept, damaged
-
     def _write(self, run: RunView) -> None:
         """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
         cannot; both are then tried again later."""
         self.path = run.path / "metrics.jsonl"
         if self._stale is not None:
-            self._drop_what_comes_again(run, self._stale)
+            self._drop_what_comes_again(self._stale)
             self._stale = None
         if not self._waiting:
             return
@@ -123,14 +99,27 @@ class MetricsFile(Recorder):
             logger.info(f"{len(self._waiting)} records that could not be written before are in {self.path.name} now")
         self._waiting.clear()
 
+    def _drop_what_comes_again(self, stand: _Stand) -> None:
+        if not self.path.exists():
+            return
+        raw = self.path.read_bytes()
+        kept, damaged = [], 0
+        for number, line in enumerate(lines := raw.splitlines(), start=1):
+            try:
+                if stand.includes(parse_json(line, self.path)):
+                    kept.append(line + b"\n")
+            except (ValueError, LookupError, TypeError, AttributeError):
+                if number < len(lines) or raw.endswith(b"\n"):  # else a kill has cut it off
+                    damaged = damaged or number
+        if damaged:
+            logger.warning(
+                f"{self.path.name} is damaged in line {damaged} and moved to {set_aside(self.path).name}; "
+                f"what can be read of it is kept (the run does not need it)"
+            )
+        write_atomic(self.path, b"".join(kept))
 
-def _json_number(value: Any) -> Any:
-    """Returns None for NaN and infinity, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Stand:
+class _Stand(NamedTuple):
     """The position of a run when it begins or goes back to a checkpoint."""
 
     step: int
@@ -174,38 +163,41 @@ def draw(records: list[dict[str, Any]]) -> bytes:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    # Null where every step was skipped, or a loss left the range of floats.
-    training = [record for record in records if record["kind"] == "train" and record["loss"] is not None]
     evaluations = [record for record in records if record["kind"] == "validation"]
-    validation = [record for record in evaluations if record.get("loss") is not None]
     measured = [record for record in evaluations if position_losses(record)]
     figure = Figure(figsize=(12 if measured else 7, 4.5), layout="constrained", dpi=110)
     left, *rest = figure.subplots(1, 2 if measured else 1, squeeze=False)[0]
 
-    steps, losses = [record["step"] for record in training], [record["loss"] for record in training]
+    def curve(those: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+        # Null where every step was skipped, or a loss left the range of floats.
+        points = [(record["step"], record[name]) for record in those if record.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    steps, losses = curve([record for record in records if record["kind"] == "train"], "loss")
+    window = max(1, round(_SMOOTH * len(losses)))
+    means = [statistics.fmean(losses[max(0, end - window) : end]) for end in range(1, len(losses) + 1)]
     left.plot(steps, losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    left.plot(steps, _running_mean(losses), color="tab:blue", label="training, running mean")
-    places, evaluated = [record["step"] for record in validation], [record["loss"] for record in validation]
-    left.plot(places, evaluated, "o-", color="tab:red", markersize=5, label="validation")
-    averaged = [(record["step"], record[EMA + "loss"]) for record in validation if record.get(EMA + "loss") is not None]
+    left.plot(steps, means, color="tab:blue", label="training, running mean")
+    left.plot(*curve(evaluations, "loss"), "o-", color="tab:red", markersize=5, label="validation")
+    steps, averaged = curve(evaluations, EMA + "loss")
     if averaged:
-        left.plot(*zip(*averaged, strict=True), "s--", color="tab:green", markersize=4, label=f"validation, {TITLE}")
+        left.plot(steps, averaged, "s--", color="tab:green", markersize=4, label=f"validation, {TITLE}")
     left.set_xlabel("step")
     left.set_ylabel("loss (nats per target)")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in rest:
         shown = [measured[0], measured[-1]] if len(measured) > 1 else measured
+        ticks = {}
         for record, look in zip(shown, ("o--", "o-")[-len(shown) :], strict=True):
-            bins = position_losses(record)
             label = f"step {record['step']}"
             if "context_gain" in record:
                 label += f": context gain {record['context_gain']:.2f}"
             if "mixing_gain" in record:
                 label += f", without mixing {record['mixing_gain']:+.2f}"
             # By the beginnings of the bins, which then stand at equal distances.
-            places = [begin.bit_length() - 1 for begin, _, _ in bins]
-            axes.plot(places, [loss for *_, loss in bins], look, label=label)
-        ticks = {begin.bit_length() - 1: name for record in shown for begin, name, _ in position_losses(record)}
+            bins = {begin.bit_length() - 1: (name, loss) for begin, name, loss in position_losses(record)}
+            axes.plot(list(bins), [loss for _, loss in bins.values()], look, label=label)
+            ticks |= {place: name for place, (name, _) in bins.items()}
         axes.set_xticks(list(ticks), list(ticks.values()))
         axes.set_xlabel("tokens of the document up to the predicting one")
         axes.set_ylabel("validation loss (nats per target)")
@@ -222,9 +214,3 @@ def position_losses(record: dict[str, Any]) -> list[tuple[int, str, float]]:
     names = [name.removeprefix(PREFIX) for name in record if name.startswith(PREFIX)]
     bins = [(int(name.partition("-")[0]), name, record[PREFIX + name]) for name in names]
     return [entry for entry in bins if entry[2] is not None]
-
-
-def _running_mean(values: list[float]) -> list[float]:
-    window = max(1, round(_SMOOTH * len(values)))
-    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]

@@ -29,10 +29,6 @@ from matmix.train.words import duration
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_POLL = 5.0
-# How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
-_LONGEST_GRACE = 60.0
-
 
 class Watchdog(Callback):
     """Ends the process after `minutes` without a sign of life (`matmix.train.process.heartbeat`)."""
@@ -41,12 +37,13 @@ class Watchdog(Callback):
 
     def __init__(self, minutes: float) -> None:
         self.limit = 60 * minutes
-        self.poll = min(_LONGEST_POLL, self.limit / 20)
-        self.grace = min(_LONGEST_GRACE, self.limit)
+        self.poll = min(5.0, self.limit / 20)
+        # How long ranks that are ready to end wait for the others' stacks: the first one to go takes the rest with it.
+        self.grace = min(60.0, self.limit)
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
         self.file: TextIO | None = None
-        self.earlier: dict[Path, os.stat_result] = {}
+        self.earlier: dict[Path, tuple[int, int]] = {}
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
@@ -58,7 +55,7 @@ class Watchdog(Callback):
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # A start under the same name, maybe of more ranks, may have left its stacks here.
-            self.earlier = {path: path.stat() for path in self._stack_files() if path != self.path}
+            self.earlier = {path: _written(path) for path in self._stack_files() if path != self.path}
             # Opened now: when the process hangs, opening may hang too.
             self.file = self.path.open("w", encoding="utf-8")
         except OSError as error:
@@ -109,9 +106,13 @@ class Watchdog(Callback):
         self._end(quiet)
 
     def _end(self, quiet: float) -> None:
+        place = "its main thread is gone"
+        if (frame := sys._current_frames().get(self.main_thread)) is not None:
+            code = frame.f_code
+            place = f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
         mine = (
             f"rank {self.rank} made no progress for {duration(quiet)} (no step, evaluation batch, save); the last sign "
-            f"of life was {last_beat().what}; {self._place()}"
+            f"of life was {last_beat().what}; {place}"
         )
         places = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
         deadline = time.monotonic() + self.grace
@@ -147,33 +148,29 @@ class Watchdog(Callback):
             exchange(places, attempt_id(), self.rank, self.world_size, self.grace / 4)
 
     def _write(self, reason: str) -> None:
-        steps = self.run.saved_steps()
-        saved = steps[-1] if steps else None
-        outcome = Outcome(code=EXIT_HUNG, reason=reason, step=self.run.state.step, saved_step=saved)
+        step, saved = self.run.state.step, max(self.run.saved_steps(), default=None)
+        outcome = Outcome(code=EXIT_HUNG, reason=reason, step=step, saved_step=saved)
         write_outcome(self.run.path, outcome, self.rank)
-
-    def _place(self) -> str:
-        """The place where the main thread is, in a few words."""
-        frame = sys._current_frames().get(self.main_thread)
-        if frame is None:
-            return "its main thread is gone"
-        code = frame.f_code
-        return f"its main thread is in {code.co_name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
 
     def _dumped(self) -> int:
         """Returns how many ranks of this start have written their stacks, as far as this rank sees them."""
         count = 0
         for path in self._stack_files():
             with contextlib.suppress(OSError):
-                now, before = path.stat(), self.earlier.get(path)
-                left = before is not None and (now.st_mtime_ns, now.st_size) == (before.st_mtime_ns, before.st_size)
-                count += now.st_size > 0 and not left
+                written = _written(path)
+                count += written[1] > 0 and written != self.earlier.get(path)
         return count
 
     def _stack_files(self) -> Iterator[Path]:
         return self.path.parent.glob("rank-*.stacks.txt")
 
 
+def _written(path: Path) -> tuple[int, int]:
+    """Returns when a file was written, in ns, and its size."""
+    state = path.stat()
+    return state.st_mtime_ns, state.st_size
+
+
 def stacks_path(run_dir: Path, attempt: str, rank: int) -> Path:
-    """RUN/logs/<attempt>/rank-00003.stacks.txt, next to that rank's log."""
+    """Returns RUN/logs/<attempt>/rank-00003.stacks.txt, next to that rank's log."""
     return Path(run_dir) / "logs" / attempt / f"rank-{rank:05d}.stacks.txt"

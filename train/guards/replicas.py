@@ -78,26 +78,20 @@ class Replicas:
     def find_difference(self, step: int) -> str | None:
         """Returns which rank differs after `step`, and in what, in words; None if all copies are the same. Called on
         all ranks, with the same result; a step is compared once."""
-        if self.engine.world_size == 1 or step == self.same_at:
-            return None
         engine = self.engine
-        kinds = {"copied": engine.copied_tensors(), "common": engine.common_tensors()}
-        mine = [fingerprint((tensor for _, tensor in tensors), engine.device) for tensors in kinds.values()]
+        if engine.world_size == 1 or step == self.same_at:
+            return None
+        held = (engine.copied_tensors(), engine.common_tensors())
+        mine = [fingerprint((tensor for _, tensor in tensors), engine.device) for tensors in held]
         copied, common = engine.all_gather(torch.stack(mine)).transpose(0, 1).tolist()
         copied = [(engine.mesh.part_of(rank), *value) for rank, value in enumerate(copied)]
         if len(set(copied)) == len({shard for shard, *_ in copied}) and len(set(map(tuple, common))) == 1:
             self.same_at = step
             return None
-        return self._describe()
-
-    def _describe(self) -> str:
-        """Returns the ranks whose tensors differ from the majority, in words."""
-        engine = self.engine
         parts = {f"{engine.mesh.part_of(engine.rank)}.{name}": tensor for name, tensor in engine.copied_tensors()}
         parts |= {f"all.{name}": tensor for name, tensor in engine.common_tensors()}
-        mine = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
-        reports = gather_objects((node_name(), mine))
-        nodes, fingerprints = zip(*reports, strict=True)
+        own = {name: tuple(fingerprint([tensor], engine.device).tolist()) for name, tensor in parts.items()}
+        nodes, fingerprints = zip(*gather_objects((node_name(), own)), strict=True)
         return describe(fingerprints, nodes)
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any], difference: str) -> Iterator[Any]:
@@ -106,23 +100,19 @@ class Replicas:
 
         Raises ReplicaError where the run is to stop, has no checkpoint, or went back `faults.max_rewinds` times.
         """
-        faults, step, restores = self.config, run.state.step, run.state.restores
-        seen = f"step {step}: the copies of the model are not the same any more: {difference}"
+        restores = run.state.restores
+        seen = f"step {run.state.step}: the copies of the model are not the same any more: {difference}"
         advice = "exclude that node, or test its memory and device"
-        if faults.on_replica_difference == "stop":
+        if self.config.on_replica_difference == "stop":
             raise ReplicaError(f"{seen}; the same command goes on from the newest checkpoint: {advice}")
         newest = run.newest_checkpoint()
         if newest is None:
             raise ReplicaError(f"{seen}; there is no checkpoint to go back to: {advice} and start again")
-        if restores >= faults.max_rewinds:
+        if restores >= self.config.max_rewinds:
             raise ReplicaError(
                 f"{seen}, and the run has gone back {restores} times already (faults.max_rewinds): {advice}"
             )
-
-        def words(count: int, _first: int, _last: int) -> str:
-            return f"{seen}: back to {newest.name} (restore {count} of at most {faults.max_rewinds})"
-
-        return go_back(run, batches, newest, "restore", words)
+        return go_back(run, batches, newest, "restore", seen)
 
 
 def describe(fingerprints: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:

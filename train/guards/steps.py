@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,7 +21,6 @@ from matmix.train.process.distributed import gather_objects
 logger = logging.getLogger(__name__)
 
 _ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
-Words = Callable[[int, int, int], str]
 
 
 class NanGuard:
@@ -40,8 +39,7 @@ class NanGuard:
         self.in_a_row += 1
         step, (where, advice) = run.state.step, find_overflow(run)
         logger.info(
-            f"step {step}: {f'{where}; ' if where else ''}"
-            f"loss {run.last_loss:.4g}, gradient norm {run.last_norm:.4g}: "
+            f"step {step}: {where}{'; ' if where else ''}loss {run.last_loss:.4g}, gradient norm {run.last_norm:.4g}: "
             f"step skipped, weights unchanged ({self.in_a_row} in a row, the run stops at {self.limit})"
             f"{f'; {advice}' if where else ''}"
         )
@@ -135,14 +133,7 @@ class SpikeGuard:
                 "try a lower optimizer.lr or a smaller optimizer.max_grad_norm, or look at the data; "
                 f"the newest checkpoint, {newest.name}, is from before the spike"
             )
-
-        def words(count: int, first: int, last: int) -> str:
-            return (
-                f"{seen}: back to {newest.name}, leaving out the samples {first} to {last} "
-                f"(rewind {count} of {self.config.max_rewinds})"
-            )
-
-        return go_back(run, batches, newest, "rewind", words)
+        return go_back(run, batches, newest, "rewind", seen)
 
 
 class RewindableRun(RunView, Protocol):
@@ -164,24 +155,21 @@ class RewindableRun(RunView, Protocol):
 
 
 def go_back(
-    run: RewindableRun, batches: Iterator[Any], checkpoint: Path, kind: Literal["rewind", "restore"], words: Words
+    run: RewindableRun, batches: Iterator[Any], checkpoint: Path, kind: Literal["rewind", "restore"], seen: str
 ) -> Iterator[Any]:
     """Puts the run back to a checkpoint and returns the batches from there: a restore reads the same data again, a
-    rewind goes on with the data after what was read.
-
-    words: makes the line for the log from the number of this rewind or restore, and from the first and the last of the
-    samples that a rewind leaves out.
-    """
-    state, read = run.state, run.loader.samples
+    rewind goes on with the data after what was read. seen: why, for the log."""
+    state, read, limit = run.state, run.loader.samples, run.config.faults.max_rewinds
     batches.close()
     run.load(checkpoint, lost_to="rewinds")
     first = run.loader.samples
     if kind == "rewind":
         run.loader.samples, run.state.rewinds = read, state.rewinds + 1
-        count = run.state.rewinds
+        left_out = f", leaving out the samples {first} to {read - 1}"
+        logger.info(f"{seen}: back to {checkpoint.name}{left_out} (rewind {run.state.rewinds} of {limit})")
     else:
-        run.state.restores = count = state.restores + 1
-    logger.log(logging.WARNING if kind == "restore" else logging.INFO, words(count, first, read - 1))
+        run.state.restores = state.restores + 1
+        logger.warning(f"{seen}: back to {checkpoint.name} (restore {run.state.restores} of at most {limit})")
     run.went_back(Rewind(state.step, kind))
     return iter(run.loader)
 

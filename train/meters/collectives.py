@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,23 @@ FACTOR, SHARE = 1.5, 0.2
 RECORDS = 3
 """Number of records in a row after which a rank is named, or is said to keep up again."""
 
-Times = tuple[float, float, float]
-"""Seconds per step of one rank: the whole step, waiting for data, collectives."""
-
 _FUNCTIONS = (
     *("all_reduce", "reduce", "broadcast", "barrier", "all_gather", "all_gather_object", "broadcast_object_list"),
     *("all_gather_into_tensor", "reduce_scatter_tensor"),
 )
+
+
+class Times(NamedTuple):
+    """Seconds per step of one rank."""
+
+    step: float  # the whole of it
+    data: float  # waiting for data
+    collectives: float
+
+    @property
+    def own(self) -> float:
+        """What was not spent in collectives; these may run beside the computation, and both be more than the step."""
+        return max(self.step - self.collectives, self.data)
 
 
 @dataclasses.dataclass(slots=True)
@@ -116,17 +126,14 @@ class CollectiveClock:
     def measure(self, *, sample: bool) -> Iterator[None]:
         """Measures the step inside; on a GPU only where `sample` says so."""
         cuda = self.device.type == "cuda"
-        if cuda and not sample:
-            yield
-            return
-        _count.timed, began = cuda, _count.seconds
+        began, _count.timed = _count.seconds, cuda and sample
         try:
             yield
         finally:
             _count.timed = False
-        self.steps += 1
         if not cuda:
             self.seconds += _count.seconds - began
+        self.steps += not cuda or sample
 
     def per_step(self) -> float:
         """Returns the seconds per measured step since `reset`. It does not wait for the device: events that this has
@@ -151,55 +158,46 @@ class Stragglers:
         if self.engine.world_size == 1:
             return {}, []
         mine = torch.tensor(own, dtype=torch.float64, device=self.engine.device)
-        times = [tuple(row) for row in self.engine.all_gather(mine).tolist()]
+        times = [Times(*row) for row in self.engine.all_gather(mine).tolist()]
         return numbers(times), self.judge(step, times)
 
     def judge(self, step: int, times: Sequence[Times]) -> list[str]:
         """Returns a line for each rank that has now been slow long enough, and for each that keeps up again."""
-        alone, lines = own_times(times), []
-        usual = statistics.median_low(alone)
-        whole = max(seconds for seconds, _, _ in times)
-        for rank, seconds in enumerate(alone):
-            slow = seconds > FACTOR * usual and seconds - usual > SHARE * whole
+        lines = []
+        usual = statistics.median_low(rank.own for rank in times)
+        usual_data = statistics.median_low(rank.data for rank in times)
+        whole = max(rank.step for rank in times)
+        for rank, spent in enumerate(times):
+            own, data = spent.own, spent.data
+            slow = own > FACTOR * usual and own - usual > SHARE * whole
             changed = slow != (rank in self.named)
             self.streaks[rank] = self.streaks.get(rank, 0) + 1 if changed else 0
             if self.streaks[rank] < RECORDS:
                 continue
             self.streaks[rank] = 0
             self.named ^= {rank}
-            lines.append(self._line(step, rank, times, usual) if slow else f"step {step}: rank {rank} keeps up again")
-        return lines
-
-    def _line(self, step: int, rank: int, times: Sequence[Times], usual: float) -> str:
-        alone, waits = own_times(times)[rank], times[rank][1]
-        common = statistics.median_low(wait for _, wait, _ in times)
-        if waits - common > (alone - usual) / 2:
-            return (
-                f"step {step}: the other ranks wait for rank {rank}, which waits {waits * 1e3:.3g} ms a step for its "
-                f"data (the median rank {common * 1e3:.3g} ms): look at the disk or network of its node, or raise "
-                f"data.workers (now {self.workers})"
+            why = (
+                f"needs {(own - data) * 1e3:.3g} ms a step for its own work (the median rank "
+                f"{max(usual - usual_data, 0) * 1e3:.3g} ms): look at its node and device"
             )
-        return (
-            f"step {step}: the other ranks wait for rank {rank}, which needs {(alone - waits) * 1e3:.3g} ms a step for "
-            f"its own work (the median rank {max(usual - common, 0) * 1e3:.3g} ms): look at its node and device"
-        )
-
-
-def own_times(times: Sequence[Times]) -> list[float]:
-    """Returns the seconds per step that each rank did not spend in collectives."""
-    # Exchanges may run beside the computation, so that both together are more than the step.
-    return [max(step - collectives, data) for step, data, collectives in times]
+            if data - usual_data > (own - usual) / 2:
+                why = (
+                    f"waits {data * 1e3:.3g} ms a step for its data (the median rank {usual_data * 1e3:.3g} ms): look "
+                    f"at the disk or network of its node, or raise data.workers (now {self.workers})"
+                )
+            line = f"the other ranks wait for rank {rank}, which {why}" if slow else f"rank {rank} keeps up again"
+            lines.append(f"step {step}: {line}")
+        return lines
 
 
 def numbers(times: Sequence[Times]) -> dict[str, float]:
     """Returns a record's numbers, in seconds a step; "slowest" is the rank that spent most on its own."""
-    alone = own_times(times)
-    _, data, collectives = zip(*times, strict=True)
+    own = [rank.own for rank in times]
     return {
-        "slowest": float(alone.index(max(alone))),
-        "own_max": max(alone),
-        "own_median": statistics.median(alone),
-        "data_wait_max": max(data),
-        "collectives_max": max(collectives),
-        "collectives_min": min(collectives),
+        "slowest": float(own.index(max(own))),
+        "own_max": max(own),
+        "own_median": statistics.median(own),
+        "data_wait_max": max(rank.data for rank in times),
+        "collectives_max": max(rank.collectives for rank in times),
+        "collectives_min": min(rank.collectives for rank in times),
     }

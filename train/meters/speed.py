@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,17 +93,14 @@ class StepRecord:
         """Returns all numbers of the record that have a value: `means` by their own names, counters by the name of what
         they count, norms of clipping groups under "grad_norm/<group>", the scalars of mixers under
         "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
-        numbers: dict[str, float] = {}
         values = dataclasses.asdict(self)
         unit = values.pop("unit")
-        for key, value in values.items():
-            if key.startswith("tokens"):
-                key = unit + key.removeprefix("tokens")
-            numbers |= value if key == "means" else {} if value is None else {key: value}
         prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
-        for key, prefix in prefixes.items():
-            numbers |= {f"{prefix}/{name}": value for name, value in numbers.pop(key).items()}
-        return numbers
+        groups = {prefix: values.pop(key) for key, prefix in prefixes.items()}
+        means = values.pop("means")
+        named = {re.sub("^tokens", unit, key): value for key, value in values.items() if value is not None}
+        grouped = {f"{prefix}/{name}": value for prefix, group in groups.items() for name, value in group.items()}
+        return named | means | grouped
 
 
 class Speedometer:
@@ -122,8 +120,7 @@ class Speedometer:
 
     def start(self) -> None:
         self.began = time.perf_counter()
-        self.waited = 0.0
-        self.loss = self.targets = self.tokens = 0.0
+        self.waited = self.loss = self.targets = self.tokens = 0.0
         self.sums: dict[str, float] = {}  # of what else the task records
         self.steps = 0
         self.begun = 0  # steps, also those that were skipped
@@ -156,14 +153,16 @@ class Speedometer:
         self.steps += 1
 
     def own_times(self) -> Times:
-        """Returns the seconds per step of the interval so far: in all, waiting for data, and in collectives."""
+        """Returns this rank's seconds per step of the interval so far."""
         steps = max(self.begun, 1)
-        return (time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step()
+        return Times((time.perf_counter() - self.began) / steps, self.waited / steps, self.collectives.per_step())
 
     def record(self, **others: Any) -> StepRecord:
         """Returns the interval's record and begins a new interval; others: the fields that are not measured here."""
         seconds = max(time.perf_counter() - self.began, 1e-9)
         speed = self.tokens / seconds
+        cuda = self.device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self.device) if cuda else psutil.Process().memory_info().rss
         record = StepRecord(
             **others,
             unit=self.unit,
@@ -173,16 +172,11 @@ class Speedometer:
             tokens_per_second=speed,
             seconds_per_step=seconds / max(self.steps or self.begun, 1),
             data_wait=self.waited / seconds,
-            memory=self._memory(),
+            memory=memory / 2**30,
             mfu=None if self.peak is None else speed * self.flops / self.peak,
         )
         self.start()
         return record
-
-    def _memory(self) -> float:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**30
-        return psutil.Process().memory_info().rss / 2**30
 
 
 class Monitor:
@@ -216,10 +210,8 @@ class Monitor:
         self.names = tuple(values)
         stacked = torch.stack(list(values.values())).detach()
         self.step.append(stacked)
-        if self.largest is None or self.total is None:
-            self.largest, self.total = stacked, stacked.double()
-        else:
-            self.largest, self.total = torch.maximum(self.largest, stacked), self.total + stacked
+        self.largest = stacked if self.largest is None else torch.maximum(self.largest, stacked)
+        self.total = stacked.double() if self.total is None else self.total + stacked
         self.count += 1
 
     def of_step(self) -> dict[str, float]:
@@ -231,7 +223,7 @@ class Monitor:
 
     def of_interval(self) -> dict[str, float]:
         """Returns the values since the last call, by layer. Called on all ranks."""
-        if self.largest is None or self.total is None:
+        if not self.count:
             return {}
         values = self._over_ranks(self.largest, self.total / self.count)
         self.start_interval()

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from matmix.train.meters import collectives
-from matmix.train.meters.collectives import RECORDS, CollectiveClock, Stragglers, numbers, own_times
+from matmix.train.meters.collectives import RECORDS, CollectiveClock, Stragglers, Times, numbers
 
-EVEN = [(0.1, 0.001, 0.01)] * 4  # step, data, collectives
+EVEN = [Times(0.1, 0.001, 0.01)] * 4
 
 
 class _Engine:
@@ -20,8 +20,8 @@ def _judge(*records):
 
 def with_rank_2(step: float, data: float, collectives: float):
     """The others wait in collectives for what rank 2 needs longer."""
-    others = (step, 0.001, step - 0.09)
-    return [others, others, (step, data, collectives), others]
+    others = Times(step, 0.001, step - 0.09)
+    return [others, others, Times(step, data, collectives), others]
 
 
 def test_a_rank_that_computes_slowly_is_named_once_and_taken_back_once():
@@ -48,13 +48,13 @@ def test_moments_and_small_differences_are_not_worth_a_line():
     slow = with_rank_2(0.3, 0.001, 0.01)
     assert not any(_judge(EVEN, slow, slow, EVEN, slow, slow, EVEN, slow, EVEN))
     assert not any(_judge(*[with_rank_2(0.12, 0.001, 0.01)] * 9))
-    everyone = [(0.3, 0.2, 0.01)] * 4  # all wait for data alike: `DataWait` says so
+    everyone = [Times(0.3, 0.2, 0.01)] * 4  # all wait for data alike: `DataWait` says so
     assert not any(_judge(*[everyone] * 9))
 
 
 def test_of_two_ranks_the_slower_is_named():
     found = Stragglers(_Engine(), workers=1)
-    times = [(0.3, 0.0, 0.2), (0.3, 0.0, 0.01)]
+    times = [Times(0.3, 0.0, 0.2), Times(0.3, 0.0, 0.01)]
     lines = [found.judge(step, times) for step in range(1, 5)]
     assert [len(line) for line in lines] == [0, 0, 1, 0]
     assert "wait for rank 1, which needs 290 ms" in lines[2][0]
@@ -67,7 +67,7 @@ def test_numbers_of_a_record():
     assert found["own_median"] == pytest.approx(0.09)
     assert (found["data_wait_max"], found["collectives_min"]) == (0.1, 0.01)
     assert found["collectives_max"] == pytest.approx(0.21)
-    assert own_times([(0.1, 0.02, 0.3)]) == [0.02]  # on a GPU exchanges run beside the computation
+    assert Times(0.1, 0.02, 0.3).own == 0.02  # on a GPU exchanges run beside the computation
 
 
 def test_collectives_of_one_process_are_counted_and_timed(tmp_path):

@@ -37,16 +37,15 @@ def numbers(record: dict[str, Any]) -> dict[str, float]:
 def read_id(folder: Path, where: str) -> str | None:
     """Returns the id that the run in `folder` has at a service, or None where it was never there. where: the service
     and the project in it."""
-    return _read(folder).get(where)
+    return _read(folder / TRACKED).get(where)
 
 
 def keep_id(folder: Path, where: str, name: str) -> None:
     """Keeps the id for the next start. Raises OSError."""
-    write_atomic(folder / TRACKED, json.dumps({**_read(folder), where: name}, indent=1) + "\n")
+    write_atomic(folder / TRACKED, json.dumps({**_read(folder / TRACKED), where: name}, indent=1) + "\n")
 
 
-def _read(folder: Path) -> dict[str, str]:
-    path = folder / TRACKED
+def _read(path: Path) -> dict[str, str]:
     try:
         ids = read_json(path)
         if not isinstance(ids, dict) or not all(isinstance(name, str) for name in ids.values()):

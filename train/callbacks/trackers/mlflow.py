@@ -65,8 +65,7 @@ class MLflow(Recorder):
         # Its own seven tries take minutes each time; the sender has tries enough.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-        uri = self._options.uri or os.environ["MLFLOW_TRACKING_URI"]
-        self._sender = _Sender(uri, self._options, run.path, config_to_dict(run.config))
+        self._sender = _Sender(self._options, run.path, config_to_dict(run.config))
         self._sender.start()
 
     def take(self, run: RunView, record: dict[str, Any]) -> None:
@@ -83,11 +82,12 @@ class MLflow(Recorder):
 class _Sender(threading.Thread):
     """Sends the numbers that wait to the server, in order, and tries again where that fails."""
 
-    def __init__(self, uri: str, options: MLflowOptions, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, options: MLflowOptions, path: Path, config: dict[str, Any]) -> None:
         super().__init__(name="mlflow", daemon=True)
         self._waiting: list[tuple[str, float, int, int]] = []  # name, value, ms, step
         self._wake = threading.Event()
-        self._uri, self._options, self._path, self._config = uri, options, path, config
+        self._options, self._path, self._config = options, path, config
+        self._uri = options.uri or os.environ["MLFLOW_TRACKING_URI"]
         self._client: Any = None
         self._id = ""
         self._state = ""  # once the run has ended: how
@@ -97,9 +97,7 @@ class _Sender(threading.Thread):
         """Adds a record, unless too much waits; it is in metrics.jsonl then."""
         now = int(1000 * time.time())
         if len(self._waiting) < _MOST_WAITING:
-            self._waiting += [
-                (_name(name), float(value), now, record["step"]) for name, value in numbers(record).items()
-            ]
+            self._waiting += [(_name(key), float(value), now, record["step"]) for key, value in numbers(record).items()]
         self._wake.set()
 
     def end(self, state: str, seconds: float) -> int:
@@ -138,35 +136,33 @@ class _Sender(threading.Thread):
         self._away = error is not None
 
     def _send(self) -> None:
-        from mlflow import MlflowClient  # seconds of import
         from mlflow.entities import Metric
 
-        if self._client is None:
-            client = MlflowClient(tracking_uri=self._uri)
-            self._begin(client)
-            self._client = client
+        self._client = self._client or self._begin()
         while self._waiting:
             batch = self._waiting[:_METRICS]
             self._client.log_batch(self._id, metrics=[Metric(*one) for one in batch])
             del self._waiting[: len(batch)]
 
-    def _begin(self, client: Any) -> None:
-        """Finds the run at the server, or makes it, with the config as its parameters."""
+    def _begin(self) -> Any:
+        """Finds the run at the server, or makes it, with the config as its parameters; returns the client."""
+        from mlflow import MlflowClient  # seconds of import
         from mlflow.entities import Param
 
+        client = MlflowClient(tracking_uri=self._uri)
         where = f"mlflow {self._uri} {self._options.experiment}"
         if known := read_id(self._path, where):
             client.update_run(known, status="RUNNING")
             self._id = known
-            return
+            return client
         experiment = client.get_experiment_by_name(self._options.experiment)
         number = experiment.experiment_id if experiment else client.create_experiment(self._options.experiment)
-        made = client.create_run(number, run_name=self._options.name or self._path.name)
-        self._id = made.info.run_id
+        self._id = client.create_run(number, run_name=self._options.name or self._path.name).info.run_id
         keep_id(self._path, where, self._id)
         parameters = [Param(name, value[:_LONGEST]) for name, value in _flat(self._config)]
         for first in range(0, len(parameters), _PARAMETERS):
             client.log_batch(self._id, params=parameters[first : first + _PARAMETERS])
+        return client
 
 
 def _name(name: str) -> str:

@@ -9,6 +9,7 @@ reached at the start, the records stay in RUN/wandb, from where `wandb sync` sen
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import secrets
 from typing import Any, Literal
@@ -55,42 +56,36 @@ class WandB(Recorder):
 
         options, path = self._options, run.path
         where = f"wandb {options.entity}/{options.project}"
-        known = read_id(path, where)
-        own = known or secrets.token_hex(4)
-        if known is None:
-            keep_id(path, where, own)
-        settings = wandb.Settings(
-            silent=True,
-            console="off",
-            reinit="create_new",
-            login_timeout=_LOGIN_SECONDS,
-            init_timeout=_START_SECONDS,
-            finish_timeout=_END_SECONDS,
+        if (own := read_id(path, where)) is None:
+            keep_id(path, where, own := secrets.token_hex(4))
+        begin = functools.partial(
+            wandb.init,
+            project=options.project,
+            entity=options.entity or None,
+            name=options.name or path.name,
+            group=options.group or None,
+            tags=options.tags or None,
+            id=own,
+            resume="allow",
+            dir=str(path),
+            config=config_to_dict(run.config),
+            allow_val_change=True,
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                reinit="create_new",
+                login_timeout=_LOGIN_SECONDS,
+                init_timeout=_START_SECONDS,
+                finish_timeout=_END_SECONDS,
+            ),
         )
-
-        def begin(mode: str | None) -> Any:
-            return wandb.init(
-                project=options.project,
-                entity=options.entity or None,
-                name=options.name or path.name,
-                group=options.group or None,
-                tags=options.tags or None,
-                id=own,
-                resume="allow",
-                dir=str(path),
-                config=config_to_dict(run.config),
-                allow_val_change=True,
-                mode=mode,
-                settings=settings,
-            )
-
         try:
-            self._run = begin(options.mode or None)
+            self._run = begin(mode=options.mode or None)
         except Exception as error:  # of many kinds: no key, no network, no such project
             reason = " ".join(str(error).split())[:300]
             logger.warning(f"Weights & Biases cannot be used now ({reason}); the records are kept in {path}/wandb")
             wandb.teardown()  # its process takes the run for one that is at work
-            self._run = begin("offline")
+            self._run = begin(mode="offline")
         # Over our steps: wandb's own count goes up with every call, also where steps are done again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
