@@ -1,20 +1,7 @@
 """Decides whether a run is started again: `python -m matmix.launch.jobs.attempts RUN --attempt A --code N`.
 
-An attempt is one start of the run's processes. How it ended is read from what its ranks wrote
-(`matmix.train.run.outcome`) and, where they were killed before they could, from the exit code that the launcher saw.
-Each decision is a line in RUN/launch/attempts.jsonl.
-
-- finished: no;
-- stopped by a signal and saved (75): yes, always; told to stop and ended before it could save: yes, up to MAX_UNSAVED
-  times in a row without a newer checkpoint;
-- the user's mistake (2) before a step was begun, or a second Ctrl-C (130): no;
-- any other failure: not if the step at which it failed is the one at which the run failed the last time; else as long
-  as no more than `max_requeues` attempts in a row have failed since one that got further, that is, whose newest
-  checkpoint is of a later step than any before. A run of weeks may lose a node every other day; one that cannot get
-  over a step, or cannot begin, ends after a few tries.
-
-Only attempts of the same job count, which its requeues share. Those that a launcher began and that nobody saw end are
-failures. This module imports no torch: it runs between two attempts, while the nodes wait.
+An attempt is one start of the run's processes; those of one job, which its requeues share, are lines in
+RUN/launch/attempts.jsonl. No torch is imported here: this runs between two attempts, while the nodes wait.
 """
 
 from __future__ import annotations
@@ -26,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.launches import append_line, read_url
@@ -74,8 +61,7 @@ class PastAttempt:
         return not self.finished and not self.stopped
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(NamedTuple):
     """Says whether a run is started again, and why in one line."""
 
     again: bool
@@ -93,7 +79,11 @@ def describe(code: int | None) -> str:
 
 
 def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
-    """Decides from a run's attempts, the one that has just ended last."""
+    """Decides from a job's attempts, the one that has just ended last.
+
+    A run of weeks may lose a node every other day; one that cannot get over a step, or cannot begin, ends after a few
+    tries. Those that nobody saw end are failures.
+    """
     last = attempts[-1]
     if last.finished:
         return Decision(False, "finished")
@@ -189,10 +179,9 @@ def begin(run: Path, name: str, nodes: str = "") -> None:
 def conclude(
     run: Path, name: str, code: int, *, max_requeues: int, signalled: bool, ending: str
 ) -> tuple[PastAttempt, Decision]:
-    """Collects how an attempt ended, decides, and writes both down.
+    """Reads how an attempt ended, decides, and writes both down, unless the run was moved away meanwhile.
 
-    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened. Where
-    the run was moved away meanwhile, nothing is written: to what lies at the path now it is unknown.
+    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
     """
     known = read_attempts(run)
     if name not in {attempt.attempt for attempt in known}:

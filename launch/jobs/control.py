@@ -1,7 +1,5 @@
-"""`matmix launch status`, `cancel` and `resubmit`: what a run is doing, how it ends saved, and the same launch again.
-
-What imports torch is imported by the functions that need it, so that --help does not wait for it.
-"""
+"""`matmix launch status`, `cancel` and `resubmit`. What imports torch is imported where it is needed, so that --help
+does not wait for it."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.train.recipe_files import read_toml
 from matmix.train.words import duration
 
-_SHOWN = 5  # attempts
 Home = Annotated[
     tyro.conf.Positional[str],
     tyro.conf.arg(metavar="RUN", help="Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."),
@@ -126,7 +123,7 @@ def _run_lines(run: Path, *, active: bool) -> list[str]:
     from matmix.train.checkpoint.manifest import list_checkpoints
 
     lines = []
-    shown = attempts.read_attempts(run)[-_SHOWN:]
+    shown = attempts.read_attempts(run)[-5:]
     at, place = records_folder(run), read_url(run) or run
     for attempt in shown:
         step = f", began step {attempt.step}" if attempt.step is not None else ""
@@ -145,11 +142,8 @@ def _run_lines(run: Path, *, active: bool) -> list[str]:
 
 def records_folder(run: Path) -> Path:
     """Returns where metrics and checkpoints can be read: the run directory, or what a run at a URL has there, fetched.
-
-    Raises FileNotFoundError or RemoteError where the URL cannot be read.
-    """
-    url = read_url(run)
-    if url is None:
+    Raises FileNotFoundError or RemoteError where the URL cannot be read."""
+    if (url := read_url(run)) is None:
         return run
     from matmix.train.run.trained import local_outline
 

@@ -19,17 +19,9 @@ import tyro
 
 from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import first_free
-from matmix.launch.jobs import attempts, launches
+from matmix.launch.jobs import attempts, launches, processes
 from matmix.launch.jobs.launches import Job
-from matmix.launch.jobs.processes import (
-    RANK_MODULE,
-    StopRequests,
-    check_counts,
-    environment_for,
-    rank_command,
-    run_agent,
-    run_ranks,
-)
+from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command
 from matmix.launch.jobs.rank import way_to
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.errors import RendezvousError
@@ -103,7 +95,7 @@ def run_local(home: Path, job: Job) -> int:
                 filter(None, [str(folder / "code"), os.environ.get("PYTHONPATH")])
             )
             attempts.begin(home, name, socket.gethostname())
-            code = run_ranks(command, job.nproc, environment, requests)
+            code = processes.run_ranks(command, job.nproc, environment, requests)
             told = bool(requests.received)
             ending = "it was told to stop" if told else ""
             attempt, decision = attempts.conclude(
@@ -168,8 +160,9 @@ class Torchrun:
             wait_for_host(host, port)
         with StopRequests() as requests:
             if alone:
-                return run_ranks(rank_command(arguments), self.nproc, environment, requests)
-            return run_agent([sys.executable, "-m", "matmix.launch.jobs.agent", *words], environment, requests)
+                return processes.run_ranks(rank_command(arguments), self.nproc, environment, requests)
+            agent = [sys.executable, "-m", "matmix.launch.jobs.agent", *words]
+            return processes.run_agent(agent, environment, requests)
 
     def words(self, host: str, port: int, local_addr: str, run_dir: str) -> list[str]:
         """Returns torchrun's arguments for this node, before those of the ranks."""
@@ -182,7 +175,7 @@ class Torchrun:
         else:
             words += ["--rdzv-backend=static", f"--master-addr={host}", f"--master-port={port}"]
             words += [f"--node-rank={self.node_rank}", f"--rdzv-conf=timeout={_JOIN_SECONDS}"]
-        return [*words, f"--local-addr={local_addr}", "-m", RANK_MODULE]
+        return [*words, f"--local-addr={local_addr}", "-m", processes.RANK_MODULE]
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -195,11 +188,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def address_here(host: str) -> str:
-    """Returns an address of this node that the other nodes can reach.
-
-    On the node that `host` names it is `host` itself, since the others reach it by that; elsewhere the one from which
-    this node's way to `host` begins. Names of nodes need not resolve. Raises ValueError if `host` does not.
-    """
+    """Returns an address of this node that the other nodes can reach: on the node that `host` names, that name, else
+    the address from which the way to `host` begins. Raises ValueError if `host` does not resolve."""
     try:
         own, other = way_to(host)
     except socket.gaierror as error:

@@ -1,11 +1,5 @@
 """Records the launches of a run: one line for each in RUN/launch/jobs.jsonl, and in RUN/launch/<launch id>/ all that
-one start depends on, so that a job requeued weeks later runs the same.
-
-config.toml    the resolved config, itself a recipe
-code/matmix/   the package's sources; the job's PYTHONPATH begins with code/
-revision.txt   version and git revision; diff.patch beside it where the working copy had changes
-packages.txt   what was installed
-"""
+one start depends on (config, code, revision, packages), so that a job requeued weeks later runs the same."""
 
 from __future__ import annotations
 
@@ -63,10 +57,7 @@ def preparation_home(out: str) -> Path:
 
 def launch_home(run_dir: str) -> Path:
     """Returns the folder that holds launch/ and logs/ of a run: the run directory, for one in an object store
-    runs/<its name> here.
-
-    Absolute, with symbolic links as they are: on clusters /home/user may lie elsewhere on other nodes.
-    """
+    runs/<its name> here; absolute, with symbolic links as they are, which may lead elsewhere on other nodes."""
     if "://" in run_dir:
         return Path.cwd() / "runs" / re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.partition("://")[2]).strip("-")
     return Path(os.path.abspath(run_dir))
@@ -80,7 +71,7 @@ def run_folder(home: Path, run_dir: str) -> Path:
 
 
 def note_url(home: Path, run_dir: str) -> None:
-    """Notes in the launches' folder of a run at a URL where the run itself is."""
+    """Notes in the launches' folder where the run itself is, if that is a URL."""
     if "://" in run_dir:
         (home / "launch").mkdir(parents=True, exist_ok=True)
         (home / "launch" / "url.txt").write_text(run_dir, encoding="utf-8")

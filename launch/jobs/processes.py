@@ -1,11 +1,6 @@
 """Runs ranks as children, directly on one host or by torchrun's agent, and passes signals on so that they can save.
 
-Ranks are told to stop directly, with SIGUSR2, on which they save and leave: an agent that is told to end would kill its
-workers 30 s later, whatever they are writing. What is left when all have ended is killed, and when this process dies,
-however it does, they end with it (`matmix.train.process.launched`).
-
-On one host the ranks need no agent, and no store that listens on a network: they meet in a file that only their user
-can open.
+When this process dies, however it does, they end with it (`matmix.train.process.launched`).
 """
 
 from __future__ import annotations
@@ -101,8 +96,11 @@ def _run(
     command: Sequence[str], environments: Mapping[str, Mapping[str, str]], requests: StopRequests, *, agents: bool
 ) -> int:
     """Runs `command` in each of these environments, which go by the name that a failure is reported by ("" = not
-    reported). Every rank, or rank of an agent, is sent SIGUSR2 once as soon as a stop is asked for, and SIGKILL on a
-    second Ctrl-C."""
+    reported); what is left when all have ended is killed.
+
+    Each rank is sent SIGUSR2 once as soon as a stop is asked for, on which it saves and leaves, and SIGKILL on a second
+    Ctrl-C. So are ranks of agents: an agent that is told to end would kill them 30 s later, whatever they are writing.
+    """
     own = {launched.LAUNCHER_VARIABLE: str(os.getpid()), _MARK: _new_name()}
     told: set[int] = set()
     failed, since = 0, 0.0

@@ -1,8 +1,5 @@
-"""Starts one rank: `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`.
-
-Everything that must be right before torch is imported happens here: who this rank is (torchrun's variables, or
-Slurm's), the environment's defaults, where its output goes. Then it is `matmix train`.
-"""
+"""Starts one rank, `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`: who it is, the environment's defaults
+and where its output goes are settled before torch is imported. Then it is `matmix train`."""
 
 from __future__ import annotations
 
@@ -61,11 +58,10 @@ _SLURM_PLACE = {
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what Slurm says of this node and, under `srun`, torchrun's variables for this process.
+    """Returns what Slurm says of this node and, under `srun` of several processes, those of torchrun's variables for
+    this one that the batch script does not set. A step smaller than the job is whole by itself.
 
-    The latter are left out where they are set or where there is one process only; MASTER_ADDR and MASTER_PORT come from
-    the batch script. A step's own counts are used, so that a step smaller than the job is whole by itself. Raises
-    ValueError where Slurm's variables are incomplete.
+    Raises ValueError where Slurm's variables are incomplete.
     """
     node = {name: environment[source] for name, source in _SLURM_NODE.items() if environment.get(source)}
     if "RANK" in environment or "SLURM_PROCID" not in environment:

@@ -1,8 +1,4 @@
-"""Sweeps: one run for each combination of values, in a directory with a name a person can read.
-
---sweep optimizer.lr=1e-3,3e-4 --sweep model.layers=mru,attention     the product: RUN/lr=1e-3,layers=mru ...
---sweep-file runs.toml                                                  a list of tables [[run]] of overrides
-"""
+"""Sweeps: one run for each combination of values, in a directory with a name a person can read."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_all_fields_of_training_records_are_named_and_no_others(run):
     values = {field.name: 1 for field in dataclasses.fields(StepRecord)}
     tables = {"means": dict.fromkeys((name for task in TASKS.values() for name in recorded(task)), 1.0)}
     tables |= {"clip_norms": {"mru": 1.0}, "monitored": {"blocks.0.log_norm_max": 1.0}}
-    tables |= {"ranks": collectives.numbers([(2.0, 1.0, 1.0)] * 2), "goodput": Goodput().shares()}
+    tables |= {"ranks": collectives.numbers([collectives.Times(2.0, 1.0, 1.0)] * 2), "goodput": Goodput().shares()}
     known = {"kind"}
     for unit in ("tokens", "images"):
         known |= {general(name) for name in StepRecord(**{**values, **tables, "unit": unit}).numbers()}

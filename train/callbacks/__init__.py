@@ -8,9 +8,7 @@ from matmix.train.arguments import find_part, read_options
 from matmix.train.callbacks.base import Callback, Callbacks, Rewind, RunView, StepRecord
 from matmix.train.callbacks.housekeeping import DataWait, GarbageCollection, LauncherGone, Profiler, Progress
 from matmix.train.callbacks.records import Curves, MetricsFile
-from matmix.train.callbacks.trackers.mlflow import MLflow
-from matmix.train.callbacks.trackers.tensorboard import TensorBoard
-from matmix.train.callbacks.trackers.wandb import WandB
+from matmix.train.callbacks.trackers import MLflow, TensorBoard, WandB
 from matmix.train.callbacks.watchdog import Watchdog
 from matmix.train.config import RunConfig
 from matmix.train.process.launched import followed

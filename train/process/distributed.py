@@ -1,8 +1,5 @@
-"""Knows the processes, ranks and devices of a run: one process, or many that a launcher started.
-
-Everything outside this file asks `Distributed` for its rank and device, and the functions at the bottom for
-the few agreements between ranks that are not about tensors. All of them do nothing in a single process.
-"""
+"""Knows the processes, ranks and devices of a run, and the few agreements between ranks that are not about tensors; in
+a single process all of them do nothing."""
 
 from __future__ import annotations
 

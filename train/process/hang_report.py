@@ -1,5 +1,4 @@
-"""Finds out which rank has stopped when no rank makes progress: the ranks tell each other through the store where they
-are, so that the message names the rank that stopped and not one that waits for it."""
+"""Finds out which rank has stopped when no rank makes progress, and is not one that only waits for it."""
 
 from __future__ import annotations
 

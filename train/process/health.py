@@ -1,8 +1,4 @@
-"""Before the first step: is every node fit to train on? A bad one is named while it is cheap to replace.
-
-Each rank looks at its own device, disk and clock; then all ranks exchange a known pattern around a ring, so that a
-wrong byte has a sender and a receiver, and time an all-reduce. Everything together takes a second or two.
-"""
+"""Asks before the first step whether every node is fit to train on; a bad one is named while it is cheap to replace."""
 
 from __future__ import annotations
 
@@ -54,8 +50,11 @@ def tell_health(distributed: Distributed, run_dir: str) -> None:
 
 
 def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
-    """Checks all nodes, on all ranks together, and returns what each rank found. Raises HealthError on every rank,
-    naming nodes that are not fit."""
+    """Checks all nodes, on all ranks together, in a second or two, and returns what each rank found.
+
+    Each rank looks at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong
+    byte has a sender and a receiver, and time an all-reduce. Raises HealthError on every rank, naming the bad nodes.
+    """
     mine = NodeReport(distributed.rank, node_name(), problem=_find_problem(distributed.device))
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
     _raise_problems(gather_objects(mine))

@@ -1,12 +1,5 @@
-"""Holds what a launcher tells each process that it starts, and ends the process when the launcher dies.
-
-Launchers speak through environment variables, so that training knows no scheduler. (Standard library only, for
-launchers themselves.)
-
-A rank that outlived its launcher would train unattended, meet the ranks of the next start in its store, and stand in
-their way. So the kernel kills it as soon as its launcher dies. From its first step on it saves and stops instead, since
-it has something to lose.
-"""
+"""Holds what a launcher tells each process that it starts, in environment variables, and ends the process when the
+launcher dies. (Standard library only, for launchers themselves.)"""
 
 from __future__ import annotations
 
@@ -85,7 +78,8 @@ def wait_for_port(host: str, port: int, seconds: float) -> None:
 
 
 def follow_launcher() -> None:
-    """Has this process killed when its launcher dies, and ends it at once if that is dead already.
+    """Has the kernel kill this process when its launcher dies, and ends it at once if that is dead already: it would
+    train unattended, meet the ranks of the next start in its store, and stand in their way.
 
     Called before anything else. Our launchers give their number; of a torchrun it is the parent. Without a launcher, as
     where a person starts the process in a shell, it does nothing.
@@ -109,7 +103,7 @@ def followed() -> bool:
 
 
 def save_when_it_ends() -> None:
-    """Has the run in this process save and stop, from now on, when the launcher dies."""
+    """Has the run in this process, which has something to lose now, save and stop when the launcher dies."""
     assert _launcher is not None
     if not end_with(_launcher, signal.SIGTERM):
         stop.request()

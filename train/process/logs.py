@@ -1,8 +1,5 @@
-"""Where messages for people go. Modules say them through `logging.getLogger(__name__)`; this file alone sets up
-handlers, on the logger "matmix" that all of ours lie under: one for stderr, and one for a file with time stamps.
-
-Rank 0 speaks for all ranks. A message that another rank must show itself has `extra=EVERY_RANK`.
-"""
+"""Sets up where messages of the logger "matmix", which all of ours lie under, go. Rank 0 speaks for all ranks; what
+another rank must show itself has `extra=EVERY_RANK`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,5 @@
 """Chooses this user's folders on the disk of this node: for compiled kernels, which are this user's alone because
-whoever can write there can run code, and for temporary files.
-
-Each process has a folder of its own for temporary files of libraries, so that killed processes leave nothing behind
-(sockets and folders of multiprocessing, compilers' files). It and the children that it forked hold the folder's lock
-for as long as they live; the next start of any run of this user on this node removes the folders whose locks nobody
-holds. Named semaphores lie elsewhere and bear the folder's name; torchrun's reports are found by a link in it.
-"""
+whoever can write there can run code, and one of each process for temporary files of libraries."""
 
 from __future__ import annotations
 
@@ -88,9 +82,10 @@ def use_own_folder() -> None:
 
 
 def make_own_folder() -> Path:
-    """Returns a folder that is this process's own and goes with it; those of dead processes are removed first.
+    """Returns a folder that is this process's own and goes with it.
 
-    Raises ValueError or OSError where there is no place for it.
+    The process and the children that it forked hold the folder's lock for as long as they live; folders of this user
+    whose locks nobody holds are removed first. Raises ValueError or OSError where there is no place for it.
     """
     global _own
     if _own is None:
@@ -109,8 +104,7 @@ def make_own_folder() -> Path:
 
 
 def _root() -> Path:
-    """Returns where the folders of processes lie: on this node's own disk, or below /tmp where that name is too
-    long."""
+    """Returns where the folders of processes lie, with a name that is short enough."""
     # Nodes may share the folder, but not the locks in it: each looks after its own.
     name = f"t-{hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]}"
     root = node_folder() / name
@@ -126,7 +120,7 @@ def _root() -> Path:
 
 
 def _new_name(root: Path) -> tuple[str, int]:
-    """Returns a name that no process has, and its lock, which is held. Without locks in the file system there is no
+    """Returns a name that no process has, and its lock, which is held; where the file system has no locks, there is no
     file of this name either, and nobody removes the folder."""
     while True:
         name = secrets.token_hex(4)

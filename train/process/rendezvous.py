@@ -1,12 +1,7 @@
-"""Connects the processes of a run within a minute, or reports why not.
+"""Connects the processes of a run within a minute, or reports why not, where torch's own `env://` waits half an hour.
 
-torch's own `env://` waits as long as a collective may take, half an hour here, for a node that never came, and then
-shows a stack of C++ frames. Here every rank announces itself in a TCPStore; rank 0 waits for all of them a short time
-and then tells everybody to go on, or who is missing.
-
-The TCPStore knows no passwords. Ranks of one host meet in a file that only their user can open (MATMIX_STORE, from
-`matmix launch local`), or in a store that listens on the loopback interface alone; ranks of several hosts trust the
-network between them, as NCCL does. MATMIX_SECRET keeps the starts apart that might meet in one store.
+Ranks of one host meet in a file that only their user can open, or in a store that listens on the loopback interface
+alone; ranks of several hosts trust the network between them, as NCCL does: torch's TCPStore knows no passwords.
 """
 
 from __future__ import annotations
@@ -71,7 +66,7 @@ class Meeting:
 
 
 def _start_mark(environment: Mapping[str, str], one_host: bool) -> str:
-    """Returns a word that no other start's processes know: their keys in the store are not ours, nor ours theirs."""
+    """Returns a word that no other start's processes know, which keeps apart those that might meet in one store."""
     if secret := environment.get(SECRET_VARIABLE):
         return secret
     # A folder of torchrun's with a random name: .../torchelastic_RANDOM/ID_RANDOM/attempt_0/0/error.json.
@@ -80,8 +75,7 @@ def _start_mark(environment: Mapping[str, str], one_host: bool) -> str:
 
 
 def patience() -> float:
-    """Returns the seconds to wait for all processes: MATMIX_RENDEZVOUS_SECONDS, or 45. Raises ValueError if that is no
-    number."""
+    """Returns the seconds to wait for all processes. Raises ValueError if MATMIX_RENDEZVOUS_SECONDS is no number."""
     text = os.environ.get(_VARIABLE, "45")
     try:
         seconds = float(text)
@@ -93,7 +87,7 @@ def patience() -> float:
 
 
 def meet(meeting: Meeting, seconds: float) -> dist.Store:
-    """Returns the store that all ranks share, once all are there.
+    """Returns the store that all ranks share, once all have announced themselves there and rank 0 has said "go".
 
     Raises RendezvousError (one line) on every rank that came, after about `seconds`, when some did not; at once where
     the name of rank 0's host does not resolve, or its port is taken.

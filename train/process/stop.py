@@ -1,12 +1,4 @@
-"""Signals that ask a run to stop. They are noted from the first moment of the process on; the loop saves and ends.
-
-`listen` is for processes of ours, before they import torch: the signals are blocked and a thread waits for them. So
-none is lost or kills while libraries are imported, blocks compiled or a collective waits; none interrupts a system
-call; and what the process starts (compilers, git) inherits the block, because a scheduler's signal reaches every
-process of the job and a compiler that dies of it would take the run with it. Forked children die of SIGTERM alone.
-
-`during_run` is for `train` called as a function in somebody's own process: plain handlers, while the run takes.
-"""
+"""Notes signals that ask a run to stop, from the first moment of the process on; the loop saves and ends."""
 
 from __future__ import annotations
 
@@ -48,7 +40,12 @@ def forget() -> None:
 
 
 def listen() -> None:
-    """Notes the signals from now to the end of the process. Called by the main thread before there are others."""
+    """Notes the signals to the end of the process, which is ours. Called by the main thread before there are others.
+
+    The signals are blocked and a thread waits for them. So none is lost or kills while libraries are imported, blocks
+    compiled or a collective waits; none interrupts a system call; and what the process starts (compilers, git) inherits
+    the block: a scheduler's signal reaches every process of the job, and a compiler that dies takes the run with it.
+    """
     global _listening
     if _listening:
         return
@@ -77,10 +74,10 @@ def listen_no_more() -> None:
 
 @contextlib.contextmanager
 def during_run() -> Iterator[None]:
-    """Notes the signals while the block runs and puts the old handlers back afterwards.
+    """Notes the signals while the block runs, by plain handlers, in a process of somebody else's.
 
-    In a process that listens already it changes nothing; neither does it outside the main thread, where Python allows
-    no handlers: who runs `train` there stops it by `request`, and takes that back by `forget`.
+    It changes nothing in a process that listens already, nor outside the main thread, where Python allows no handlers:
+    who runs `train` there stops it by `request`, and takes that back by `forget`.
     """
     if _listening or threading.current_thread() is not threading.main_thread():
         yield

@@ -166,8 +166,8 @@ def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions
 
 
 def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
-    """Makes options of a profile's values and those of the command line, which override single values and are added to
-    lists and tables. Raises ValueError."""
+    """Makes options of a profile's values and those given, which override single values and are added to lists and
+    tables. Raises ValueError."""
     values: dict[str, Any] = dict(profile)
     for name, value in given.items():
         if name == "env":

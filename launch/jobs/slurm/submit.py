@@ -1,8 +1,5 @@
-"""Plans what goes to Slurm before anything is written: a run, a sweep, or a preparation as batch scripts (jinja2).
-
-Every value reaches the shell through a filter that quotes it. Each task of the array of a preparation makes one part;
-the merge waits until all of them have succeeded, and `matmix launch resubmit` makes a failed part again alone.
-"""
+"""Plans what goes to Slurm before anything is written: a run, a sweep, or the parts and the merge of a preparation, as
+batch scripts (jinja2) whose values all reach the shell through a filter that quotes them."""
 
 from __future__ import annotations
 

@@ -190,9 +190,9 @@ def test_the_command_of_a_node_is_printed(capsys):
 NAMER = """
 import sys
 from matmix.launch.cli import main
-from matmix.launch.jobs import hosts
-hosts.run_ranks = lambda command, nproc, environment, requests: print(environment["MATMIX_ATTEMPT"])
-hosts.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
+from matmix.launch.jobs import processes
+processes.run_ranks = lambda command, nproc, environment, requests: print(environment["MATMIX_ATTEMPT"])
+processes.run_agent = lambda command, environment, requests: print(environment["MATMIX_ATTEMPT"])
 sys.exit(main(sys.argv[1:]))
 """
 

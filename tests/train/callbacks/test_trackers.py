@@ -12,7 +12,7 @@ from runs import run_recipe
 from tracked import written
 
 from matmix.launch.cli import main
-from matmix.train.callbacks.trackers import mlflow as mlflow_tracker
+from matmix.train.callbacks import trackers
 
 WANDB = ["--callback", '{name = "wandb", options = {project = "p", tags = ["a"]}}']
 MLFLOW = ["--callback", '{name = "mlflow", options = {uri = "http://nowhere:5000", experiment = "e"}}']
@@ -111,7 +111,7 @@ def mlflow(monkeypatch):
     entities = Module("mlflow.entities", Metric=lambda *values: values, Param=lambda *values: values)
     monkeypatch.setitem(sys.modules, "mlflow", Module("mlflow", MlflowClient=Server, entities=entities))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    monkeypatch.setattr(mlflow_tracker, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(trackers, "_PAUSE_SECONDS", 0.01)
     Server.reset(away=0)
     return Server
 
@@ -165,7 +165,7 @@ def test_what_a_server_that_is_away_does_not_take_is_sent_later(mlflow, dataset,
 
 
 def test_a_server_that_never_comes_back_holds_nothing_up(mlflow, dataset, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(mlflow_tracker, "_PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(trackers, "_PAUSE_SECONDS", 60.0)
     mlflow.reset(away=math.inf)
     result = run_recipe("debug_mru", dataset, tmp_path, "--steps", "3", *SHORT, *MLFLOW)
     assert result.step == 3
@@ -203,6 +203,6 @@ def test_mistakes_are_one_line(callback, said, dataset, tmp_path, capsys, monkey
 def test_options_of_mlflow_are_checked(mlflow, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match="give a tracking server as uri"):
-        mlflow_tracker.MLflowOptions()
+        trackers.MLflowOptions()
     with pytest.raises(ValueError, match="may not hold a password"):
-        mlflow_tracker.MLflowOptions(uri="https://me:secret@host")
+        trackers.MLflowOptions(uri="https://me:secret@host")

@@ -75,9 +75,9 @@ def test_wandb_offline(dataset, tmp_path, capfd):
 
 
 def test_wandb_without_a_network_trains_on_and_keeps_the_records(dataset, tmp_path, capfd, monkeypatch):
-    from matmix.train.callbacks.trackers import wandb
+    from matmix.train.callbacks import trackers
 
-    monkeypatch.setattr(wandb, "_START_SECONDS", 2)
+    monkeypatch.setattr(trackers, "_START_SECONDS", 2)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     result = run_recipe("debug_mru", dataset, tmp_path, "--steps", "2", *SHORT, "--callback", '{name = "wandb"}')
@@ -104,9 +104,9 @@ def test_mlflow_in_a_folder(dataset, tmp_path, monkeypatch):
 
 
 def test_mlflow_without_its_server_trains_on(dataset, tmp_path, capfd, monkeypatch):
-    from matmix.train.callbacks.trackers import mlflow
+    from matmix.train.callbacks import trackers
 
-    monkeypatch.setattr(mlflow, "_END_SECONDS", 10.0)
+    monkeypatch.setattr(trackers, "_END_SECONDS", 10.0)
     callback = '{name = "mlflow", options = {uri = "http://127.0.0.1:9"}}'
     result = run_recipe("debug_mru", dataset, tmp_path, "--steps", "2", *SHORT, "--callback", callback)
     assert result.step == 2
