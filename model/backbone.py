@@ -106,7 +106,13 @@ class Backbone(Called, Architecture):
         if cu_seqlens is not None and attention_mask is not None:
             raise ValueError("give the model cu_seqlens or attention_mask, not both")
         indices = None
-        lengths = self._document_lengths(inputs, cu_seqlens, attention_mask) if self.per_document else None
+        lengths = None  # of every document, (ndocs,) int64
+        if self.per_document and cu_seqlens is not None:
+            lengths = cu_seqlens.diff().long()
+        elif self.per_document and attention_mask is not None:
+            lengths = attention_mask.bool().sum(1)
+        elif self.per_document:
+            lengths = torch.full((batch,), length, device=inputs.device)
         if attention_mask is not None:
             real, boundaries, longest = unpad_indices(attention_mask)
             # Full rows stay rows, which mixers of a fixed length take too.
@@ -121,13 +127,10 @@ class Backbone(Called, Architecture):
             x = x.flatten(0, 1).to(inputs.device)  # blocks may be on several devices
             return x if indices is None else pad_back(x, indices, batch * length)
 
-        x = self.embed(inputs, cu_seqlens, **more)
-        for block in self.blocks:
-            if streams is not None:
-                streams.append(in_place(x).unflatten(0, (batch, length)))
-            x = block(x, cu_seqlens, max_seqlen)
+        packed: list[torch.Tensor] | None = None if streams is None else []
+        x = self.run_blocks(self.embed(inputs, cu_seqlens, **more), cu_seqlens, max_seqlen, streams=packed)
         if streams is not None:
-            streams.append(in_place(x).unflatten(0, (batch, length)))
+            streams += (in_place(stream).unflatten(0, (batch, length)) for stream in packed)
         x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1).to(inputs.device), lengths)
         if select is not None and lengths is None:
             x = x[select]
@@ -137,16 +140,16 @@ class Backbone(Called, Architecture):
         outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 
-    @staticmethod
-    def _document_lengths(
-        inputs: torch.Tensor, cu_seqlens: torch.Tensor | None, attention_mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Number of positions of every document, (ndocs,) int64."""
-        if cu_seqlens is not None:
-            return cu_seqlens.diff().long()
-        if attention_mask is not None:
-            return attention_mask.bool().sum(1)
-        return torch.full(inputs.shape[:1], inputs.shape[1], device=inputs.device)
+    def run_blocks(self, x: torch.Tensor, *arguments: Any, streams: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """The residual stream behind the last block, from that before the first. arguments: those of each block besides;
+        streams: a list that the streams before the first block and after each are added to."""
+        for block in self.blocks:
+            if streams is not None:
+                streams.append(x)
+            x = block(x, *arguments)
+        if streams is not None:
+            streams.append(x)
+        return x
 
     def monitor(self) -> dict[str, torch.Tensor]:
         """Scalars of the last forward pass to watch in training, such as the norms of MRU states, by layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,8 +86,10 @@ class Block(Called):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(config.drop_path * index / max(config.n_layers - 1, 1))
         self.mixer = self.mlp = None
+        norm = partial(nn.LayerNorm, config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+        scale = partial(LayerScale, config) if config.layer_scale else nn.Identity
         if mixer is not None:
-            self.norm_mixer = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+            self.norm_mixer = norm()
             self.mixer = MIXERS[mixer](
                 config.d_model,
                 config.mixer_config(mixer),
@@ -94,11 +97,11 @@ class Block(Called):
                 max_seqlen=config.longest,
                 output_std=residual_std(config),
             )
-            self.scale_mixer = LayerScale(config) if config.layer_scale else nn.Identity()
+            self.scale_mixer = scale()
         if has_mlp:
-            self.norm_mlp = nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+            self.norm_mlp = norm()
             self.mlp = MLP(config)
-            self.scale_mlp = LayerScale(config) if config.layer_scale else nn.Identity()
+            self.scale_mlp = scale()
 
     def forward(
         self,
@@ -121,9 +124,12 @@ class Block(Called):
         """Returns what the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are
         given, then without cu_seqlens."""
         x = self.norm_mixer(x) if self.pre else x
-        if orders is None:
-            return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))
-        return self.scale_mixer(self.mixer(x, orders, method="forward_in_orders"))
+        y = (
+            self.mixer(x, cu_seqlens, max_seqlen)
+            if orders is None
+            else self.mixer(x, orders, method="forward_in_orders")
+        )
+        return self.scale_mixer(y)
 
     def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
         """The MLP half."""
@@ -141,10 +147,6 @@ class Block(Called):
         weights."""
         return None if self.mixer is None else self.mixer.initial_state(batch_size, device)
 
-    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        """One token: x (B, d_model)."""
-        return self._with_state(x, state, "step")
-
     def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
         """`step` whose new state takes the memory of the given one."""
         if self.mixer is not None:
@@ -152,12 +154,15 @@ class Block(Called):
             x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x)
 
-    def forward_with_state(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        """Continue from a state over x (B, L, d_model)."""
-        return self._with_state(x, state, "forward_with_state")
+    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        """One token: x (B, d_model)."""
+        return self.forward_with_state(x, state, by="step")
 
-    def _with_state(self, x: torch.Tensor, state: Any, method: str) -> tuple[torch.Tensor, Any]:
+    def forward_with_state(
+        self, x: torch.Tensor, state: Any, by: str = "forward_with_state"
+    ) -> tuple[torch.Tensor, Any]:
+        """Continue from a state over x (B, L, d_model); by: the mixer's method."""
         if self.mixer is not None:
-            y, state = self.mixer(self.norm_mixer(x) if self.pre else x, state, method=method)
+            y, state = self.mixer(self.norm_mixer(x) if self.pre else x, state, method=by)
             x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x), state

@@ -67,18 +67,40 @@ class ImageTrunk(Backbone):
     def stream(
         self, images: torch.Tensor, streams: list[torch.Tensor] | None = None, **more: torch.Tensor
     ) -> torch.Tensor:
-        """The residual stream (B, L, d_model) behind the last block. streams: a list that the streams before the first
-        block and after each are added to; masked: as of `ImageEmbeddings`."""
+        """The residual stream (B, L, d_model) behind the last block; streams: as of `run_blocks`; more: further
+        arguments of `embed`."""
         rows, columns = patch_grid(images, self.config.image)
         orders = scan_orders(self.config.image, rows, columns, images.device)
-        x = self.embed(images, **more)
-        for block in self.blocks:
-            if streams is not None:
-                streams.append(x)
-            x = block(x, None, None, orders)
-        if streams is not None:
-            streams.append(x)
-        return x
+        return self.run_blocks(self.embed(images, **more), None, None, orders, streams=streams)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        select: torch.Tensor | None = None,
+        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
+        streams: list[torch.Tensor] | None = None,
+        **more: torch.Tensor | None,
+    ) -> Any:
+        """Outputs of images (B, channels, H, W), or whatever `readout` makes of the features.
+
+        H and W may be any multiples of the patch. streams: as in `Backbone.forward`, L positions as `ImageEmbeddings`
+        has them. select: as in `Backbone.forward`, of the flattened B * patches; of no meaning where there is one
+        output for each image, as max_seqlen is for all.
+        """
+        if cu_seqlens is not None or attention_mask is not None:
+            kind = self.config.architecture
+            raise ValueError(f"a model of {kind} reads whole images: give it no cu_seqlens and no attention_mask")
+        more = {name: value for name, value in more.items() if value is not None}
+        x = self.features(self.of_outputs(self.stream(inputs, streams, **more), select))
+        return self.project(x) if readout is None else readout(x, *self.output_projection())
+
+    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+        """The part of the stream (B, L, d_model) that outputs are made from."""
+        raise NotImplementedError
 
 
 # -- classes of images: patches in the place of tokens ---------------------------------------------------------------
@@ -103,26 +125,8 @@ class ImageClassifier(WithClassifier, ImageTrunk):
                 'set model.image.pooling = "mean"'
             )
 
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        *,
-        cu_seqlens: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        max_seqlen: int | None = None,
-        select: torch.Tensor | None = None,
-        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
-        streams: list[torch.Tensor] | None = None,
-    ) -> Any:
-        """Logits (B, outputs) of images (B, channels, H, W), or whatever `readout` makes of the features (B, d_model).
-
-        H and W may be any multiples of the patch. streams: as in `Backbone.forward`, L positions as `ImageEmbeddings`
-        has them. Of the other arguments images have no use: max_seqlen and select are left aside.
-        """
-        if cu_seqlens is not None or attention_mask is not None:
-            raise ValueError("an image_classifier reads whole images: give it no cu_seqlens and no attention_mask")
-        x = self.features(self.pooled(self.stream(inputs, streams)))
-        return self.project(x) if readout is None else readout(x, *self.output_projection())
+    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+        return self.pooled(x)
 
     def pooled(self, x: torch.Tensor) -> torch.Tensor:
         """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over
@@ -165,51 +169,25 @@ class MaskedImage(ImageTrunk):
     def embed(
         self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None, masked: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """masked: bool (B, rows, columns) of squares that are hidden, each of one patch, or of any number of patches in
+        height and width; None = none. Raises ValueError (one line) where the squares are no whole patches."""
+        if masked is not None:
+            grid = patch_grid(inputs, self.config.image)
+            for dim, count in enumerate(grid, start=1):
+                if count % masked.shape[dim]:
+                    raise ValueError(
+                        f"{masked.shape[1]} x {masked.shape[2]} squares that are hidden are no whole patches of the "
+                        f"{grid[0]} x {grid[1]}: let a square be as large as a patch, or a multiple of it"
+                    )
+                masked = masked.repeat_interleave(count // masked.shape[dim], dim)
         return self.embeddings(inputs, masked, self.mask_token)
 
-    def forward(
-        self,
-        inputs: torch.Tensor,
-        *,
-        masked: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        max_seqlen: int | None = None,
-        select: torch.Tensor | None = None,
-        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
-        streams: list[torch.Tensor] | None = None,
-    ) -> Any:
-        """The pixels of all patches of images (B, channels, H, W), or whatever `readout` makes of the features.
-
-        masked: bool (B, rows, columns) of squares that are hidden, each of one patch, or of any number of patches in
-        height and width; None = none. select: as in `Backbone.forward`, of the flattened B * patches. Of the other
-        arguments images have no use: max_seqlen is left aside.
-        """
-        if cu_seqlens is not None or attention_mask is not None:
-            raise ValueError("a masked_image model reads whole images: give it no cu_seqlens and no attention_mask")
-        if masked is not None:
-            masked = self._of_patches(masked, inputs)
-        x = self.stream(inputs, streams, **({} if masked is None else {"masked": masked}))
+    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
         image = self.config.image
         if image.class_token != "none":
             place = image.class_place(x.shape[1] - 1)
             x = torch.cat((x[:, :place], x[:, place + 1 :]), 1)
-        if select is not None:
-            x = x.flatten(0, 1)[select]
-        x = self.features(x)
-        return self.project(x) if readout is None else readout(x, *self.output_projection())
-
-    def _of_patches(self, masked: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-        """bool (B, rows, columns) of patches. Raises ValueError (one line) where the squares are no whole patches."""
-        grid = patch_grid(images, self.config.image)
-        for dim, count in enumerate(grid, start=1):
-            if count % masked.shape[dim]:
-                raise ValueError(
-                    f"{masked.shape[1]} x {masked.shape[2]} squares that are hidden are no whole patches of the "
-                    f"{grid[0]} x {grid[1]}: let a square be as large as a patch, or a multiple of it"
-                )
-            masked = masked.repeat_interleave(count // masked.shape[dim], dim)
-        return masked
+        return x if select is None else x.flatten(0, 1)[select]
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x)

@@ -4,6 +4,7 @@ several kinds of mixers share.
 
 from __future__ import annotations
 
+import typing
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
+from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
-from matmix.model.initialization import constant_init
+from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
 from matmix.model.parameter_rules import ParameterRule
 
 
@@ -38,32 +40,6 @@ def head_count(d_model: int, config: Any) -> int:
     return config.nheads or d_model // config.headdim
 
 
-def check_least(mixer: str, config: Any, **least: int) -> None:
-    """Raise a one-line ValueError for an option, if the mixer has it, that is below its least value."""
-    for name, bound in least.items():
-        if getattr(config, name, bound) < bound:
-            raise ValueError(f"model.mixers.{mixer}.{name} = {getattr(config, name)}: must be at least {bound}")
-
-
-def check_inner_width(mixer: str, d_model: int, config: Any) -> None:
-    """Raise a one-line ValueError where heads of `headdim` channels do not fill the inner width."""
-    if config.expand * d_model % config.headdim:
-        raise ValueError(
-            f"model.mixers.{mixer}.headdim = {config.headdim} does not divide the inner width expand * d_model = "
-            f"{config.expand} * {d_model} = {config.expand * d_model}; change headdim, expand or d_model"
-        )
-
-
-def check_heads(mixer: str, d_model: int, config: Any) -> None:
-    """Raise a one-line ValueError where heads do not fit the width. mixer: its name in a configuration."""
-    check_least(mixer, config, headdim=1, nheads=0)
-    if config.nheads == 0 and d_model % config.headdim:
-        raise ValueError(
-            f"model.mixers.{mixer}.headdim = {config.headdim} does not divide d_model = {d_model}; "
-            "change headdim, or give nheads"
-        )
-
-
 class RMSNormWeight(nn.Module):
     """The weight of a gated RMSNorm; the op itself is `kernels.gated_norm`."""
 
@@ -74,31 +50,73 @@ class RMSNormWeight(nn.Module):
         self.init_rules = {"weight": constant_init(1.0)}
 
 
+class ShortConv(nn.Conv1d):
+    """The weights of a depthwise convolution of few taps; `convolve` computes it."""
+
+    def __init__(self, channels: int, taps: int, bias: bool):
+        super().__init__(channels, channels, taps, groups=channels, bias=bias)
+        self.init_rules = dict.fromkeys(("weight", "bias"), uniform_init(taps**-0.5))
+
+
 def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
     """Weight (channels, taps) and bias of a depthwise convolution that an operation of `kernels` computes."""
     weight, bias = weights_of(conv, "weight", "bias")
     return weight.squeeze(1), bias
 
 
-def state_like(layer: nn.Module, device: torch.device | None) -> Tensor:
-    """An empty tensor to make states like, of the type of the weights of `layer` and on `device`; None = on theirs.
-    float32 where they are quantised, and have no type that numbers could be computed in. A plain one where they are of
-    a class of their own, which may make no others."""
-    if is_quantised(layer):
-        return torch.empty(0, device=device)
+def convolve(
+    conv: nn.Conv1d,
+    x: Tensor,
+    window: Tensor | None = None,
+    *,
+    causal: bool = True,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The convolution of x (B, L, channels), and None. With a `window`, the last inputs (B, channels, taps - 1), it
+    goes on behind them, also by one token x (B, channels), and gives the new window, for a token `in_place` of the
+    old."""
+    weight, bias = conv_weights(conv)
+    if window is None:
+        return short_conv(x, weight, bias, causal=causal, activation=activation, cu_seqlens=cu_seqlens), None
+    if x.dim() == 2:
+        return short_conv_step(x, window, weight, bias, activation=activation, in_place=in_place)
+    carried = {"initial_state": window, "return_final_state": True}
+    return short_conv(x, weight, bias, causal=True, activation=activation, **carried)
+
+
+def scan_on(
+    *arguments: Any, initial_state: Tensor, in_place: bool = False, chunk_size: int | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Outputs and new state of `semiseparable_scan` from a state, or of `semiseparable_step` where v (B, H, P) is one
+    token, then `in_place` of the old state."""
+    if arguments[0].dim() == 3:
+        return semiseparable_step(*arguments, initial_state, in_place=in_place, **options)
+    carried = {"initial_state": initial_state, "return_final_state": True, "chunk_size": chunk_size}
+    return semiseparable_scan(*arguments, **carried, **options)
+
+
+def zero_state(layer: nn.Module, device: torch.device | None, *shape: int, exact: bool = False) -> Tensor:
+    """Zeros of the type of a layer's weights, with `exact` float32 at least, on `device`; None = on theirs. float32
+    where they are quantised, and have no type that numbers could be computed in. A plain tensor where they are of a
+    class of their own, which may make no others."""
     weight = layer.weight
-    return torch.empty(0, dtype=weight.dtype, device=weight.device if device is None else device)
+    if is_quantised(layer):
+        return torch.zeros(shape, device=device)
+    dtype = torch.promote_types(weight.dtype, torch.float32) if exact else weight.dtype
+    return torch.zeros(shape, dtype=dtype, device=weight.device if device is None else device)
 
 
 @outside_autocast
 def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
-    exact = torch.promote_types(x.dtype, torch.float32)
+    x = working(x)
     if type(layer) is not nn.Linear:  # an adapter or quantised, and more than its weight
-        wide = {name: w.to(exact) for name, w in layer.named_parameters() if w.is_floating_point()}
-        return functional_call(layer, wide, (x.to(exact),)).to(exact)
+        wide = {name: w.to(x.dtype) for name, w in layer.named_parameters() if w.is_floating_point()}
+        return functional_call(layer, wide, (x,)).to(x.dtype)
     weight, bias = weights_of(layer, "weight", "bias")
-    return F.linear(x.to(exact), weight.to(exact), None if bias is None else bias.to(exact))
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def gate_sums(log_gate: Tensor, length: int) -> Tensor:
@@ -131,14 +149,14 @@ class Mixer(Called):
     """Its name in configurations; set by the registry."""
     Config: ClassVar[type]
     """Its frozen options dataclass."""
-    causal_form: ClassVar[bool]
+    causal_form: ClassVar[bool] = False
     """Can be built with causal=True: no output sees a later token."""
-    bidirectional_form: ClassVar[bool]
+    bidirectional_form: ClassVar[bool] = False
     """Can be built with causal=False: outputs see the whole document."""
-    sequence_aligned: ClassVar[bool]
+    sequence_aligned: ClassVar[bool] = True
     """M[:i+1, :i+1] comes from tokens up to i only (plus `halo`, and but for the sum that `row_normalized` ones
     divide by), so any length works."""
-    complexity: ClassVar[str]
+    complexity: ClassVar[str] = "O(L)"
     """Cost of the default form in the sequence length L: "O(L)", "O(L log L)", "O(L^1.5)" or "O(L^2)"."""
     data_dependent: ClassVar[bool] = True
     """M is made from x. False: M is the same for every x."""
@@ -163,17 +181,66 @@ class Mixer(Called):
             config: an instance of `Config`.
             causal: which form to build.
             max_seqlen: longest document it will see in training; only mixers of a fixed length need it.
-            output_std: standard deviation of the initial output projection.
+            output_std: standard deviation of the initial output projection, `out_proj` unless `init_rules` says
+                another.
         """
         super().__init__()
         self.d_model = d_model
         self.config = config
         self.causal = causal
         self.max_seqlen = max_seqlen
+        self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
+
+    # -- facts, and options that do not fit -----------------------------------------------------------------------
 
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
-        """Raise a one-line ValueError when the options do not fit each other or the width."""
+        """Raise a one-line ValueError when the options do not fit each other or the width. Those with a list of allowed
+        values are checked here."""
+        for option, kind in typing.get_type_hints(cls.Config).items():
+            if typing.get_origin(kind) is typing.Literal:
+                known, value = typing.get_args(kind), getattr(config, option)
+                if value not in known:
+                    words = ", ".join(map(str, known))
+                    raise ValueError(f"model.mixers.{cls.name}.{option} = {value!r}; known: {words}")
+
+    @classmethod
+    def require(cls, holds: bool, config: Any, option: str, otherwise: str) -> None:
+        """Raise a one-line ValueError about the value of an option unless something holds."""
+        if not holds:
+            raise ValueError(f"model.mixers.{cls.name}.{option} = {getattr(config, option)!r}: {otherwise}")
+
+    @classmethod
+    def require_least(cls, config: Any, **least: int) -> None:
+        """Raise a one-line ValueError for an option, if the mixer has it, that is below its least value."""
+        for option, bound in least.items():
+            cls.require(getattr(config, option, bound) >= bound, config, option, f"must be at least {bound}")
+
+    @classmethod
+    def require_inner_width(cls, d_model: int, config: Any) -> None:
+        """Raise a one-line ValueError where heads of `headdim` channels do not fill the inner width."""
+        cls.require_least(config, headdim=1, expand=1)
+        if config.expand * d_model % config.headdim:
+            raise ValueError(
+                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide the inner width expand * d_model ="
+                f" {config.expand} * {d_model} = {config.expand * d_model}; change headdim, expand or d_model"
+            )
+
+    @classmethod
+    def require_heads(cls, d_model: int, config: Any) -> None:
+        """Raise a one-line ValueError where heads do not fit the width."""
+        cls.require_least(config, headdim=1, nheads=0)
+        if config.nheads == 0 and d_model % config.headdim:
+            raise ValueError(
+                f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide d_model = {d_model}; "
+                "change headdim, or give nheads"
+            )
+
+    @classmethod
+    def require_steps(cls, config: Any) -> None:
+        """Raise a one-line ValueError where dt_min and dt_max are no range of step sizes to draw from."""
+        fits = 0 < config.dt_min <= config.dt_max < float("inf")
+        cls.require(fits, config, "dt_min", f"must be above 0 and at most dt_max = {config.dt_max}")
 
     @classmethod
     def check_scans(cls, config: Any, scans: int, outside: bool) -> None:
@@ -242,6 +309,8 @@ class Mixer(Called):
         """Returns `flops_per_token` where a document is read in `scans` orders."""
         return scans * cls.flops_per_token(d_model, config, seqlen, causal)
 
+    # -- the fast algorithm ---------------------------------------------------------------------------------------
+
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each
         other."""
@@ -263,8 +332,7 @@ class Mixer(Called):
             index = torch.tensor(starts, device=x.device).unsqueeze(1) + torch.arange(length, device=x.device)
             outputs.append(type(self).forward(self, x[0, index]).flatten(0, 1))
             indices.append(index.flatten())
-        y, index = torch.cat(outputs), torch.cat(indices)
-        return y[index.argsort()].unsqueeze(0)
+        return torch.cat(outputs)[torch.cat(indices).argsort()].unsqueeze(0)
 
     def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """The mean of what `forward` gives for x (B, L, d_model), one document a row, read in each of the orders; each
@@ -276,6 +344,13 @@ class Mixer(Called):
         ]
         return outputs[0] if len(outputs) == 1 else sum(outputs) / len(outputs)
 
+    # -- the definition -------------------------------------------------------------------------------------------
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent
+        mixers may return (1, H, L, L)."""
+        raise NotImplementedError
+
     def matrix_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """The mean of the matrices of the orders, (B, H, L, L), rows and columns as the positions stand in x; to be
         looked at, as gates and norms behind M are not linear."""
@@ -285,11 +360,6 @@ class Mixer(Called):
             for places, inverse in zip(orders.places, orders.inverse(), strict=True)
         ]
         return sum(matrices) / len(matrices)
-
-    def matrix(self, x: Tensor) -> Tensor:
-        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent
-        mixers may return (1, H, L, L)."""
-        raise NotImplementedError
 
     def values(self, x: Tensor) -> Tensor:
         """f(x) (B, L, H, P), the values that M is multiplied with."""
@@ -301,7 +371,9 @@ class Mixer(Called):
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Applies what follows the mixing: gate, norm and output projection, (B, L, H, P) -> (B, L, d_model)."""
-        raise NotImplementedError
+        return self.out_proj(mixed.flatten(-2))
+
+    # -- what training watches ------------------------------------------------------------------------------------
 
     def monitor(self) -> dict[str, Tensor]:
         """Scalars of the last forward pass to watch in training, by name."""
@@ -312,8 +384,15 @@ class Mixer(Called):
         none."""
         return ""
 
+    # -- causal forms: the state after some tokens ----------------------------------------------------------------
+
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Any:
         """The state before the first token (causal forms). device: None = that of the weights."""
+        raise NotImplementedError
+
+    def forward_with_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
+        token."""
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -338,11 +417,6 @@ class Mixer(Called):
 
     def refuse(self, watched: float) -> None:
         """Raise OverflowError where `watched` says that nothing can follow this state."""
-
-    def forward_with_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
-        token."""
-        raise NotImplementedError
 
 
 def overwrite(state: Any, new: Any) -> None:

@@ -4,7 +4,6 @@ token."""
 from __future__ import annotations
 
 import math
-import typing
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -20,13 +19,12 @@ from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import elements_from_chunks, log_norms, project, scan_log_norms, state_matrices, summary
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
-    CONSTRUCTIONS,
     construction_products,
     element_columns,
     state_elements,
 )
 from matmix.model.calls import weights_of
-from matmix.model.initialization import InitRule, constant_init, normal_init
+from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer, overwrite
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
@@ -102,51 +100,46 @@ class MRU(Mixer):
 
     Config = MRUConfig
     causal_form = True
-    bidirectional_form = False
-    sequence_aligned = True
-    complexity = "O(L)"
     static_step = True
     # Layer norms square what comes from the states: what follows is NaN before states are infinite.
     monitor_limits: ClassVar[dict[str, float]] = {"log_norm_max": math.log(torch.finfo(torch.float32).max) / 2}
 
-    def __init__(self, d_model: int, config: MRUConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.order = config.order
+    def __init__(self, d_model: int, config: MRUConfig, *, output_std: float, **options):
+        super().__init__(d_model, config, output_std=config.output_std or output_std, **options)
+        self.order = order = config.order
         self.nheads = self.head_count(d_model, config)
-        self.state_size = self.nheads * self.order**2
-        d_chunk = d_model // (self.nheads * self.order)
-        self.element_scale, self.output_scale = config.element_scale or 1.0, config.output_scale or 1.0
+        self.state_size = self.nheads * order**2
+        d_chunk = d_model // (self.nheads * order)
+        self.element_scale, self.output_scale, fan_in = config.element_scale or 1.0, config.output_scale or 1.0, order
         if config.chosen("input") == "dense":
-            elements = self.nheads * state_elements(config.construction, config.order)
+            elements = self.nheads * state_elements(config.construction, order)
             self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
         else:
             # 0.08 (1 / order) (d_model / d_chunk), as mru-lm writes it.
             scale = 0.8 if config.construction == "affine" else 0.08
             self.element_scale = config.element_scale or scale * self.nheads
-            self.output_scale = config.output_scale or d_model / self.order
-            columns = element_columns(config.construction, self.order)
-            self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, columns))
-        fan_in = self.order if config.chosen("input") == "dense" else self.state_size
-        self.state_down = nn.Parameter(torch.empty(self.nheads, self.order, d_chunk))
+            self.output_scale = config.output_scale or d_model / order
+            fan_in = self.state_size
+            self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, element_columns(config.construction, order)))
+        self.state_down = nn.Parameter(torch.empty(self.nheads, order, d_chunk))
         self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
         self.state_base = None
         if config.construction == "affine":
-            self.state_base = nn.Parameter(torch.empty(self.nheads, state_elements("affine", self.order)))
+            self.state_base = nn.Parameter(torch.empty(self.nheads, state_elements("affine", order)))
         self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.chosen("gate") == "silu" else None
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
         # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
         self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
         self.log_norms: Tensor | None = None
-        self.init_rules = {
+        self.init_rules |= {
             # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
             # order.
             "in_proj.weight": constant_init(0.0),
             "state_up": constant_init(0.0),
-            "state_base": fading_init(self.order),
+            "state_base": partial(draw_fading, order=order),
             "shift_share": constant_init(0.5),
             "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
-            "out_proj.weight": normal_init(config.output_std or output_std),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
         }
@@ -167,25 +160,14 @@ class MRU(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: MRUConfig) -> None:
-        if config.construction not in CONSTRUCTIONS:
-            raise ValueError(
-                f"model.mixers.mru.construction = {config.construction!r}; known: {', '.join(CONSTRUCTIONS)}"
-            )
-        for name in ("input", "shift", "gate"):
-            known = typing.get_args(typing.get_type_hints(MRUConfig)[name])
-            if getattr(config, name) not in known:
-                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
+        super().check(d_model, config)
         for name in ("element_scale", "output_scale", "output_std"):
-            if not 0 <= getattr(config, name) < math.inf:
-                raise ValueError(f"model.mixers.mru.{name} = {getattr(config, name)}: must be 0 (automatic) or more")
+            fits = 0 <= getattr(config, name) < math.inf
+            cls.require(fits, config, name, "must be 0 (automatic) or more")
         least = 1 if state_elements(config.construction, 1) else 2
-        if not least <= config.order <= ORDERS[-1]:
-            raise ValueError(
-                f"model.mixers.mru.order = {config.order}: must be from {least} to {ORDERS[-1]} "
-                f"with {config.construction}"
-            )
-        if config.nheads < 0:
-            raise ValueError(f"model.mixers.mru.nheads = {config.nheads}: must be 0 (automatic) or more")
+        otherwise = f"must be from {least} to {ORDERS[-1]} with {config.construction}"
+        cls.require(least <= config.order <= ORDERS[-1], config, "order", otherwise)
+        cls.require(config.nheads >= 0, config, "nheads", "must be 0 (automatic) or more")
         nheads = cls.head_count(d_model, config)
         square = config.order**2
         if nheads == 0 or (not config.nheads and d_model * heads_per_square(config) % square):
@@ -237,14 +219,15 @@ class MRU(Mixer):
         elements = self.element_dropout(elements)
         return elements if self.state_base is None else working(elements) + working(self.state_base), None
 
-    def from_chunks(self, chunks: Tensor, w_up: Tensor) -> Tensor:
-        """Elements (..., H, E), typed like the chunks."""
-        return elements_from_chunks(chunks, w_up, self.config.construction).to(chunks.dtype)
+    def from_chunks(self, inputs: Tensor, w_up: Tensor | None) -> Tensor:
+        """Elements (..., H, E) from what `inputs` gives, typed like them."""
+        if w_up is None:
+            return inputs
+        return elements_from_chunks(inputs, w_up, self.config.construction).to(inputs.dtype)
 
     def elements(self, x: Tensor) -> Tensor:
-        """Elements of the state matrices (..., H, E) from x (..., d_model)."""
-        inputs, w_up = self.inputs(x, self.before(x))
-        return inputs if w_up is None else self.from_chunks(inputs, w_up)
+        """Elements of the state matrices (B, L, H, E) from x (B, L, d_model)."""
+        return self.from_chunks(*self.inputs(x, self.before(x)))
 
     def read_out(self) -> Tensor:
         """W_down (H, order, d_chunk) as states are multiplied by it."""
@@ -258,24 +241,21 @@ class MRU(Mixer):
         return matrices
 
     def state_matrices(self, x: Tensor) -> Tensor:
-        """X (..., H, order, order) from x (..., d_model)."""
+        """X (B, L, H, order, order) from x (B, L, d_model)."""
         return self.build(self.elements(x))
 
     def mixed(
-        self,
-        elements: Tensor,
-        cu_seqlens: Tensor | None = None,
-        initial_state: Tensor | None = None,
+        self, elements: Tensor, cu_seqlens: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """All states (B, L, H, order, order) and the last ones (B or documents, H, order, order) from elements
         (B, L, H, E), which the norms are taken of on the way."""
         matrices = self.build(elements)
-        if initial_state is not None:
-            initial_state = pad_order(initial_state.to(matrices.dtype))
-        states, final = matrix_product_scan(
-            pad_order(matrices), initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens
+        if state is not None:
+            state = pad_order(state.to(matrices.dtype))
+        options = {"initial_state": state, "return_final_state": True, "cu_seqlens": cu_seqlens}
+        states, final = (
+            h[..., : self.order, : self.order] for h in matrix_product_scan(pad_order(matrices), **options)
         )
-        states, final = (h[..., : self.order, : self.order] for h in (states, final))
         self.log_norms = scan_log_norms(states, final)
         return states, final
 
@@ -305,14 +285,10 @@ class MRU(Mixer):
         return self.run(x, self.before(x, cu_seqlens), cu_seqlens)[0]
 
     def run(
-        self,
-        x: Tensor,
-        before: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        state: Tensor | None = None,
+        self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns outputs (B, L, d_model) and the last states, by the fused op or by its parts, and stores the norms of
-        states for `monitor`."""
+        """Returns outputs (B, L, d_model) and the last states (B or documents, H, order, order), by the fused op or by
+        its parts, and stores the norms of states for `monitor`."""
         inputs, w_up = self.inputs(x, before)
         if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
@@ -320,8 +296,7 @@ class MRU(Mixer):
                 return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens,
             )  # fmt: skip
             return self.finish(y, x), final
-        elements = inputs if w_up is None else self.from_chunks(inputs, w_up)
-        states, final = self.mixed(elements, cu_seqlens, state)
+        states, final = self.mixed(self.from_chunks(inputs, w_up), cu_seqlens, state)
         return self.combine(states, x), final
 
     def is_fused(self, inputs: Tensor, w_up: Tensor | None) -> bool:
@@ -379,7 +354,7 @@ class MRU(Mixer):
             y, states = mru_step(inputs, states, self.read_out(), w_up=w_up, construction=self.config.construction)
             y = self.finish(y, x)
         else:
-            matrices = self.build(inputs if w_up is None else self.from_chunks(inputs, w_up))
+            matrices = self.build(self.from_chunks(inputs, w_up))
             with torch.autocast(matrices.device.type, enabled=False):
                 states = states.to(matrices.dtype) @ matrices
             y = self.combine(states, x)
@@ -454,14 +429,9 @@ def heads_per_square(config: MRUConfig) -> int:
     return 4 if config.construction == "affine" else 1
 
 
-def fading_init(order: int) -> InitRule:
+def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> Tensor:
     """Elements (H, E) whose A is diag(1 - rate) and whose B is 0: rates from 1/2 to 0.003 per token, evenly spread in
     logarithm over the heads and, within each, from fast to slow."""
-    return partial(draw_fading, order=order)
-
-
-def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> Tensor:
-    """The rule of `fading_init`, which needs no generator."""
     k = order // 2
     rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT
     elements = torch.zeros(shape[0], order, k)

@@ -8,10 +8,10 @@ sums that grow with the length.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from matmix.kernels import semiseparable_scan, semiseparable_step
+from matmix.kernels import semiseparable_scan
 from matmix.kernels.checks import transformed
+from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
-from matmix.model.initialization import InitRule, normal_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, check_heads, exact_linear, gate_sums, head_count, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, exact_linear, gate_sums, head_count, scan_on, zero_state
 from matmix.model.mixers.convolutions.long import cosine_transform
 
 STATE_BLOCK = 4
@@ -39,12 +39,6 @@ def decay_mask(log_gate: Tensor | None, length: int, like: Tensor) -> Tensor:
     return lower[None, None] if log_gate is None else gate_sums(log_gate, length).exp() * lower
 
 
-def toeplitz_mask(alpha: Tensor, length: int) -> Tensor:
-    """L[i, j] = alpha_{i - j}: alpha (H, 2 N - 1), offset 0 in the middle -> (1, H, L, L) for L <= N."""
-    position = torch.arange(length, device=alpha.device)
-    return alpha[:, (position[:, None] - position) + alpha.shape[-1] // 2].unsqueeze(0)
-
-
 def fourier_mask(length: int, like: Tensor) -> Tensor:
     """L[i, j] = cos(2 pi i j / L), (1, 1, L, L), in float32 at least."""
     position = torch.arange(length, device=like.device)
@@ -57,9 +51,7 @@ def fourier_mask(length: int, like: Tensor) -> Tensor:
 def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
     """The spectrum that `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a
     corner of."""
-    points = transform_length(length)
-    middle = alpha.shape[-1] // 2
-    alpha = alpha.to(torch.promote_types(alpha.dtype, torch.float32))
+    points, middle, alpha = transform_length(length), alpha.shape[-1] // 2, working(alpha)
     gap = alpha.new_zeros(alpha.shape[0], points - (2 * length - 1))
     circle = torch.cat([alpha[:, middle : middle + length], gap, alpha[:, middle - length + 1 : middle]], -1)
     return torch.fft.rfft(circle)
@@ -88,8 +80,7 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
         product: L x for x (B, H, ..., L), with `parameters` as further arguments.
     Returns: (B, L, H, P) in float32 at least.
     """
-    exact = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = (part.to(exact).permute(0, 2, 3, 1) for part in (q, k, v))
+    q, k, v = (working(part).permute(0, 2, 3, 1) for part in (q, k, v))
 
     def block(q: Tensor, k: Tensor, v: Tensor, *parameters: Tensor) -> Tensor:
         return (q.unsqueeze(3) * product(k.unsqueeze(3) * v.unsqueeze(2), *parameters)).sum(2)
@@ -124,25 +115,18 @@ class MaskedAttention(Mixer):
 
     Config = MaskedAttentionConfig
 
-    def __init__(
-        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: MaskedAttentionConfig, **options):
+        super().__init__(d_model, config, **options)
         self.nheads = head_count(d_model, config)
-        d_inner = self.nheads * config.headdim
-        self.q_proj = nn.Linear(d_model, d_inner, bias=config.bias)
-        self.k_proj = nn.Linear(d_model, d_inner, bias=config.bias)
-        self.v_proj = nn.Linear(d_model, d_inner, bias=config.bias)
-        self.norm = RMSNormWeight(d_inner)
-        self.out_proj = nn.Linear(d_inner, d_model, bias=config.bias)
-        self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
+        inner = self.nheads * config.headdim
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, inner, bias=config.bias) for _ in range(3))
+        self.norm = RMSNormWeight(inner)
+        self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
 
     @classmethod
     def check(cls, d_model: int, config: MaskedAttentionConfig) -> None:
-        place = f"model.mixers.{cls.name}"
-        check_heads(cls.name, d_model, config)
-        if config.contraction not in ("auto", "quadratic", "linear"):
-            raise ValueError(f"{place}.contraction = {config.contraction!r}; known: auto, quadratic, linear")
+        super().check(d_model, config)
+        cls.require_heads(d_model, config)
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
@@ -187,9 +171,8 @@ class MaskedAttention(Mixer):
         return self.project(x)[2]
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        exact = torch.promote_types(mixed.dtype, torch.float32)
         weight = weight_of(self.norm)
-        y = F.rms_norm(mixed.to(exact), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
+        y = F.rms_norm(working(mixed), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
         return self.out_proj(y.to(weight.dtype))
 
 
@@ -197,10 +180,7 @@ class SmaCausal(MaskedAttention):
     """Causal linear attention: L is the lower triangle of ones."""
 
     causal_form = True
-    bidirectional_form = False
-    sequence_aligned = True
     rank_option = "headdim"
-    complexity = "O(L)"
     static_step = True
     takes_in_place = True
 
@@ -222,28 +202,22 @@ class SmaCausal(MaskedAttention):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""
-        like, headdim = state_like(self.k_proj, device), self.config.headdim
-        exact = torch.promote_types(like.dtype, torch.float32)
-        return like.new_zeros(batch_size, self.nheads, headdim, headdim, dtype=exact)
+        headdim = self.config.headdim
+        return zero_state(self.k_proj, device, batch_size, self.nheads, headdim, headdim, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        y, state = semiseparable_scan(v, q, k, self.log_gates(x), initial_state=state, return_final_state=True)
+        y, state = scan_on(v, q, k, self.log_gates(x), initial_state=state, in_place=in_place)
         return self.combine(y, x), state
 
-    def step(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        q, k, v = self.project(x)
-        y, state = semiseparable_step(v, q, k, self.log_gates(x), state, in_place=in_place)
-        return self.combine(y, x), state
+    step = forward_with_state
 
 
 class SmaDecay(SmaCausal):
     """RetNet's mask: L[i, j] = gamma^(i - j) for i >= j, gamma = sigmoid(gamma_logit) learned per head."""
 
-    def __init__(
-        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: MaskedAttentionConfig, **options):
+        super().__init__(d_model, config, **options)
         self.gamma_logit = nn.Parameter(torch.empty(self.nheads))
         self.init_rules |= {"gamma_logit": retnet_decay_logits}
 
@@ -254,10 +228,8 @@ class SmaDecay(SmaCausal):
 class SmaSemiseparable(SmaCausal):
     """L is 1-semiseparable: L[i, j] = a_{j+1} ... a_i for i >= j, a_t = sigmoid(W x_t + b) per head."""
 
-    def __init__(
-        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: MaskedAttentionConfig, **options):
+        super().__init__(d_model, config, **options)
         self.gate_proj = nn.Linear(d_model, self.nheads)
         self.init_rules |= {"gate_proj.bias": retnet_decay_logits}
 
@@ -271,18 +243,16 @@ class SmaSemiseparable(SmaCausal):
 
 
 class SmaToeplitz(MaskedAttention):
-    """L[i, j] = alpha_{i - j}, learned per head for all offsets of a fixed length."""
+    """L[i, j] = alpha_{i - j}, learned per head for all offsets of a fixed length: alpha (H, 2 N - 1), offset 0 in the
+    middle."""
 
-    causal_form = False
     bidirectional_form = True
     sequence_aligned = False
     complexity = "O(L log L)"
     fixed_length = True
 
-    def __init__(
-        self, d_model: int, config: MaskedAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: MaskedAttentionConfig, *, max_seqlen: int, **options):
+        super().__init__(d_model, config, max_seqlen=max_seqlen, **options)
         self.alpha = nn.Parameter(torch.empty(self.nheads, 2 * max_seqlen - 1))
         self.init_rules |= {"alpha": retnet_decays_both_ways}
 
@@ -298,7 +268,8 @@ class SmaToeplitz(MaskedAttention):
         return super().forward(x)
 
     def mask(self, x: Tensor) -> Tensor:
-        return toeplitz_mask(self.alpha, x.shape[1])
+        position = torch.arange(x.shape[1], device=x.device)
+        return self.alpha[:, (position[:, None] - position) + self.max_seqlen - 1].unsqueeze(0)
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return masked_product(*self.project(x), toeplitz_mask_product, toeplitz_spectrum(self.alpha, x.shape[1]))
@@ -307,7 +278,6 @@ class SmaToeplitz(MaskedAttention):
 class SmaFourier(MaskedAttention):
     """L[i, j] = cos(2 pi i j / L): no parameters, any length."""
 
-    causal_form = False
     bidirectional_form = True
     sequence_aligned = False
     complexity = "O(L log L)"
@@ -320,7 +290,7 @@ class SmaFourier(MaskedAttention):
         return fourier_mask(x.shape[1], x)
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        return masked_product(*self.project(x), functools.partial(cosine_transform, dim=-1))
+        return masked_product(*self.project(x), partial(cosine_transform, dim=-1))
 
 
 def retnet_decay_logits(shape: torch.Size, generator: Any) -> Tensor:

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
+from matmix.model.mixers.base import Mixer, head_count, zero_state
 from matmix.model.positions import apply_rotary, document_positions
 
 try:
@@ -137,43 +136,35 @@ class Attention(Mixer):
     Config = AttentionConfig
     causal_form = True
     bidirectional_form = True
-    sequence_aligned = True
     complexity = "O(L^2)"
     row_normalized = True
 
-    def __init__(self, d_model: int, config: AttentionConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: AttentionConfig, **options):
+        super().__init__(d_model, config, **options)
         self.nheads = head_count(d_model, config)
         self.value_headdim = config.value_headdim or config.headdim
-        self.q_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
-        self.k_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
-        self.v_proj = nn.Linear(d_model, self.nheads * self.value_headdim, bias=config.bias)
-        self.out_proj = nn.Linear(self.nheads * self.value_headdim, d_model, bias=config.bias)
-        self.init_rules = {"out_proj.weight": normal_init(output_std)}
+        keys, values = self.nheads * config.headdim, self.nheads * self.value_headdim
+        self.q_proj, self.k_proj = (nn.Linear(d_model, keys, bias=config.bias) for _ in range(2))
+        self.v_proj = nn.Linear(d_model, values, bias=config.bias)
+        self.out_proj = nn.Linear(values, d_model, bias=config.bias)
 
     @classmethod
     def check(cls, d_model: int, config: AttentionConfig) -> None:
-        check_heads(cls.name, d_model, config)
-        if config.value_headdim < 0:
-            raise ValueError(f"model.mixers.attention.value_headdim = {config.value_headdim}: must be 0 or more")
-        if config.position != "none" and config.headdim % 2:
-            raise ValueError(
-                f"model.mixers.attention.headdim = {config.headdim}: must be even with position = {config.position!r}"
-            )
+        super().check(d_model, config)
+        cls.require_heads(d_model, config)
+        cls.require(config.value_headdim >= 0, config, "value_headdim", "must be 0 or more")
+        turned = config.position == "none" or config.headdim % 2 == 0
+        cls.require(turned, config, "headdim", f"must be even with position = {config.position!r}")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:
-        nheads = head_count(d_model, config)
-        value_headdim = config.value_headdim or config.headdim
-        projections = 2 * d_model * nheads * (config.headdim + value_headdim)
+        channels = head_count(d_model, config) * (config.headdim + (config.value_headdim or config.headdim))
         seen = (seqlen + 1) / 2 if causal else seqlen
-        return 2.0 * (projections + seen * nheads * (config.headdim + value_headdim))
+        return 2.0 * channels * (2 * d_model + seen)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, L, H, headdim), turned by `positions` (L,), and v (B, L, H, value_headdim)."""
-        q = self.q_proj(x).unflatten(-1, (self.nheads, -1))
-        k = self.k_proj(x).unflatten(-1, (self.nheads, -1))
-        v = self.v_proj(x).unflatten(-1, (self.nheads, -1))
+        q, k, v = (layer(x).unflatten(-1, (self.nheads, -1)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.config.position != "none":
             q, k = apply_rotary(q, k, positions, self.config.rope_base, self.config.position)
         return q, k, v
@@ -186,11 +177,9 @@ class Attention(Mixer):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """No keys and no values yet: two tensors (batch_size, 0, H, channels)."""
-        like = state_like(self.k_proj, device)
-        return (
-            like.new_empty(batch_size, 0, self.nheads, self.config.headdim),
-            like.new_empty(batch_size, 0, self.nheads, self.value_headdim),
-        )
+        channels = (self.config.headdim, self.value_headdim)
+        k, v = (zero_state(self.k_proj, device, batch_size, 0, self.nheads, width) for width in channels)
+        return k, v
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         past, new = state[0].shape[1], x.shape[1]
@@ -209,6 +198,3 @@ class Attention(Mixer):
 
     def values(self, x: Tensor) -> Tensor:
         return self.v_proj(x).unflatten(-1, (self.nheads, -1))
-
-    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out_proj(mixed.flatten(-2))

@@ -10,16 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from matmix.kernels import short_conv, short_conv_step
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, check_least, conv_weights, exact_linear, state_like
-from matmix.model.mixers.convolutions.long import (
-    convolution_matrix,
-    long_convolution,
-    long_convolution_flops,
-    packed_convolution,
-)
+from matmix.model.mixers.base import Mixer, ShortConv, convolve, exact_linear, zero_state
+from matmix.model.mixers.convolutions.long import convolution_matrix, long_convolution_flops, packed_convolution
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -65,7 +59,8 @@ class ImplicitFilter(nn.Module):
             "out.weight": uniform_init(config.filter_width**-0.5),
         }
         for index, width in enumerate(widths[:-1]):
-            self.init_rules |= {f"layers.{index}.{kind}": uniform_init(width**-0.5) for kind in ("weight", "bias")}
+            rule = uniform_init(width**-0.5)
+            self.init_rules |= {f"layers.{index}.weight": rule, f"layers.{index}.bias": rule}
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         # It is a function of the offset, and smaller weights are another function.
@@ -106,37 +101,28 @@ class Hyena(Mixer):
     Config = HyenaConfig
     causal_form = True
     bidirectional_form = True
-    sequence_aligned = True
     complexity = "O(L log L)"
 
-    def __init__(self, d_model: int, config: HyenaConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: HyenaConfig, *, max_seqlen: int, **options):
+        super().__init__(d_model, config, max_seqlen=max_seqlen, **options)
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
-        # Holds the weights only: the convolution itself is an op.
-        self.conv1d = nn.Conv1d(3 * d_model, 3 * d_model, config.d_conv, groups=3 * d_model, bias=config.conv_bias)
+        self.conv1d = ShortConv(3 * d_model, config.d_conv, config.conv_bias)
         self.filter = ImplicitFilter(d_model, config, max_seqlen)
         self.D = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
-        self.init_rules = {
-            "conv1d.weight": uniform_init(config.d_conv**-0.5),
-            "conv1d.bias": uniform_init(config.d_conv**-0.5),
-            "D": normal_init(1.0),
-            "out_proj.weight": normal_init(output_std),
-        }
+        self.init_rules |= {"D": normal_init(1.0)}
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return {"D": NOT_DECAYED}
 
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:
-        check_least(cls.name, config, filter_width=1, filter_layers=1)
-        if config.filter_features < 1 or config.filter_features % 2 == 0:
-            raise ValueError(f"model.mixers.{cls.name}.filter_features = {config.filter_features}: must be odd")
-        if config.d_conv % 2 == 0 or not 3 <= config.d_conv <= 9:
-            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and from 3 to 9")
+        cls.require_least(config, filter_width=1, filter_layers=1)
+        odd = config.filter_features >= 1 and config.filter_features % 2 == 1
+        cls.require(odd, config, "filter_features", "must be odd")
+        cls.require(config.d_conv in range(3, 10, 2), config, "d_conv", "must be odd and from 3 to 9")
         for name in ("fast_decay", "slow_decay"):
-            if getattr(config, name) <= 0:
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be above 0")
+            cls.require(getattr(config, name) > 0, config, name, "must be above 0")
 
     @classmethod
     def halo(cls, config: HyenaConfig) -> int:
@@ -150,11 +136,12 @@ class Hyena(Mixer):
         products = 4 * d_model**2 + 3 * d_model * config.d_conv + (1 if causal else 2) * network
         return 2.0 * products + d_model * (long_convolution_flops(seqlen) + 4)
 
-    def convolve(self, projected: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """x0, x1 and v (B, L, d_model) from in_proj's output."""
-        weight, bias = conv_weights(self.conv1d)
-        x0, x1, v = short_conv(projected, weight, bias, causal=self.causal, cu_seqlens=cu_seqlens).chunk(3, -1)
-        return x0, x1, v
+    def gates(
+        self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """x0, x1 and v (..., d_model) from x (..., d_model), and the window behind x, as `base.convolve` has it."""
+        convolved, window = convolve(self.conv1d, self.in_proj(x), window, causal=self.causal, cu_seqlens=cu_seqlens)
+        return convolved.chunk(3, -1), window
 
     def filters(self, length: int, device: torch.device) -> tuple[Tensor, ...]:
         """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1)."""
@@ -167,27 +154,23 @@ class Hyena(Mixer):
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
             return x  # the short convolution takes no empty rows
-        x0, x1, v = self.convolve(self.in_proj(x), cu_seqlens)
+        (x0, x1, v), _ = self.gates(x, cu_seqlens=cu_seqlens)
         return self.finish(x0, x1 * v, cu_seqlens)
 
     def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
-        if cu_seqlens is None:
-            y = long_convolution(u, *self.filters(u.shape[1], u.device))
-        else:
-            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device))
-        y = y + self.D * u
+        y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device)) + self.D * u
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
     def matrix(self, x: Tensor) -> Tensor:
         """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
-        x0, x1, _ = (part.transpose(1, 2) for part in self.convolve(self.in_proj(x)))
+        x0, x1, _ = (part.transpose(1, 2) for part in self.gates(x)[0])
         t = convolution_matrix(*self.filters(x.shape[1], x.device)).to(self.D.dtype)
         t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
         return x0.unsqueeze(-1) * t * x1.unsqueeze(-2)
 
     def values(self, x: Tensor) -> Tensor:
-        return self.convolve(self.in_proj(x))[2].unsqueeze(-1)
+        return self.gates(x)[0][2].unsqueeze(-1)
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         return self.out_proj(mixed.squeeze(-1))
@@ -195,25 +178,15 @@ class Hyena(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
-        like = state_like(self.conv1d, device)
+        width = self.config.d_conv - 1
         return (
-            like.new_zeros(batch_size, 3 * self.d_model, self.config.d_conv - 1),
-            like.new_empty(batch_size, 0, self.d_model),
+            zero_state(self.conv1d, device, batch_size, 3 * self.d_model, width),
+            zero_state(self.conv1d, device, batch_size, 0, self.d_model),
         )
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        window, products = state
-        weight, bias = conv_weights(self.conv1d)
-        carried = {"initial_state": window, "return_final_state": True}
-        convolved, window = short_conv(self.in_proj(x), weight, bias, causal=True, **carried)
-        x0, x1, v = convolved.chunk(3, -1)
-        u = torch.cat([products.to(v.dtype), x1 * v], 1)
-        return self.finish(x0, u), (window, u)
+        (x0, x1, v), window = self.gates(x, state[0])
+        u = torch.cat([state[1].to(v.dtype), (x1 * v).view(x.shape[0], -1, self.d_model)], 1)
+        return self.finish(x0.view(x.shape[0], -1, self.d_model), u).view_as(x), (window, u)
 
-    def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        window, products = state
-        weight, bias = conv_weights(self.conv1d)
-        convolved, window = short_conv_step(self.in_proj(x), window, weight, bias)
-        x0, x1, v = convolved.unsqueeze(1).chunk(3, -1)
-        u = torch.cat([products.to(v.dtype), x1 * v], 1)
-        return self.finish(x0, u).squeeze(1), (window, u)
+    step = forward_with_state

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from matmix.kernels.functions import working
+
 
 def real_transform_flops(length: int) -> float:
     """One transform of real numbers: half of the 5 n log2 n of a complex one."""
@@ -24,21 +26,19 @@ def real_transform_flops(length: int) -> float:
 
 def fast_length(least: int) -> int:
     """The smallest length from `least` on without a prime factor above 5, for which transforms are fast."""
-    length = least
-    while True:
-        rest = length
+
+    def rest(length: int) -> int:
         for factor in (2, 3, 5):
-            while rest % factor == 0:
-                rest //= factor
-        if rest == 1:
-            return length
-        length += 1
+            while length % factor == 0:
+                length //= factor
+        return length
+
+    return next(length for length in itertools.count(least) if rest(length) == 1)
 
 
 def cosine_transform(v: Tensor, dim: int = 1) -> Tensor:
     """y_i = sum_j cos(2 pi i j / L) v_j along `dim`, the real part of the discrete Fourier transform."""
-    exact = v.to(torch.promote_types(v.dtype, torch.float32))
-    half = torch.fft.rfft(exact, dim=dim).real
+    half = torch.fft.rfft(working(v), dim=dim).real
     # Cosines are even: row L - i is row i.
     return torch.cat((half, half.narrow(dim, 1, (v.shape[dim] - 1) // 2).flip(dim)), dim)
 
@@ -51,15 +51,14 @@ def toeplitz_product(upper: Tensor, lower: Tensor, v: Tensor) -> Tensor:
         lower: (B or 1, L, H), m_0, m_1, ... m_(L-1).
         v: (B, L, H, P).
     """
-    exact = torch.promote_types(v.dtype, torch.float32)
-    length = v.shape[1]
+    v, length = working(v), v.shape[1]
     if length == 0:
-        return v.to(exact)
+        return v
     size = fast_length(2 * length - 1)
-    lower, upper = lower.to(exact), upper.to(exact)
+    lower, upper = lower.to(v.dtype), upper.to(v.dtype)
     gap = lower.new_zeros(lower.shape[0], size - 2 * length + 1, lower.shape[2])
     kernel = torch.fft.rfft(torch.cat((lower, gap, upper[:, 1:].flip(1)), 1), dim=1)
-    spectrum = torch.fft.rfft(v.to(exact), n=size, dim=1)
+    spectrum = torch.fft.rfft(v, n=size, dim=1)
     return torch.fft.irfft(kernel.unsqueeze(-1) * spectrum, n=size, dim=1)[:, :length]
 
 
@@ -73,16 +72,18 @@ def long_convolution(x: Tensor, after: Tensor, before: Tensor | None = None) -> 
     return toeplitz_product(upper, lower, x.unsqueeze(-1)).squeeze(-1)
 
 
-def packed_convolution(x: Tensor, cu_seqlens: Tensor, kernels: Callable[[int], Sequence[Tensor]]) -> Tensor:
-    """`long_convolution` of each packed document by itself, (1, L, d) in float32 at least.
+def packed_convolution(x: Tensor, cu_seqlens: Tensor | None, kernels: Callable[[int], Sequence[Tensor]]) -> Tensor:
+    """`long_convolution` of x (B, L, d), of packed documents (B = 1) of each by itself, in float32 at least.
 
     `kernels` makes `after`, or `after` and `before`, for a length. It is called once, for the longest document:
     shorter ones take the beginning. Documents of similar length are filled up with zeros and transformed together.
     Reads cu_seqlens on the host.
     """
+    if cu_seqlens is None:
+        return long_convolution(x, *kernels(x.shape[1]))
     groups = similar_documents(cu_seqlens)
     if not groups:
-        return x.to(torch.promote_types(x.dtype, torch.float32))
+        return working(x)
     order = torch.cat([group.tokens for group in groups]).to(x.device)
     parts = x[0].index_select(0, order).split([group.tokens.numel() for group in groups])
     after, *before = kernels(max(group.longest for group in groups))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels.functions import outside_autocast
-from matmix.model.initialization import InitRule, constant_init, normal_init
+from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.long import (
     convolution_matrix,
@@ -21,7 +21,6 @@ from matmix.model.mixers.convolutions.long import (
     long_convolution_flops,
     packed_convolution,
 )
-from matmix.model.mixers.scans.scan_block import check_initial_steps
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 CARRIED = 256
@@ -62,8 +61,8 @@ class S4D(Mixer):
     static_step = True
     data_dependent = False
 
-    def __init__(self, d_model: int, config: S4DConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: S4DConfig, *, causal: bool, **options):
+        super().__init__(d_model, config, causal=causal, **options)
         pairs = config.d_state // 2
         self.log_dt = nn.Parameter(torch.empty(d_model))
         # log(-Re A) and Im A of all channels in one row each.
@@ -72,13 +71,12 @@ class S4D(Mixer):
         self.C = nn.Parameter(torch.empty(1 if causal else 2, d_model, pairs, 2))
         self.D = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, 2 * d_model, bias=config.bias)
-        self.init_rules = {
-            "log_dt": uniform_between_init(math.log(config.dt_min), math.log(config.dt_max)),
+        self.init_rules |= {
+            "log_dt": partial(draw_between, low=math.log(config.dt_min), high=math.log(config.dt_max)),
             "A_log": constant_init(math.log(0.5)),
-            "A_imag": spectrum_init(config.spectrum, config.d_state),
+            "A_imag": partial(draw_spectrum, spectrum=config.spectrum, d_state=config.d_state),
             "C": normal_init(0.5**0.5),
             "D": normal_init(1.0),
-            "out_proj.weight": normal_init(output_std),
         }
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
@@ -86,11 +84,10 @@ class S4D(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: S4DConfig) -> None:
-        if config.d_state < 2 or config.d_state % 2:
-            raise ValueError(f"model.mixers.{cls.name}.d_state = {config.d_state}: must be even and at least 2")
-        if config.spectrum not in ("lin", "inv"):
-            raise ValueError(f"model.mixers.{cls.name}.spectrum = {config.spectrum!r}; known: lin, inv")
-        check_initial_steps(cls.name, config)
+        super().check(d_model, config)
+        even = config.d_state >= 2 and config.d_state % 2 == 0
+        cls.require(even, config, "d_state", "must be even and at least 2")
+        cls.require_steps(config)
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:
@@ -135,10 +132,7 @@ class S4D(Mixer):
     @outside_autocast
     def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """K * x + D x (B, L, d_model) in float32 at least."""
-        if cu_seqlens is None:
-            y = long_convolution(x, *self.taps(x.shape[1]))
-        else:
-            y = packed_convolution(x, cu_seqlens, self.taps)
+        y = packed_convolution(x, cu_seqlens, self.taps)
         return y + self.D.to(y.dtype) * x
 
     def taps(self, length: int) -> tuple[Tensor, ...]:
@@ -175,12 +169,18 @@ class S4D(Mixer):
 
     @outside_autocast
     def continued(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`mixed`, and the new state, from a state: s_t = exp(dt A) s_{t-1} + x_t, y_t = Re sum_n coefficient_n s_t."""
+        """`mixed`, also of one token x (B, d_model), and the new state, from a state: s_t = exp(dt A) s_{t-1} + x_t,
+        y_t = Re sum_n coefficient_n s_t."""
         rates, coefficients = self.rates(), self.coefficients()[0]
+        state = state.to(rates.dtype)
+        if x.dim() == 2:
+            state = rates.exp() * state + x.unsqueeze(-1)
+            y = (coefficients * state).sum(-1).real
+            return y + self.D.to(y.dtype) * x, state
         length = min(x.shape[1], CARRIED)
         powers = (rates.unsqueeze(-1) * torch.arange(length, device=x.device)).exp()
         (kernel,) = self.taps(length)
-        state, outputs = state.to(rates.dtype), []
+        outputs = []
         for piece in x.split(length, 1):
             lags = powers[..., : piece.shape[1]]
             carried = rates.exp() * state  # what is left of the state at the first new token
@@ -195,36 +195,16 @@ class S4D(Mixer):
         mixed, state = self.continued(x, state)
         return self.finish(mixed, x), state
 
-    @outside_autocast
-    def advanced(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """`continued` for one token x (B, d_model), by the recurrence."""
-        rates = self.rates()
-        state = rates.exp() * state.to(rates.dtype) + x.unsqueeze(-1)
-        y = (self.coefficients()[0] * state).sum(-1).real
-        return y + self.D.to(y.dtype) * x, state
-
-    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        mixed, state = self.advanced(x, state)
-        return self.finish(mixed, x), state
-
-
-def uniform_between_init(low: float, high: float) -> InitRule:
-    """Values from U[low, high]."""
-    return partial(draw_between, low=low, high=high)
+    step = forward_with_state
 
 
 def draw_between(shape: torch.Size, generator: torch.Generator, *, low: float, high: float) -> Tensor:
-    """The rule of `uniform_between_init`."""
+    """Values from U[low, high]."""
     return torch.empty(shape).uniform_(low, high, generator=generator)
 
 
-def spectrum_init(spectrum: str, d_state: int) -> InitRule:
-    """The frequencies of all channels, flattened: S4D-Lin or S4D-Inv (arXiv 2206.11893, section 4)."""
-    return partial(draw_spectrum, spectrum=spectrum, d_state=d_state)
-
-
 def draw_spectrum(shape: torch.Size, generator: torch.Generator, *, spectrum: str, d_state: int) -> Tensor:
-    """The rule of `spectrum_init`, which needs no generator."""
+    """The frequencies of all channels, flattened: S4D-Lin or S4D-Inv (arXiv 2206.11893, section 4)."""
     n = torch.arange(d_state // 2, dtype=torch.float32)
     frequencies = math.pi * n if spectrum == "lin" else d_state / math.pi * (d_state / (2 * n + 1) - 1)
     return frequencies.repeat(shape[0] // n.numel())

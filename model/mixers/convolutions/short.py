@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm, short_conv, short_conv_step
+from matmix.kernels import gated_norm
 from matmix.model.calls import weight_of
-from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, check_least, conv_weights, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, zero_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,24 +39,17 @@ class Convolution(Mixer):
     bidirectional_form = True
     data_dependent = False
     sequence_aligned = False
-    complexity = "O(L)"
     static_step = True
 
-    def __init__(self, d_model: int, config: ConvolutionConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: ConvolutionConfig, *, causal: bool, **options):
+        super().__init__(d_model, config, causal=causal, **options)
         self.d_inner, self.d_conv = config.expand * d_model, self.taps(config, causal)
         if not causal and self.d_conv % 2 == 0:
             raise ValueError(f"model.mixers.{self.name}.d_conv = {self.d_conv}: must be odd in encoders")
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=config.bias)
-        # Holds the weights only: the convolution itself is an op that respects document boundaries.
-        self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, self.d_conv, groups=self.d_inner, bias=config.conv_bias)
+        self.conv1d = ShortConv(self.d_inner, self.d_conv, config.conv_bias)
         self.norm = RMSNormWeight(self.d_inner)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
-        self.init_rules = {
-            "conv1d.weight": uniform_init(self.d_conv**-0.5),
-            "conv1d.bias": uniform_init(self.d_conv**-0.5),
-            "out_proj.weight": normal_init(output_std),
-        }
 
     @staticmethod
     def taps(config: ConvolutionConfig, causal: bool) -> int:
@@ -66,9 +58,8 @@ class Convolution(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: ConvolutionConfig) -> None:
-        check_least(cls.name, config, expand=1)
-        if config.d_conv not in (0, *range(2, 10)):
-            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be 0 or from 2 to 9")
+        cls.require_least(config, expand=1)
+        cls.require(config.d_conv in (0, *range(2, 10)), config, "d_conv", "must be 0 or from 2 to 9")
 
     @classmethod
     def has_convolution(cls, config: ConvolutionConfig) -> bool:
@@ -82,35 +73,32 @@ class Convolution(Mixer):
     def flops_per_token(cls, d_model: int, config: ConvolutionConfig, seqlen: int, causal: bool) -> float:
         return 2.0 * config.expand * d_model * (3 * d_model + cls.taps(config, causal))
 
-    def parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The gate z and the convolution's outputs v, both (B, L, d_inner)."""
+    def parts(
+        self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The gate z and the convolution's outputs v, both (..., d_inner), and the window behind x, as `convolve` has
+        it."""
         z, inputs = self.in_proj(x).chunk(2, -1)
-        weight, bias = conv_weights(self.conv1d)
-        return z, short_conv(inputs, weight, bias, causal=self.causal, activation="silu", cu_seqlens=cu_seqlens)
+        options = {"causal": self.causal, "activation": "silu", "cu_seqlens": cu_seqlens}
+        return z, *convolve(self.conv1d, inputs, window, **options)
 
     def finish(self, v: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection: (..., d_inner) each -> (..., d_model)."""
         return self.out_proj(gated_norm(v.to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        z, v = self.parts(x, cu_seqlens)
+        z, v, _ = self.parts(x, cu_seqlens=cu_seqlens)
         return self.finish(v, z)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
-        return state_like(self.conv1d, device).new_zeros(batch_size, self.d_inner, self.d_conv - 1)
+        return zero_state(self.conv1d, device, batch_size, self.d_inner, self.d_conv - 1)
 
     def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        z, inputs = self.in_proj(x).chunk(2, -1)
-        weight, bias = conv_weights(self.conv1d)
-        carried = {"initial_state": state, "return_final_state": True}
-        v, state = short_conv(inputs, weight, bias, causal=True, activation="silu", **carried)
+        z, v, state = self.parts(x, state)
         return self.finish(v, z), state
 
-    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        z, inputs = self.in_proj(x).chunk(2, -1)
-        v, state = short_conv_step(inputs, state, *conv_weights(self.conv1d), activation="silu")
-        return self.finish(v, z), state
+    step = forward_with_state
 
     def matrix(self, x: Tensor) -> Tensor:
         return torch.eye(x.shape[1], dtype=x.dtype, device=x.device).expand(1, 1, -1, -1)

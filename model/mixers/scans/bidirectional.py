@@ -16,8 +16,6 @@ beside the scans, and whether M has one is what is compared.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from torch import Tensor
 
@@ -31,12 +29,6 @@ class BidirectionalAdd(BidirectionalScanBlock):
 
     diagonal = "none"
     step_shape = (2,)
-
-    joined: ClassVar[str] = "add"
-    """The way in which the directions meet: "add", "mult" or "concat"."""
-
-    def layer_options(self) -> dict[str, Any]:
-        return {"combine": self.joined}
 
 
 class BidirectionalAddDiagonal(BidirectionalAdd):
@@ -82,10 +74,6 @@ class BidirectionalConcat(SeparateDirections):
     """Both scans side by side; the gate z is that of both halves."""
 
     joined = "concat"
-
-    @classmethod
-    def joined_width(cls, d_inner: int) -> int:
-        return 2 * d_inner
 
     def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         """Returns M f(x) as the scan does, (B, L, H, 2 P): in each head the forward half, then the backward half."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels.functions import outside_autocast, working
 
 
 class ChunkMaps(NamedTuple):
@@ -54,7 +54,7 @@ def gated_delta_rule(
     """
     layout = chunk_layout(q.shape[0], q.shape[1], min(chunk_size, q.shape[1]), cu_seqlens, aligned=True)
     q, k, v, beta, log_decay = (in_chunks(part, layout) for part in (q, k, v, beta.unsqueeze(-1), log_decay))
-    earlier = ones_like_square(log_decay).tril(-1)
+    earlier = log_decay.new_ones(layout.chunk, layout.chunk).tril(-1)
     # Sums over s + 1 .. t, not differences of sums from the chunk's start: after a token that forgets almost all those
     # would be differences of large numbers.
     log_decay = log_decay.unsqueeze(-1)
@@ -98,7 +98,7 @@ def diagonal_delta_rule(
     Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
     """
     if r.shape[1] == 0:
-        return v.to(torch.promote_types(v.dtype, torch.float32)), initial_state
+        return working(v), initial_state
     layout = chunk_layout(r.shape[0], r.shape[1], min(chunk_size, r.shape[1]), cu_seqlens, aligned=True)
     r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in (r, k, v, a, b, log_decay))
     length, values = layout.chunk, v.shape[-1]
@@ -141,12 +141,7 @@ def delta_rule_step(
 
 def in_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
     """(B, L, heads, ...) -> (M, heads, C, ...) in float32 at least; zeros beyond the ends of documents."""
-    return layout.split(x.to(torch.promote_types(x.dtype, torch.float32))).transpose(1, 2)
-
-
-def ones_like_square(x: Tensor) -> Tensor:
-    """(C, C) ones for x (..., C)."""
-    return x.new_ones(x.shape[-1], x.shape[-1])
+    return layout.split(working(x)).transpose(1, 2)
 
 
 def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -190,7 +185,7 @@ def entering_document_states(maps: ChunkMaps, layout: ChunkLayout) -> Tensor:
 
 def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / |x| over the last dimension, in float32 at least; near zero shorter than 1."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = working(x)
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 

@@ -4,18 +4,19 @@ the gate it is DeltaNet (arXiv 2406.06484)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm, short_conv, short_conv_step
+from matmix.kernels import gated_norm
+from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
-from matmix.model.initialization import normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, check_inner_width, check_least, conv_weights, state_like
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, zero_state
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
-from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init, log_of_uniform_init
+from matmix.model.mixers.scans.scan_block import draw_dt_bias, draw_log_of_uniform
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -66,30 +67,23 @@ class GatedDelta(Mixer):
 
     Config = GatedDeltaConfig
     causal_form = True
-    bidirectional_form = False
-    sequence_aligned = True
     rank_option = "qk_dim"
-    complexity = "O(L)"
     static_step = True
 
-    def __init__(self, d_model: int, config: GatedDeltaConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: GatedDeltaConfig, **options):
+        super().__init__(d_model, config, **options)
         self.d_inner, self.nheads, conv_dim = self.widths(d_model, config)
         self.sections = [self.d_inner, conv_dim, *[self.nheads] * (1 + config.gate)]
         self.in_proj = nn.Linear(d_model, sum(self.sections), bias=config.bias)
-        # Holds the weights only: the convolution itself is an op that respects document boundaries.
-        self.conv1d = nn.Conv1d(conv_dim, conv_dim, config.d_conv, groups=conv_dim, bias=config.conv_bias)
+        self.conv1d = ShortConv(conv_dim, config.d_conv, config.conv_bias)
         if config.gate:
             self.dt_bias = nn.Parameter(torch.empty(self.nheads))
             self.A_log = nn.Parameter(torch.empty(self.nheads))
         self.norm = RMSNormWeight(self.d_inner)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
-        self.init_rules = {
-            "conv1d.weight": uniform_init(config.d_conv**-0.5),
-            "conv1d.bias": uniform_init(config.d_conv**-0.5),
-            "dt_bias": dt_bias_init(config.dt_min, config.dt_max, 1e-4),
-            "A_log": log_of_uniform_init(1.0, 16.0),
-            "out_proj.weight": normal_init(output_std),
+        self.init_rules |= {
+            "dt_bias": partial(draw_dt_bias, low=config.dt_min, high=config.dt_max, floor=1e-4),
+            "A_log": partial(draw_log_of_uniform, low=1.0, high=16.0),
         }
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
@@ -104,11 +98,10 @@ class GatedDelta(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: GatedDeltaConfig) -> None:
-        check_least(cls.name, config, headdim=1, qk_dim=1, expand=1, chunk_size=1)
-        if not 2 <= config.d_conv <= 9:
-            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be from 2 to 9")
-        check_initial_steps(cls.name, config)
-        check_inner_width(cls.name, d_model, config)
+        cls.require_least(config, qk_dim=1, chunk_size=1)
+        cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
+        cls.require_steps(config)
+        cls.require_inner_width(d_model, config)
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:
@@ -119,28 +112,24 @@ class GatedDelta(Mixer):
         across = keys * keys + 2 * keys * values + keys * keys * values / chunk
         return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
 
-    def parts(self, x: Tensor, cu_seqlens: Tensor | None = None) -> DeltaParts:
-        """Computes all inputs of the recurrence from x (B, L, d_model)."""
-        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = conv_weights(self.conv1d)
-        convolved = short_conv(qkv, weight, bias, causal=True, activation="silu", cu_seqlens=cu_seqlens)
-        return self.split_heads(convolved, z, *scalars)
-
-    def split_heads(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor | None = None) -> DeltaParts:
-        """Splits the convolved q k v and the other sections of in_proj into the inputs of the recurrence."""
+    def parts(
+        self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[DeltaParts, Tensor | None]:
+        """All inputs of the recurrence from x (..., d_model), and the window behind x, as `convolve` has it."""
+        z, qkv, b, *a = self.in_proj(x).split(self.sections, -1)
+        qkv, window = convolve(self.conv1d, qkv, window, activation="silu", cu_seqlens=cu_seqlens)
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
         # In float32, as is all that follows: bfloat16 would round the decay of long memories to 1.
-        exact = torch.promote_types(b.dtype, torch.float32)
-        beta = torch.sigmoid(b.to(exact))
-        if a is None:
-            log_decay = torch.zeros_like(beta)
-        else:
-            log_decay = -self.A_log.to(exact).exp() * F.softplus(a.to(exact) + self.dt_bias.to(exact))
-        return DeltaParts(unit_vectors(q), unit_vectors(k), v, beta, log_decay, z)
+        beta = torch.sigmoid(working(b))
+        log_decay = torch.zeros_like(beta)
+        if a:
+            exact = beta.dtype
+            log_decay = -self.A_log.to(exact).exp() * F.softplus(a[0].to(exact) + self.dt_bias.to(exact))
+        return DeltaParts(unit_vectors(q), unit_vectors(k), v, beta, log_decay, z), window
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        *arguments, z = self.parts(x, cu_seqlens)
+        (*arguments, z), _ = self.parts(x, cu_seqlens=cu_seqlens)
         y, _ = gated_delta_rule(*arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
         return self.finish(y, z)
 
@@ -151,42 +140,34 @@ class GatedDelta(Mixer):
 
     def matrix(self, x: Tensor) -> Tensor:
         """M[t, s] = beta_s q_t^T A_t ... A_{s+1} k_s with A_t = alpha_t (I - beta_t k_t k_t^T), (B, H, L, L)."""
-        q, k, _, beta, log_decay, _ = self.parts(x)
+        q, k, _, beta, log_decay, _ = self.parts(x)[0]
         beta = beta.unsqueeze(-1)
         identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
         erasing = identity - (beta * k).unsqueeze(-1) * k.unsqueeze(-2)
         return transition_matrix(log_decay.exp()[..., None, None] * erasing, beta * k, q)
 
     def values(self, x: Tensor) -> Tensor:
-        return self.parts(x).v
+        return self.parts(x)[0].v
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.finish(mixed, self.parts(x).z)
+        return self.finish(mixed, self.parts(x)[0].z)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
-        like, config = state_like(self.conv1d, device), self.config
-        exact = torch.promote_types(like.dtype, torch.float32)
+        memory = (self.nheads, self.config.qk_dim, self.config.headdim)
         return (
-            like.new_zeros(batch_size, self.sections[1], config.d_conv - 1),
-            like.new_zeros(batch_size, self.nheads, config.qk_dim, config.headdim, dtype=exact),
+            zero_state(self.conv1d, device, batch_size, self.sections[1], self.config.d_conv - 1),
+            zero_state(self.conv1d, device, batch_size, *memory, exact=True),
         )
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = conv_weights(self.conv1d)
-        carried = {"initial_state": state[0], "return_final_state": True}
-        convolved, window = short_conv(qkv, weight, bias, causal=True, activation="silu", **carried)
-        parts = self.split_heads(convolved, z, *scalars)
-        y, memory = gated_delta_rule(*parts[:5], initial_state=state[1], chunk_size=self.config.chunk_size)
+        (*arguments, z), window = self.parts(x, state[0])
+        y, memory = gated_delta_rule(*arguments, initial_state=state[1], chunk_size=self.config.chunk_size)
         return self.finish(y, z), (window, memory)
 
     def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        z, qkv, *scalars = self.in_proj(x).split(self.sections, -1)
-        weight, bias = conv_weights(self.conv1d)
-        convolved, window = short_conv_step(qkv, state[0], weight, bias, activation="silu")
-        q, k, v, beta, log_decay, _ = self.split_heads(convolved, z, *scalars)
+        (q, k, v, beta, log_decay, z), window = self.parts(x, state[0])
         alpha, written = log_decay.exp().unsqueeze(-1), beta.unsqueeze(-1) * k
         y, memory = delta_rule_step(state[1], alpha, k, -alpha * written, written, v.to(k.dtype), q)
         return self.finish(y, z), (window, memory)

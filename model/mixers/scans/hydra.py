@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from matmix.kernels.checks import transformed
@@ -44,31 +44,22 @@ class Hydra(BidirectionalScanBlock):
     diagonal = "projected"
     shift = True
 
-    def __init__(self, d_model: int, config: HydraConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: HydraConfig, **options):
+        super().__init__(d_model, config, **options)
         self.recompute = config.recompute  # turned off where whole blocks are recomputed
-
-    def add_initial_states(self) -> None:
-        config = self.config
-        if config.learnable_init_states:
-            self.init_states = nn.Parameter(torch.empty(self.nheads, config.headdim, config.d_state))
 
     @classmethod
     def check(cls, d_model: int, config: HydraConfig) -> None:
         super().check(d_model, config)
-        low, high = config.dt_limit_low, config.dt_limit_high
-        if not (low < math.inf and low <= (high if high > 0 else math.inf)):
-            raise ValueError(
-                f"model.mixers.{cls.name}.dt_limit_low = {low}: must not be above dt_limit_high = {high}, or every "
-                "step size would be the same"
-            )
+        low, high = cls.dt_limits(config)
+        otherwise = f"must not be above dt_limit_high = {config.dt_limit_high}, or every step size would be the same"
+        cls.require(low < math.inf and low <= high, config, "dt_limit_low", otherwise)
+
+    @classmethod
+    def dt_limits(cls, config: HydraConfig) -> tuple[float, float]:
+        return config.dt_limit_low, config.dt_limit_high if config.dt_limit_high > 0 else math.inf
 
     @property
-    def dt_limits(self) -> tuple[float, float]:
-        """The least and the largest step size."""
-        high = self.config.dt_limit_high
-        return self.config.dt_limit_low, high if high > 0 else math.inf
-
     def layer_options(self) -> dict[str, Any]:
         states = self.init_states if self.config.learnable_init_states else None
         return {"initial_states": states, "recompute": self.recompute}
@@ -78,14 +69,8 @@ class Hydra(BidirectionalScanBlock):
         if not self.recompute or not torch.is_grad_enabled() or transformed():
             return self.mix_projected(projected, cu_seqlens)
         # Nothing in it is random, and reading a generator's state would keep CUDA graphs from being captured.
-        return checkpoint(
-            self.mix_projected,
-            projected,
-            cu_seqlens,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=keep_scan_output,
-        )
+        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": keep_scan_output}
+        return checkpoint(self.mix_projected, projected, cu_seqlens, **options)
 
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels import semiseparable_scan, semiseparable_step
-from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
-
-FEATURE_MAPS = ("elu", "silu", "none")
+from matmix.kernels import semiseparable_scan
+from matmix.kernels.functions import working
+from matmix.model.mixers.base import Mixer, head_count, scan_on, zero_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,41 +40,28 @@ class LinearAttention(Mixer):
 
     Config = LinearAttentionConfig
     causal_form = True
-    bidirectional_form = False
-    sequence_aligned = True
     rank_option = "headdim"
-    complexity = "O(L)"
     static_step = True
     takes_in_place = True
     row_normalized = True
 
-    def __init__(
-        self, d_model: int, config: LinearAttentionConfig, *, causal: bool, max_seqlen: int, output_std: float
-    ):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: LinearAttentionConfig, **options):
+        super().__init__(d_model, config, **options)
         self.nheads = head_count(d_model, config)
         inner = self.nheads * config.headdim
-        self.q_proj = nn.Linear(d_model, inner, bias=config.bias)
-        self.k_proj = nn.Linear(d_model, inner, bias=config.bias)
-        self.v_proj = nn.Linear(d_model, inner, bias=config.bias)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(d_model, inner, bias=config.bias) for _ in range(3))
         self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
-        self.init_rules = {"out_proj.weight": normal_init(output_std)}
 
     @classmethod
     def check(cls, d_model: int, config: LinearAttentionConfig) -> None:
-        field = f"model.mixers.{cls.name}"
-        check_heads(cls.name, d_model, config)
-        if config.feature_map not in FEATURE_MAPS:
-            raise ValueError(
-                f"{field}.feature_map = {config.feature_map!r}: must be one of {', '.join(map(repr, FEATURE_MAPS))}"
-            )
-        if config.normalize and config.feature_map != "elu":
-            raise ValueError(
-                f"{field}.normalize = True divides by row sums, which feature_map = {config.feature_map!r} lets "
-                'vanish; use feature_map = "elu" or normalize = false'
-            )
-        if config.eps < 0:
-            raise ValueError(f"{field}.eps = {config.eps}: must not be negative")
+        super().check(d_model, config)
+        cls.require_heads(d_model, config)
+        vanishing = (
+            f"divides by row sums, which feature_map = {config.feature_map!r} lets vanish; use "
+            'feature_map = "elu" or normalize = false'
+        )
+        cls.require(not config.normalize or config.feature_map == "elu", config, "normalize", vanishing)
+        cls.require(config.eps >= 0, config, "eps", "must not be negative")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
@@ -91,7 +76,7 @@ class LinearAttention(Mixer):
         if self.config.feature_map == "silu":
             return F.silu(x)
         # elu(x) + 1 = exp(x) below 0 and x + 1 above, written so that small values do not cancel.
-        exact = x.to(torch.promote_types(x.dtype, torch.float32))
+        exact = working(x)
         return (exact.clamp(max=0).exp() + exact.relu()).to(x.dtype)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,44 +93,37 @@ class LinearAttention(Mixer):
         # Sums over long rows are no float16 numbers, which end at 65,504.
         return (v.float(), q.float(), k.float()) if v.dtype == torch.float16 else (v, q, k)
 
-    def divided(self, y: Tensor, dtype: torch.dtype) -> Tensor:
-        """The mixture of `widened` values over its last channel, the row sum, in `dtype`."""
-        if not self.config.normalize:
-            return y
-        exact = y.to(torch.promote_types(y.dtype, torch.float32))
-        return (exact[..., :-1] / (exact[..., -1:] + self.config.eps)).to(dtype)
+    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mixture of `widened` values over its last channel, the row sum, in `dtype`, projected."""
+        if self.config.normalize:
+            y = working(y)
+            y = (y[..., :-1] / (y[..., -1:] + self.config.eps)).to(dtype)
+        return self.out_proj(y.flatten(-2))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x)
-        y = semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens)
-        return self.out_proj(self.divided(y, v.dtype).flatten(-2))
+        return self.finish(semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens), v.dtype)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""
-        like, headdim = state_like(self.k_proj, device), self.config.headdim
-        exact = torch.promote_types(like.dtype, torch.float32)
-        return like.new_zeros(batch_size, self.nheads, headdim, headdim + self.config.normalize, dtype=exact)
+        headdim = self.config.headdim
+        shape = (batch_size, self.nheads, headdim, headdim + self.config.normalize)
+        return zero_state(self.k_proj, device, *shape, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_with_state(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        y, state = semiseparable_scan(*self.widened(q, k, v), None, initial_state=state, return_final_state=True)
-        return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
+        y, state = scan_on(*self.widened(q, k, v), None, initial_state=state, in_place=in_place)
+        return self.finish(y, v.dtype), state
 
-    def step(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
-        q, k, v = self.project(x)
-        y, state = semiseparable_step(*self.widened(q, k, v), None, state, in_place=in_place)
-        return self.out_proj(self.divided(y, v.dtype).flatten(-2)), state
+    step = forward_with_state
 
     def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
         matrix = torch.einsum("bthn,bshn->bhts", q, k).tril()
         if not self.config.normalize:
             return matrix
-        exact = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        exact = working(matrix)
         return (exact / (exact.sum(-1, keepdim=True) + self.config.eps)).to(matrix.dtype)
 
     def values(self, x: Tensor) -> Tensor:
         return self.project(x)[2]
-
-    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out_proj(mixed.flatten(-2))

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import lion_mixer, lion_mixer_is_fused
+from matmix.kernels.functions import working
 from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer, ScanOrders, check_heads, exact_linear, head_count, state_like
-from matmix.model.mixers.scans.lion_forms import (
-    LION_FORMS,
-    LionState,
-    empty_lion_state,
-    lion_matrix,
-    lion_merge,
-    lion_step,
-    lion_sums,
-    lion_weights,
-)
+from matmix.model.mixers.base import Mixer, ScanOrders, exact_linear, head_count
+from matmix.model.mixers.scans.lion_forms import LionGates, lion, lion_matrix, lion_sums, lion_weights
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
@@ -64,20 +55,15 @@ class LionLitConfig(LionConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatedLionConfig(LionConfig):
-    """Options of the variants with gates."""
+class LionDConfig(LionConfig):
+    """Options of LION with a constant decay per head."""
 
     gate_sets: Literal[1, 2] = 1
     """2: of two orders in which images are read, the second has gates of its own (a2_i)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LionDConfig(GatedLionConfig):
-    """Options of LION with a constant decay per head."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LionSConfig(GatedLionConfig):
+class LionSConfig(LionDConfig):
     """Options of LION with selective gates."""
 
     gate_offset: Literal[0, 1] = 1
@@ -87,25 +73,16 @@ class LionSConfig(GatedLionConfig):
     j .. i-1 (1)."""
 
 
-def check_gate_sets(mixer: str, config: GatedLionConfig) -> None:
-    """Raise a one-line ValueError for another number of sets than 1 and 2."""
-    if config.gate_sets not in (1, 2):
-        raise ValueError(f"model.mixers.{mixer}.gate_sets = {config.gate_sets}: must be 1 or 2")
-
-
 class LionLit(Mixer):
     """LION-Lit: Y = (Q K^T) V over its row sums, linear attention in both directions."""
 
     Config = LionLitConfig
-    causal_form = False
     bidirectional_form = True
-    sequence_aligned = True
     rank_option = "headdim"
-    complexity = "O(L)"
     row_normalized = True
 
-    def __init__(self, d_model: int, config: LionConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: LionConfig, *, output_std: float, **options):
+        super().__init__(d_model, config, output_std=output_std, **options)
         self.nheads = head_count(d_model, config)
         d_inner = self.nheads * config.headdim
         self.qkv = nn.Linear(d_model, 3 * d_inner, bias=config.qkv_bias)
@@ -114,13 +91,9 @@ class LionLit(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: LionConfig) -> None:
-        place = f"model.mixers.{cls.name}"
-        check_heads(cls.name, d_model, config)
-        if not 0 < config.eps < math.inf:
-            raise ValueError(f"{place}.eps = {config.eps}: must be positive, so that no row is divided by 0")
-        for name, known in (("form", LION_FORMS), ("feature_map", FEATURE_MAPS)):
-            if getattr(config, name) not in known:
-                raise ValueError(f"{place}.{name} = {getattr(config, name)!r}; known: {', '.join(known)}")
+        super().check(d_model, config)
+        cls.require_heads(d_model, config)
+        cls.require(0 < config.eps < math.inf, config, "eps", "must be positive, so that no row is divided by 0")
 
     @classmethod
     def check_scans(cls, config: LionConfig, scans: int, outside: bool) -> None:
@@ -146,22 +119,20 @@ class LionLit(Mixer):
             mixing = 2 * 3 * nheads * headdim * (headdim + 1)
         return 2.0 * (4 * d_model * nheads * headdim + scans * mixing)
 
-    def log_gates(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor | None:
-        """Logarithms of the gates for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None. which: 1 for
-        the second set of them."""
-        logits = self.gate_logits(x, cu_seqlens, which)
-        # Never log(sigmoid(.)), which is log(0) for a closed gate.
-        return None if logits is None else F.logsigmoid(logits.to(torch.promote_types(x.dtype, torch.float32)))
-
     @property
     def gate_offsets(self) -> dict[str, int]:
         """Which gates lie between two tokens; see `lion_forms`."""
         return {"gate_offset": 1, "forward_gate_offset": 0}
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor | None:
-        """The gates before the sigmoid, shaped as `log_gates`, or None. They are the only place where gates come from,
-        for kernels read them, too."""
+        """The gates before the sigmoid for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None. Gates
+        come from nowhere else, for kernels read these, too. which: 1 for the second set of them."""
         return None
+
+    def gates(self, logits: Tensor | None) -> LionGates:
+        # Never log(sigmoid(.)), which is log(0) for a closed gate.
+        logs = None if logits is None else nn.functional.logsigmoid(working(logits))
+        return LionGates(logs, **self.gate_offsets)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q with its scale and k, positive, and v: each (..., H, headdim) for x (..., d_model)."""
@@ -181,44 +152,38 @@ class LionLit(Mixer):
             return self.config.form
         return "attention" if cu_seqlens is None and seqlen <= _QUADRATIC_UP_TO else "chunked"
 
+    def fused(self, qkv: Tensor, logits: Tensor | None, **options: Any) -> Any:
+        """Returns `lion_mixer` of the projection's output; None where no fused kernel runs."""
+        if self.config.form not in ("auto", "chunked") or not lion_mixer_is_fused(qkv, self.nheads):
+            return None
+        options |= self.gate_offsets | {"feature_map": self.config.feature_map, "eps": self.config.eps}
+        return lion_mixer(qkv, logits, nheads=self.nheads, **options)
+
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and self.config.form == "attention":
             return self.forward_by_document(x, cu_seqlens)
-        qkv = self.qkv(x)
-        if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(qkv, self.nheads):
-            y = lion_mixer(
-                qkv, self.gate_logits(x, cu_seqlens), nheads=self.nheads, feature_map=self.config.feature_map,
-                **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens,
-            )  # fmt: skip
-            return self.proj(y)
-        q, k, v = self.split(qkv)
-        form = LION_FORMS[self.form(x.shape[1], cu_seqlens)]
-        gates = self.log_gates(x, cu_seqlens)
-        y = form(q, k, v, gates, **self.gate_offsets, eps=self.config.eps, cu_seqlens=cu_seqlens)
-        return self.proj(y.flatten(-2))
+        qkv, logits = self.qkv(x), self.gate_logits(x, cu_seqlens)
+        y = self.fused(qkv, logits, cu_seqlens=cu_seqlens)
+        if y is None:
+            form = self.form(x.shape[1], cu_seqlens)
+            y = lion(form, *self.split(qkv), self.gates(logits), self.config.eps, cu_seqlens).flatten(-2)
+        return self.proj(y)
 
     def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """Y = (Q K^T * M) V over its row sums, M the mean of the masks of the orders: what they give is added before
         rows are divided. A position outside has 1 in its row and column of M."""
         qkv = self.qkv(x)
         places, inverse = orders.places, orders.inverse()
-        count = len(places)
         # The orders stand beside each other in the batch.
-        read = qkv[:, places].flatten(0, 1)
-        logits = self.logits_in_orders(x, places)
-        if self.config.form in ("auto", "chunked") and lion_mixer_is_fused(read, self.nheads):
-            y, sums = lion_mixer(
-                read, logits, nheads=self.nheads, feature_map=self.config.feature_map, **self.gate_offsets,
-                eps=self.config.eps, return_row_sums=True,
-            )  # fmt: skip
-            y = y.to(sums.dtype).unflatten(-1, (self.nheads, -1)) * (sums + self.config.eps).unsqueeze(-1)
+        read, logits = qkv[:, places].flatten(0, 1), self.logits_in_orders(x, places)
+        fused = self.fused(read, logits, return_row_sums=True)
+        if fused is None:
+            y, sums = lion_sums(self.form(read.shape[1]), *self.split(read), self.gates(logits))
         else:
-            exact = torch.promote_types(x.dtype, torch.float32)
-            gates = None if logits is None else F.logsigmoid(logits.to(exact))
-            y, sums = lion_sums(self.form(read.shape[1]), *self.split(read), gates, **self.gate_offsets)
-        scan = torch.arange(count, device=x.device).unsqueeze(1)
-        y = y.unflatten(0, (-1, count))[:, scan, inverse].mean(1)
-        sums = sums.unflatten(0, (-1, count))[:, scan, inverse].mean(1)
+            y, sums = fused
+            y = y.to(sums.dtype).unflatten(-1, (self.nheads, -1)) * (sums + self.config.eps).unsqueeze(-1)
+        scan = torch.arange(len(places), device=x.device).unsqueeze(1)
+        y, sums = (part.unflatten(0, (-1, len(places)))[:, scan, inverse].mean(1) for part in (y, sums))
         if orders.outside is not None:
             y, sums = self.with_outside(qkv, y, sums, orders.outside)
         y = y / (sums + self.config.eps).unsqueeze(-1)
@@ -250,11 +215,10 @@ class LionLit(Mixer):
     def matrix_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         q, k, _ = self.project(x)
         places, length = orders.places, x.shape[1]
-        logits, exact = self.logits_in_orders(x, places), torch.promote_types(x.dtype, torch.float32)
-        gates = None if logits is None else F.logsigmoid(logits.to(exact))
+        gates = self.gates(self.logits_in_orders(x, places))
         q_read, k_read = (part[:, places].flatten(0, 1) for part in (q, k))
-        read = lion_weights(q_read, k_read, gates, **self.gate_offsets).unflatten(0, (-1, len(places)))
-        weights = torch.einsum("bihn,bjhn->bhij", q, k).to(exact)
+        read = lion_weights(q_read, k_read, gates).unflatten(0, (-1, len(places)))
+        weights = working(torch.einsum("bihn,bjhn->bhij", q, k))
         inside = torch.zeros(length, length, dtype=torch.bool, device=x.device)
         inside[places[0].unsqueeze(1), places[0]] = True
         weights = weights.masked_fill(inside, 0)
@@ -264,31 +228,9 @@ class LionLit(Mixer):
             weights = weights + whole
         return weights / (weights.sum(-1, keepdim=True) + self.config.eps)
 
-    def direction_state(self, batch_size: int) -> LionState:
-        """The initial state of one direction of the recurrent form."""
-        headdim = self.config.headdim
-        return empty_lion_state(batch_size, self.nheads, headdim, headdim, state_like(self.proj, None))
-
-    def direction_step(self, x: Tensor, state: LionState, *, backward: bool) -> tuple[Tensor, Tensor, LionState]:
-        """One token of one direction of the recurrent form; the backward direction is given the last token first.
-
-        Args: x (B, d_model); state, which is left as it is.
-        Returns: y (B, H, headdim) and c (B, H), to be kept until the other direction has reached the token and
-            `merge_directions` takes them, and the new state.
-        """
-        offsets, gates = self.gate_offsets, self.log_gates(x.unsqueeze(1))
-        gates = gates.squeeze(1) if gates is not None and gates.dim() == 3 else gates
-        delayed = offsets["gate_offset" if backward else "forward_gate_offset"] == 1
-        return lion_step(*self.project(x), gates, state, delayed=delayed)
-
-    def merge_directions(self, forward: tuple[Tensor, Tensor], backward: tuple[Tensor, Tensor]) -> Tensor:
-        """The output (..., d_model) from the y (..., H, headdim) and c (..., H) of both directions."""
-        y = lion_merge(*forward, *backward, self.config.eps)
-        return self.proj(y.flatten(-2).to(state_like(self.proj, None).dtype))
-
     def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
-        return lion_matrix(q, k, self.log_gates(x), **self.gate_offsets, eps=self.config.eps)
+        return lion_matrix(q, k, self.gates(self.gate_logits(x)), self.config.eps)
 
     def values(self, x: Tensor) -> Tensor:
         return self.project(x)[2]
@@ -302,18 +244,11 @@ class LionD(LionLit):
 
     Config = LionDConfig
 
-    def __init__(self, d_model: int, config: LionDConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.a_i = nn.Parameter(torch.empty(self.nheads))
-        self.init_rules |= {"a_i": normal_init(1.0)}  # as the authors draw it
-        if config.gate_sets == 2:
-            self.a2_i = nn.Parameter(torch.empty(self.nheads))
-            self.init_rules |= {"a2_i": normal_init(1.0)}
-
-    @classmethod
-    def check(cls, d_model: int, config: LionDConfig) -> None:
-        super().check(d_model, config)
-        check_gate_sets(cls.name, config)
+    def __init__(self, d_model: int, config: LionDConfig, **options):
+        super().__init__(d_model, config, **options)
+        for name in ("a_i", "a2_i")[: config.gate_sets]:
+            setattr(self, name, nn.Parameter(torch.empty(self.nheads)))
+            self.init_rules |= {name: normal_init(1.0)}  # as the authors draw it
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         return self.a2_i if which else self.a_i
@@ -324,19 +259,10 @@ class LionS(LionLit):
 
     Config = LionSConfig
 
-    def __init__(self, d_model: int, config: LionSConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.a_i = nn.Linear(d_model, self.nheads)
-        if config.gate_sets == 2:
-            self.a2_i = nn.Linear(d_model, self.nheads)
-
-    @classmethod
-    def check(cls, d_model: int, config: LionSConfig) -> None:
-        super().check(d_model, config)
-        check_gate_sets(cls.name, config)
-        for name in ("gate_offset", "forward_gate_offset"):
-            if getattr(config, name) not in (0, 1):
-                raise ValueError(f"model.mixers.{cls.name}.{name} = {getattr(config, name)}: must be 0 or 1")
+    def __init__(self, d_model: int, config: LionSConfig, **options):
+        super().__init__(d_model, config, **options)
+        for name in ("a_i", "a2_i")[: config.gate_sets]:
+            setattr(self, name, nn.Linear(d_model, self.nheads))
 
     @classmethod
     def flops_in_orders(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool, scans: int) -> float:

@@ -1,7 +1,6 @@
 """LION (arXiv 2502.16249) in three forms that agree: full attention, chunked, and a recurrence in each direction.
 
-All take q, k (B, L, H, N) after the feature map and the scale, v (B, L, H, P), and the logarithms of the gates
-(B, L, H), (H,) if they are the same for every token, or None for no decay, and return
+All take q, k (B, L, H, N) after the feature map and the scale, v (B, L, H, P), and the gates, and return
 
     Y = (Q K^T * M) V / (row sums of Q K^T * M + eps)    (B, L, H, P).
 
@@ -25,69 +24,76 @@ from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan, semiseparable_step
 from matmix.kernels.documents import shift_right
+from matmix.kernels.functions import working
 from matmix.model.mixers.base import gate_sums
 
 
-def lion_weights(
-    q: Tensor, k: Tensor, log_gate: Tensor | None, *, gate_offset: int, forward_gate_offset: int
-) -> Tensor:
+class LionGates(NamedTuple):
+    """The gates g_k, and which of them lie between two tokens."""
+
+    logs: Tensor | None
+    """Their logarithms (B, L, H), (H,) if they are the same for every token, or None for no decay."""
+    gate_offset: int
+    forward_gate_offset: int
+
+    def delayed(self, steps: int, cu_seqlens: Tensor | None = None) -> Tensor | None:
+        """`delayed_gates` of them."""
+        return None if self.logs is None else delayed_gates(self.logs, steps, cu_seqlens)
+
+
+def delayed_gates(logs: Tensor, steps: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Each token's gate, or (steps 1) that of the token before it in its document."""
+    return shift_right(logs, cu_seqlens) if steps and logs.dim() == 3 else logs
+
+
+def lion_weights(q: Tensor, k: Tensor, gates: LionGates) -> Tensor:
     """Q K^T * M, (B, H, L, L), entry by entry."""
-    exact, length = torch.promote_types(q.dtype, torch.float32), q.shape[1]
-    weights = torch.einsum("bihn,bjhn->bhij", q, k).to(exact)
-    if log_gate is not None:
-        below = gate_sums(delayed_gates(log_gate, forward_gate_offset), length)
-        above = gate_sums(delayed_gates(log_gate, 1 - gate_offset), length).mT
+    weights = working(torch.einsum("bihn,bjhn->bhij", q, k))
+    if gates.logs is not None:
+        below = gate_sums(gates.delayed(gates.forward_gate_offset), q.shape[1])
+        above = gate_sums(gates.delayed(1 - gates.gate_offset), q.shape[1]).mT
         weights = weights * (below + above).exp()  # each is 0 where the other is not
     return weights
 
 
-def lion_matrix(
-    q: Tensor, k: Tensor, log_gate: Tensor | None, *, gate_offset: int, forward_gate_offset: int, eps: float
-) -> Tensor:
+def lion_matrix(q: Tensor, k: Tensor, gates: LionGates, eps: float) -> Tensor:
     """The mixer with its rows normalised, (B, H, L, L), entry by entry."""
-    weights = lion_weights(q, k, log_gate, gate_offset=gate_offset, forward_gate_offset=forward_gate_offset)
+    weights = lion_weights(q, k, gates)
     return weights / (weights.sum(-1, keepdim=True) + eps)
 
 
-def delayed_gates(log_gate: Tensor, steps: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Each token's gate, or (steps 1) that of the token before it in its document."""
-    return shift_right(log_gate, cu_seqlens) if steps and log_gate.dim() == 3 else log_gate
-
-
-def lion_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    *,
-    gate_offset: int,
-    forward_gate_offset: int,
-    eps: float,
-    cu_seqlens: Tensor | None = None,
+def lion(
+    form: str, q: Tensor, k: Tensor, v: Tensor, gates: LionGates, eps: float, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Full attention, O(L^2). Knows no documents."""
-    assert cu_seqlens is None, "the attention form is called for one document at a time"
-    matrix = lion_matrix(q, k, log_gate, gate_offset=gate_offset, forward_gate_offset=forward_gate_offset, eps=eps)
-    return torch.einsum("bhij,bjhp->bihp", matrix.to(v.dtype), v)
-
-
-def lion_chunked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    *,
-    gate_offset: int,
-    forward_gate_offset: int,
-    eps: float,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Attention inside chunks and states between them, O(L): the bidirectional scan."""
-    forward = None if log_gate is None else delayed_gates(log_gate, forward_gate_offset, cu_seqlens)
+    """Y by one of the forms: "attention", O(L^2), which knows no documents; "chunked", attention inside chunks and
+    states between them, O(L); "recurrent", token by token."""
+    if form == "attention":
+        assert cu_seqlens is None, "the attention form is called for one document at a time"
+        return torch.einsum("bhij,bjhp->bihp", lion_matrix(q, k, gates, eps).to(v.dtype), v)
+    if form == "recurrent":
+        y, sums = lion_recurrence(q, k, v, gates, cu_seqlens)
+        return (y / (sums + eps).unsqueeze(-1)).to(v.dtype)
     return quasiseparable_scan(
-        v, q, k, q, k, forward, log_gate, shift=False, self_term="mean", normalize="row_sum", eps=eps,
-        gate_offset=gate_offset, cu_seqlens=cu_seqlens,
+        v, q, k, q, k, gates.delayed(gates.forward_gate_offset, cu_seqlens), gates.logs, shift=False,
+        self_term="mean", normalize="row_sum", eps=eps, gate_offset=gates.gate_offset, cu_seqlens=cu_seqlens,
     )  # fmt: skip
+
+
+def lion_sums(form: str, q: Tensor, k: Tensor, v: Tensor, gates: LionGates) -> tuple[Tensor, Tensor]:
+    """(Q K^T * M) V (B, L, H, P) and the row sums of Q K^T * M (B, L, H), in float32 at least, by one of the forms:
+    what several masks are added by before rows are divided."""
+    q, k, v = working(q), working(k), working(v)
+    if form == "attention":
+        weights = lion_weights(q, k, gates)
+        return torch.einsum("bhij,bjhp->bihp", weights, v), weights.sum(-1).transpose(1, 2)
+    if form == "recurrent":
+        return lion_recurrence(q, k, v, gates)
+    # A row's sum is what it makes of ones.
+    sums = quasiseparable_scan(
+        F.pad(v, (0, 1), value=1.0), q, k, q, k, gates.delayed(gates.forward_gate_offset), gates.logs, shift=False,
+        self_term="mean", gate_offset=gates.gate_offset,
+    )  # fmt: skip
+    return sums[..., :-1], sums[..., -1]
 
 
 class LionState(NamedTuple):
@@ -99,16 +105,6 @@ class LionState(NamedTuple):
     """z (B, H, N): sum of k, decayed alike."""
     log_gate: Tensor
     """(B, H): the gate of the last token, for directions in which it acts one step later."""
-
-
-def empty_lion_state(batch: int, nheads: int, d_state: int, headdim: int, like: Tensor) -> LionState:
-    """The state before a direction's first token, on the device of `like`."""
-    exact = torch.promote_types(like.dtype, torch.float32)
-    return LionState(
-        like.new_zeros(batch, nheads, d_state, headdim, dtype=exact),
-        like.new_zeros(batch, nheads, d_state, dtype=exact),
-        like.new_zeros(batch, nheads, dtype=exact),
-    )
 
 
 def lion_step(
@@ -134,94 +130,28 @@ def lion_step(
     return y, (q * keys).sum(-1) - own, LionState(products, keys, last)
 
 
-def lion_merge(y_forward: Tensor, c_forward: Tensor, y_backward: Tensor, c_backward: Tensor, eps: float) -> Tensor:
-    """(y^F + y^B) / (c^F + c^B + eps): (..., P) and (...) of both directions -> (..., P)."""
-    return (y_forward + y_backward) / (c_forward + c_backward + eps).unsqueeze(-1)
+def lion_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, gates: LionGates, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The numbers of `lion_sums` by two passes over the tokens, each with a state of constant size; between the passes
+    only what the first gives for each token is kept."""
+    (batch, length, nheads, d_state), exact = q.shape, torch.promote_types(v.dtype, torch.float32)
+    shapes = ((d_state, v.shape[-1]), (d_state,), ())
+    empty = LionState(*(v.new_zeros(batch, nheads, *shape, dtype=exact) for shape in shapes))
+    first = last = None
+    if cu_seqlens is not None:
+        positions = torch.arange(length, device=q.device)
+        first, last = torch.isin(positions, cu_seqlens), torch.isin(positions + 1, cu_seqlens)
 
-
-def lion_directions(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    *,
-    gate_offset: int,
-    forward_gate_offset: int,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two passes over the tokens, each with a state of constant size: y (B, L, H, P) and c (B, L, H) of the forward
-    one, then of the backward one."""
-    batch, length, nheads, d_state = q.shape
-    positions = torch.arange(length, device=q.device)
-    empty = empty_lion_state(batch, nheads, d_state, v.shape[-1], v)
-
-    def direction(order: range, edges: Tensor | None, delayed: bool) -> tuple[list[Tensor], list[Tensor]]:
-        state = empty
-        ys: list[Tensor] = [v] * length
-        cs: list[Tensor] = [v] * length
+    def direction(order: range, edges: Tensor | None, delayed: bool) -> list[Tensor]:
+        state, given = empty, {}
         for t in order:
             if edges is not None:  # where a document begins in this direction, both sums start again
                 state = LionState(*(part.masked_fill(edges[t], 0) for part in state))
-            gate = log_gate[:, t] if log_gate is not None and log_gate.dim() == 3 else log_gate
-            ys[t], cs[t], state = lion_step(q[:, t], k[:, t], v[:, t], gate, state, delayed=delayed)
-        return ys, cs
+            gate = gates.logs[:, t] if gates.logs is not None and gates.logs.dim() == 3 else gates.logs
+            *given[t], state = lion_step(q[:, t], k[:, t], v[:, t], gate, state, delayed=delayed)
+        return [torch.stack(parts, 1) for parts in zip(*(given[t] for t in range(length)), strict=True)]
 
-    first = last = None
-    if cu_seqlens is not None:
-        first, last = torch.isin(positions, cu_seqlens), torch.isin(positions + 1, cu_seqlens)
-    forward = direction(range(length), first, forward_gate_offset == 1)
-    backward = direction(range(length - 1, -1, -1), last, gate_offset == 1)
-    yf, cf, yb, cb = (torch.stack(part, 1) for part in (*forward, *backward))
-    return yf, cf, yb, cb
-
-
-def lion_recurrent(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    *,
-    gate_offset: int,
-    forward_gate_offset: int,
-    eps: float,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Two passes over the tokens; between them only y^F and c^F are kept."""
-    parts = lion_directions(
-        q, k, v, log_gate, gate_offset=gate_offset, forward_gate_offset=forward_gate_offset, cu_seqlens=cu_seqlens
-    )
-    return lion_merge(*parts, eps).to(v.dtype)
-
-
-def lion_sums(
-    form: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gate: Tensor | None,
-    *,
-    gate_offset: int,
-    forward_gate_offset: int,
-) -> tuple[Tensor, Tensor]:
-    """(Q K^T * M) V (B, L, H, P) and the row sums of Q K^T * M (B, L, H), in float32 at least, by one of the forms:
-    what several masks are added by before rows are divided."""
-    exact = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(exact), k.to(exact), v.to(exact)
-    offsets = {"gate_offset": gate_offset, "forward_gate_offset": forward_gate_offset}
-    if form == "attention":
-        weights = lion_weights(q, k, log_gate, **offsets)
-        return torch.einsum("bhij,bjhp->bihp", weights, v), weights.sum(-1).transpose(1, 2)
-    if form == "recurrent":
-        y_forward, c_forward, y_backward, c_backward = lion_directions(q, k, v, log_gate, **offsets)
-        return y_forward + y_backward, c_forward + c_backward
-    # A row's sum is what it makes of ones.
-    forward = None if log_gate is None else delayed_gates(log_gate, forward_gate_offset)
-    sums = quasiseparable_scan(
-        F.pad(v, (0, 1), value=1.0), q, k, q, k, forward, log_gate, shift=False, self_term="mean",
-        gate_offset=gate_offset,
-    )  # fmt: skip
-    return sums[..., :-1], sums[..., -1]
-
-
-LION_FORMS = {"auto": lion_chunked, "attention": lion_attention, "chunked": lion_chunked, "recurrent": lion_recurrent}
-"""`form` in the configuration -> function."""
+    y_forward, c_forward = direction(range(length), first, gates.forward_gate_offset == 1)
+    y_backward, c_backward = direction(range(length - 1, -1, -1), last, gates.gate_offset == 1)
+    return y_forward + y_backward, c_forward + c_backward

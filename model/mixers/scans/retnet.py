@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan, semiseparable_step
-from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer, check_heads, head_count, state_like
+from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
+from matmix.model.mixers.base import Mixer, head_count, scan_on, zero_state
 from matmix.model.positions import apply_rotary, document_positions
 
 
@@ -46,32 +45,24 @@ class RetNet(Mixer):
     Config = RetNetConfig
     causal_form = True
     bidirectional_form = True
-    sequence_aligned = True
     rank_option = "headdim"
-    complexity = "O(L)"
     static_step = True
     takes_in_place = True
 
-    def __init__(self, d_model: int, config: RetNetConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: RetNetConfig, **options):
+        super().__init__(d_model, config, **options)
         self.nheads = head_count(d_model, config)
         self.value_headdim = config.expand * config.headdim
-        inner = self.nheads * self.value_headdim
-        self.q_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
-        self.k_proj = nn.Linear(d_model, self.nheads * config.headdim, bias=config.bias)
-        self.v_proj = nn.Linear(d_model, inner, bias=config.bias)
-        self.g_proj = nn.Linear(d_model, inner, bias=config.bias)
-        self.out_proj = nn.Linear(inner, d_model, bias=config.bias)
-        self.init_rules = {"out_proj.weight": normal_init(output_std)}
+        keys, values = self.nheads * config.headdim, self.nheads * self.value_headdim
+        self.q_proj, self.k_proj = (nn.Linear(d_model, keys, bias=config.bias) for _ in range(2))
+        self.v_proj, self.g_proj = (nn.Linear(d_model, values, bias=config.bias) for _ in range(2))
+        self.out_proj = nn.Linear(values, d_model, bias=config.bias)
 
     @classmethod
     def check(cls, d_model: int, config: RetNetConfig) -> None:
-        field = f"model.mixers.{cls.name}"
-        check_heads(cls.name, d_model, config)
-        if config.expand < 1:
-            raise ValueError(f"{field}.expand = {config.expand}: must be 1 or more")
-        if config.headdim % 2:
-            raise ValueError(f"{field}.headdim = {config.headdim}: must be even, as rotary positions turn pairs")
+        cls.require_heads(d_model, config)
+        cls.require_least(config, expand=1)
+        cls.require(config.headdim % 2 == 0, config, "headdim", "must be even, as rotary positions turn pairs")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
@@ -93,13 +84,6 @@ class RetNet(Mixer):
         q, k = apply_rotary(q, k * self.config.headdim**-0.5, positions, self.config.rope_base, "rope")
         return q, k, v
 
-    def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """Norm of each head, gate and output projection: y (..., H, value_headdim) -> (..., d_model)."""
-        y = y.flatten(-2)
-        ones = torch.ones(y.shape[-1], dtype=y.dtype, device=y.device)
-        y = gated_norm(y, ones, self.g_proj(x), eps=self.config.norm_eps, group_size=self.value_headdim)
-        return self.out_proj(y)
-
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
         decay = self.log_decay(x)
@@ -107,35 +91,28 @@ class RetNet(Mixer):
             y = semiseparable_scan(v, q, k, decay, cu_seqlens=cu_seqlens)
         else:
             y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
-        return self.finish(y, x)
+        return self.combine(y, x)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Returns the number of tokens that each row has seen (batch_size,), none, and zeros (batch_size, H, headdim,
         value_headdim), float32 at least."""
-        like = state_like(self.k_proj, device)
-        exact = torch.promote_types(like.dtype, torch.float32)
-        return (
-            like.new_zeros(batch_size, dtype=torch.int64),
-            like.new_zeros(batch_size, self.nheads, self.config.headdim, self.value_headdim, dtype=exact),
-        )
+        shape = (batch_size, self.nheads, self.config.headdim, self.value_headdim)
+        memory = zero_state(self.k_proj, device, *shape, exact=True)
+        return memory.new_zeros(batch_size, dtype=torch.int64), memory
 
-    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        seen, before = state
-        # Rows may stand at different positions: for the rotation all tokens lie in one row.
-        positions = seen.unsqueeze(1) + torch.arange(x.shape[1], device=x.device)
-        parts = self.project(x.flatten(0, 1).unsqueeze(0), positions.flatten())
-        q, k, v = (part.squeeze(0).unflatten(0, x.shape[:2]) for part in parts)
-        y, last = semiseparable_scan(v, q, k, self.log_decay(x), initial_state=before, return_final_state=True)
-        return self.finish(y, x), (seen + x.shape[1], last)
-
-    def step(
+    def forward_with_state(
         self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        seen, before = state
+        seen, memory = state
+        new = 1 if x.dim() == 2 else x.shape[1]
         # Rows may stand at different positions: for the rotation all tokens lie in one row.
-        q, k, v = (part.squeeze(0) for part in self.project(x.unsqueeze(0), seen))
-        y, last = semiseparable_step(v, q, k, self.log_decay(x), before, in_place=in_place)
-        return self.finish(y, x), (seen.add_(1) if in_place else seen + 1, last)
+        positions = seen.unsqueeze(1) + torch.arange(new, device=x.device)
+        parts = self.project(x.reshape(1, -1, x.shape[-1]), positions.flatten())
+        q, k, v = (part.view(*x.shape[:-1], *part.shape[2:]) for part in parts)
+        y, memory = scan_on(v, q, k, self.log_decay(x), initial_state=memory, in_place=in_place)
+        return self.combine(y, x), (seen.add_(new) if in_place else seen + new, memory)
+
+    step = forward_with_state
 
     def matrix(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
@@ -149,4 +126,8 @@ class RetNet(Mixer):
         return self.v_proj(x).unflatten(-1, (self.nheads, -1))
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.finish(mixed, x)
+        """Norm of each head, gate and output projection."""
+        y = mixed.flatten(-2)
+        ones = torch.ones(y.shape[-1], dtype=y.dtype, device=y.device)
+        y = gated_norm(y, ones, self.g_proj(x), eps=self.config.norm_eps, group_size=self.value_headdim)
+        return self.out_proj(y)

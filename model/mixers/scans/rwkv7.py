@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from matmix.kernels.documents import shift_right
 from matmix.model.calls import weights_of
-from matmix.model.initialization import InitRule, constant_init, normal_init
-from matmix.model.mixers.base import Mixer, check_least, state_like
+from matmix.model.initialization import constant_init, normal_init
+from matmix.model.mixers.base import Mixer, zero_state
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
 
 
@@ -62,40 +62,31 @@ class RWKV7(Mixer):
 
     Config = RWKV7Config
     causal_form = True
-    bidirectional_form = False
-    sequence_aligned = True
     rank_option = "headdim"
-    complexity = "O(L)"
     static_step = True
 
-    def __init__(self, d_model: int, config: RWKV7Config, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: RWKV7Config, **options):
+        super().__init__(d_model, config, **options)
         self.nheads = d_model // config.headdim
-        decay_rank, rate_rank, gate_rank = self.ranks(d_model, config)
+        ranks = self.ranks(d_model, config)
         for name in ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "k_k", "k_a", "r_k"):
             setattr(self, name, nn.Parameter(torch.empty(d_model)))
-        for name, rank in (("w", decay_rank), ("a", rate_rank), ("g", gate_rank)):
+        for name, rank in zip("wag", ranks, strict=True):
             setattr(self, f"{name}1", nn.Parameter(torch.empty(d_model, rank)))
             setattr(self, f"{name}2", nn.Parameter(torch.empty(rank, d_model)))
-        self.receptance = nn.Linear(d_model, d_model, bias=False)
-        self.key = nn.Linear(d_model, d_model, bias=False)
-        self.value = nn.Linear(d_model, d_model, bias=False)
+        self.receptance, self.key, self.value = (nn.Linear(d_model, d_model, bias=False) for _ in range(3))
         self.ln_x = nn.GroupNorm(self.nheads, d_model, eps=1e-5 * config.headdim)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-        self.init_rules = {
-            **{
-                f"x_{name}": shift_init(power)
-                for name, power in zip("rwkvag", (0.2, 0.9, 0.7, 0.7, 0.9, 0.2), strict=True)
-            },
-            "w0": decay_init,
+        powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+        self.init_rules |= {f"x_{name}": partial(draw_shift, power=power) for name, power in powers.items()} | {
+            "w0": draw_decay,
             "a0": constant_init(0.0),
             "k_k": constant_init(0.85),
             "k_a": constant_init(1.0),
             "r_k": constant_init(0.0),
             # The sigmoids in front start at 1/2: a gate of order 1, so that the output starts at output_std's scale.
-            "g2": normal_init(2 * gate_rank**-0.5),
+            "g2": normal_init(2 * ranks[2] ** -0.5),
             "ln_x.weight": constant_init(1.0),
-            "out_proj.weight": normal_init(output_std),
         }
 
     @staticmethod
@@ -110,9 +101,8 @@ class RWKV7(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: RWKV7Config) -> None:
-        check_least(cls.name, config, headdim=2, decay_rank=0, rate_rank=0, gate_rank=0)
-        if not 1 <= config.chunk_size <= 128:
-            raise ValueError(f"model.mixers.{cls.name}.chunk_size = {config.chunk_size}: must be from 1 to 128")
+        cls.require_least(config, headdim=2, decay_rank=0, rate_rank=0, gate_rank=0)
+        cls.require(1 <= config.chunk_size <= 128, config, "chunk_size", "must be from 1 to 128")
         if d_model % config.headdim:
             raise ValueError(
                 f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide d_model = {d_model}; change one"
@@ -126,8 +116,10 @@ class RWKV7(Mixer):
         recurrence = d_model * (9 * chunk + 4 * width + width**2 / chunk)
         return 2.0 * (projections + recurrence)
 
-    def parts(self, x: Tensor, before: Tensor) -> RWKV7Parts:
-        """All that the recurrence takes from x (B, L, d_model) and the tokens before each of x, same shape."""
+    def parts(self, x: Tensor, before: Tensor | None = None) -> RWKV7Parts:
+        """All that the recurrence takes from x (B, L, d_model) and the tokens before each of x, same shape; None =
+        those in x itself."""
+        before = shift_right(x, None) if before is None else before
         change = before - x
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, change, getattr(self, f"x_{name}")) for name in "rwkvag")
         r, k, v = self.receptance(x_r), self.key(x_k), self.value(x_v)
@@ -162,23 +154,22 @@ class RWKV7(Mixer):
 
     def matrix(self, x: Tensor) -> Tensor:
         """M[t, s] = r_t^T A_t ... A_{s+1} k_s with A_t = diag(w_t) + b_t a_t^T, (B, H, L, L)."""
-        r, k, _, a, b, log_decay, _ = self.parts(x, shift_right(x, None))
+        r, k, _, a, b, log_decay, _ = self.parts(x)
         return transition_matrix(torch.diag_embed(log_decay.exp()) + b.unsqueeze(-1) * a.unsqueeze(-2), k, r)
 
     def values(self, x: Tensor) -> Tensor:
-        return self.parts(x, shift_right(x, None)).v
+        return self.parts(x).v
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.finish(mixed, self.parts(x, shift_right(x, None)))
+        return self.finish(mixed, self.parts(x))
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
         keys by values."""
-        like, width = state_like(self.key, device), self.config.headdim
-        exact = torch.promote_types(like.dtype, torch.float32)
+        memory = (self.nheads, self.config.headdim, self.config.headdim)
         return (
-            like.new_zeros(batch_size, self.d_model),
-            like.new_zeros(batch_size, self.nheads, width, width, dtype=exact),
+            zero_state(self.key, device, batch_size, self.d_model),
+            zero_state(self.key, device, batch_size, *memory, exact=True),
         )
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -195,16 +186,11 @@ class RWKV7(Mixer):
         return self.finish(y, parts), (seen[:, -1].clone(), memory)
 
 
-def shift_init(power: float) -> InitRule:
-    """The initial share of the token before in each channel: 1 - (i / d_model)^power."""
-    return partial(draw_shift, power=power)
-
-
 def draw_shift(shape: torch.Size, generator: torch.Generator, *, power: float) -> Tensor:
-    """The rule of `shift_init`, which needs no generator."""
+    """The initial share of the token before in each channel: 1 - (i / d_model)^power."""
     return 1 - (torch.arange(shape[0]) / shape[0]) ** power
 
 
-def decay_init(shape: torch.Size, generator: torch.Generator) -> Tensor:
+def draw_decay(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Slow decays in the first channels (0.999 per token), faster ones in the last (0.9)."""
     return -6.5 + 5 * (torch.arange(shape[0]) / max(shape[0] - 1, 1)) ** 0.85

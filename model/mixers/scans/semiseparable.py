@@ -6,19 +6,14 @@ Parameters have the names and shapes of mamba_ssm's Mamba2 module.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
-from matmix.model.mixers.base import conv_weights, state_like
-from matmix.model.mixers.scans.scan_block import (
-    ScanBlock,
-    ScanBlockConfig,
-    log_of_uniform_init,
-    semiseparable_matrix,
-)
+from matmix.model.mixers.base import scan_on, zero_state
+from matmix.model.mixers.scans.scan_block import ScanBlock, ScanBlockConfig, draw_log_of_uniform, semiseparable_matrix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,55 +36,40 @@ class Semiseparable(ScanBlock):
 
     Config = SemiseparableConfig
     causal_form = True
-    bidirectional_form = False
     static_step = True
     takes_in_place = True
     directions = 1
     diagonal = "constant"
 
-    def __init__(self, d_model: int, config: SemiseparableConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
-        self.init_rules["A_log"] = log_of_uniform_init(1.0, 16.0)
+    def __init__(self, d_model: int, config: SemiseparableConfig, **options):
+        super().__init__(d_model, config, **options)
+        self.init_rules["A_log"] = partial(draw_log_of_uniform, low=1.0, high=16.0)
 
     @property
     def norm_options(self) -> dict[str, Any]:
-        config, eps = self.config, self.norm.eps
-        return {"eps": eps, "group_size": self.d_inner // config.ngroups, "norm_first": config.norm_before_gate}
+        group_size = self.form.inner // self.form.groups
+        return {"eps": self.norm.eps, "group_size": group_size, "norm_first": self.config.norm_before_gate}
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
-        like, config = state_like(self.conv1d, device), self.config
-        exact = torch.promote_types(like.dtype, torch.float32)
+        form = self.form
         return (
-            like.new_zeros(batch_size, self.conv_dim, config.d_conv - 1),
-            like.new_zeros(batch_size, self.nheads, config.d_state, config.headdim, dtype=exact),
+            zero_state(self.conv1d, device, batch_size, form.conv_width, self.config.d_conv - 1),
+            zero_state(self.conv1d, device, batch_size, form.heads, form.d_state, form.headdim, exact=True),
         )
 
-    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        z, channels, raw = self.form.split(self.in_proj(x))
-        weight, bias = conv_weights(self.conv1d)
-        carried = {"initial_state": state[0], "return_final_state": True}
-        mixed, window = short_conv(channels, weight, bias, causal=True, activation="silu", **carried)
-        v, (side,), diagonal = self.arguments(mixed, raw)
-        y, last = semiseparable_scan(
-            v, side.q, side.k, side.log_decay, input_scale=side.input_scale, diagonal=diagonal,
-            initial_state=state[1], return_final_state=True, chunk_size=self.config.chunk_size or None,
-        )  # fmt: skip
-        return self.finish(y, z), (window, last)
-
-    def step(
+    def forward_with_state(
         self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        z, channels, raw = self.form.split(self.in_proj(x))
-        weight, bias = conv_weights(self.conv1d)
-        mixed, window = short_conv_step(channels, state[0], weight, bias, activation="silu", in_place=in_place)
-        v, (side,), diagonal = self.arguments(mixed, raw)
-        y, last = semiseparable_step(
-            v, side.q, side.k, side.log_decay, state[1], input_scale=side.input_scale, diagonal=diagonal,
-            in_place=in_place,
+        z, (v, (side,), diagonal), window = self.parts(x, state[0], in_place)
+        y, memory = scan_on(
+            v, side.q, side.k, side.log_decay, input_scale=side.input_scale, diagonal=diagonal,
+            initial_state=state[1], in_place=in_place, chunk_size=self.config.chunk_size or None,
         )  # fmt: skip
-        return self.finish(y, z), (window, last)
+        return self.finish(y, z), (window, memory)
+
+    step = forward_with_state
 
     def matrix(self, x: Tensor) -> Tensor:
         (side,) = self.parts(x)[1].sides

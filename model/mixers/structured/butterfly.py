@@ -4,25 +4,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, normal_init
-from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, MixingParameters, SharedBlockConfig
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MonarchConfig(SharedBlockConfig):
-    """Options of the Monarch mixer."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ButterflyConfig(SharedBlockConfig):
-    """Options of the butterfly mixer."""
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig
 
 
 class Monarch(MatrixMixer):
@@ -34,7 +23,7 @@ class Monarch(MatrixMixer):
     fewer than n places, is filled with zeros and not read.
     """
 
-    Config = MonarchConfig
+    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L^1.5)"
 
@@ -44,14 +33,14 @@ class Monarch(MatrixMixer):
         rows = math.isqrt(length - 1) + 1
         return rows, -(-length // rows)
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         rows, columns = self.grid(self.max_seqlen)
         shapes = {"blkdiag1": (self.nheads, rows, columns, columns), "blkdiag2": (self.nheads, columns, rows, rows)}
         # Each factor keeps the size of what it mixes, on average.
-        return MixingParameters(**shapes), {name: normal_init(shape[-1] ** -0.5) for name, shape in shapes.items()}
+        return {name: (shape, normal_init(shape[-1] ** -0.5)) for name, shape in shapes.items()}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: MonarchConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         rows, columns = cls.grid(seqlen)
         return 2.0 * d_inner * (rows + columns) * rows * columns / seqlen
 
@@ -81,7 +70,7 @@ class Butterfly(MatrixMixer):
     `twiddle` (H, factors, pairs, 2, 2) holds the blocks of a factor by the lower position of the pair.
     """
 
-    Config = ButterflyConfig
+    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L log L)"
 
@@ -90,20 +79,19 @@ class Butterfly(MatrixMixer):
         """ceil(log2 N), one at least."""
         return max(1, (length - 1).bit_length())
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         factors = self.factor_count(self.max_seqlen)
-        shape = (self.nheads, factors, 2 ** (factors - 1), 2, 2)
-        return MixingParameters(twiddle=shape), {"twiddle": draw_rotations}
+        return {"twiddle": ((self.nheads, factors, 2 ** (factors - 1), 2, 2), draw_rotations)}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: ButterflyConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         factors = cls.factor_count(seqlen)
         return 3.0 * d_inner * factors * 2**factors / seqlen
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
-        to = torch.arange(v.shape[1], device=v.device).unsqueeze(1)
         of = torch.arange(v.shape[1], device=v.device).unsqueeze(0)
+        to = of.mT
         twiddle, product = weight_of(self.matrix_mixer, "twiddle"), 1.0
         for s in range(self.factor_count(self.max_seqlen)):
             pair = ((of >> (s + 1)) << s) + (to & ((1 << s) - 1))

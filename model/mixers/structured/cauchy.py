@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init
-from matmix.model.mixers.structured.matrix_mixer import (
-    MixingParameters,
-    QueryKeyConfig,
-    QueryKeyMixer,
-    mix_in_row_blocks,
-)
+from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer, mix_in_row_blocks
 
 SMALLEST_DENOMINATOR = 1e-2
 """Below this 1 / x is continued by its tangent. With b >= 0.005 no denominator is that small, whatever q and k are."""
@@ -23,20 +20,15 @@ LARGEST_EXPONENT = 80.0
 """e^q is finite in float32 up to here, and 1 / e^q is 0 for all that is added."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CauchyConfig(QueryKeyConfig):
-    """Options of the Cauchy mixers."""
-
-
 class Cauchy(QueryKeyMixer):
     """M_ij = (N d)^-1/2 sum over d of 1 / (e^q_id + e^k_jd + 2 b + 1e-8), N = max_seqlen, in float32."""
 
-    Config = CauchyConfig
+    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: CauchyConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         # For each pair and channel of q: denominator, reciprocal, sum; four more for the tangent.
         per_term = 7.0 if cls.data_dependent else 3.0
         return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)
@@ -50,14 +42,17 @@ class Cauchy(QueryKeyMixer):
         q, k = (positive(part) for part in self.queries_and_keys(inputs))
         return q, k
 
+    @property
+    def reciprocal(self) -> Callable[[Tensor], Tensor]:
+        """Returns the function that takes denominators to terms."""
+        return guarded_reciprocals if self.data_dependent else torch.reciprocal
+
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         q, k = (part.permute(0, 2, 1, 3) for part in self.summands(inputs))  # (B, H, L, d)
-        denominators = q.unsqueeze(3) + k.unsqueeze(2) + 1e-8
-        terms = guarded_reciprocals(denominators) if self.data_dependent else 1 / denominators
-        return terms.sum(-1) * self.scale()
+        return self.reciprocal(q.unsqueeze(3) + k.unsqueeze(2) + 1e-8).sum(-1) * self.scale()
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
-        rows = guarded_cauchy_rows if self.data_dependent else cauchy_rows
+        rows = partial(cauchy_rows, reciprocal=self.reciprocal)
         return mix_in_row_blocks(rows, *self.summands(inputs), v) * self.scale()
 
 
@@ -79,12 +74,11 @@ class CauchyDD(Cauchy):
     1 / x goes on to its pole and changes sign there.
     """
 
-    data_dependent = True
-    sequence_aligned = True
+    data_dependent = sequence_aligned = True
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         # One entry rather than none: FSDP cannot shard a tensor without dimensions.
-        return MixingParameters(bias=(1,)), {"bias": constant_init(0.5)}
+        return {"bias": ((1,), constant_init(0.5))}
 
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k = super().summands(inputs)
@@ -94,23 +88,13 @@ class CauchyDD(Cauchy):
 
 def positive(x: Tensor) -> Tensor:
     """e^x in float32 at least, finite."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).clamp(max=LARGEST_EXPONENT).exp()
+    return working(x).clamp(max=LARGEST_EXPONENT).exp()
 
 
-def cauchy_denominators(q: Tensor, k: Tensor) -> Tensor:
-    """(B, H, d, R, L) for q (B, R, H, d) and k (B, L, H, d)."""
+def cauchy_rows(q: Tensor, k: Tensor, first: int, reciprocal: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of the matrix without its scale, (B, H, R, L), for q (B, R, H, d) and k (B, L, H, d)."""
     q, k = (part.permute(0, 2, 3, 1) for part in (q, k))
-    return (q + 1e-8).unsqueeze(-1) + k.unsqueeze(-2)
-
-
-def cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
-    """Rows of the matrix without its scale, (B, H, R, L)."""
-    return cauchy_denominators(q, k).reciprocal().sum(2)
-
-
-def guarded_cauchy_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
-    """Returns `cauchy_rows` with guarded denominators."""
-    return guarded_reciprocals(cauchy_denominators(q, k)).sum(2)
+    return reciprocal((q + 1e-8).unsqueeze(-1) + k.unsqueeze(-2)).sum(2)
 
 
 def guarded_reciprocals(x: Tensor) -> Tensor:

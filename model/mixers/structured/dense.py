@@ -4,40 +4,28 @@ MLP-Mixer (arXiv 2105.01601), and the real part of the discrete Fourier transfor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.convolutions.long import cosine_transform, real_transform_flops
-from matmix.model.mixers.structured.matrix_mixer import (
-    MatrixMixer,
-    MixingParameters,
-    SharedBlockConfig,
-    draw_xavier_normal,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DenseConfig(SharedBlockConfig):
-    """Options of the dense mixer."""
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig, draw_xavier_normal
 
 
 class Dense(MatrixMixer):
     """M_ij = N^-1/2 times a parameter, N = max_seqlen."""
 
-    Config = DenseConfig
+    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L^2)"
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
-        shape = (self.nheads, self.max_seqlen, self.max_seqlen)
-        return MixingParameters(M=shape), {"M": draw_xavier_normal}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+        return {"M": ((self.nheads, self.max_seqlen, self.max_seqlen), draw_xavier_normal)}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: DenseConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         return 2.0 * seqlen * d_inner
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -47,19 +35,14 @@ class Dense(MatrixMixer):
         return torch.einsum("hts,bshp->bthp", weight_of(self.matrix_mixer, "M"), v) * self.max_seqlen**-0.5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DFTConfig(SharedBlockConfig):
-    """Options of the Fourier mixer."""
-
-
 class DFT(MatrixMixer):
     """M_ij = L^-1/2 cos(2 pi i j / L), the real part of the transform, L the document's own length; no parameters."""
 
-    Config = DFTConfig
+    Config = SharedBlockConfig
     complexity = "O(L log L)"
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: DFTConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         return d_inner * real_transform_flops(seqlen) / seqlen
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -6,8 +6,6 @@ compared with the other matrices in that block; the usual attention layer is `at
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -16,21 +14,15 @@ from matmix.model.mixers.attention.softmax_attention import packed_attention
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LowRankConfig(QueryKeyConfig):
-    """Options of the low-rank mixers."""
-
-
 class LowRank(QueryKeyMixer):
     """M_ij = (N d)^-1/2 q_i . k_j, N = max_seqlen, computed as Q (K^T V)."""
 
-    Config = LowRankConfig
-    complexity = "O(L)"
+    Config = QueryKeyConfig
     rank_option = "qk_dim"
     knows_documents = True
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: LowRankConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         return 4.0 * d_inner * config.qk_dim
 
     def scale(self) -> float:
@@ -59,26 +51,20 @@ class LowRankDI(LowRank):
 class LowRankDD(LowRank):
     """q and k are projected from x."""
 
-    data_dependent = True
-    sequence_aligned = True
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SoftmaxConfig(QueryKeyConfig):
-    """Options of softmax attention in the shared block."""
+    data_dependent = sequence_aligned = True
 
 
 class Softmax(QueryKeyMixer):
     """M_ij = softmax over j of q_i . k_j / sqrt(d)."""
 
-    Config = SoftmaxConfig
+    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
     row_normalized = True
     knows_documents = True
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: SoftmaxConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         return 2.0 * seqlen * (nheads * config.qk_dim + d_inner)
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -99,5 +85,4 @@ class SoftmaxDI(Softmax):
 class SoftmaxDD(Softmax):
     """q and k are projected from x."""
 
-    data_dependent = True
-    sequence_aligned = True
+    data_dependent = sequence_aligned = True

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import gated_norm, short_conv
 from matmix.kernels.checks import transformed
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import weight_of, weights_of
-from matmix.model.initialization import InitRule, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, check_inner_width, check_least, conv_weights
+from matmix.model.initialization import InitRule
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights
 
 Entries = Callable[[Tensor, Tensor, int], Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
@@ -38,8 +38,8 @@ def mix_in_row_blocks(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> Tens
     The terms of all pairs at once would need d times the memory of M; not even M is kept: the backward pass computes
     each block again.
     """
-    exact = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(exact), k.to(exact), v.to(exact)
+    v = working(v)
+    q, k = q.to(v.dtype), k.to(v.dtype)
     numbers = BLOCK_NUMBERS if q.device.type == "cpu" else 16 * BLOCK_NUMBERS
     rows = max(1, numbers // (q.shape[0] * k.shape[1] * q.shape[2] * q.shape[3]))
     blocks = []
@@ -87,12 +87,13 @@ class QueryKeyConfig(SharedBlockConfig):
 
 
 class MixingParameters(nn.Module):
-    """Holds the parameters of a matrix, by name and shape."""
+    """Holds the parameters of a matrix."""
 
-    def __init__(self, **shapes: tuple[int, ...]):
+    def __init__(self, parameters: dict[str, tuple[tuple[int, ...], InitRule]]):
         super().__init__()
-        for name, shape in shapes.items():
+        for name, (shape, _) in parameters.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.init_rules = {name: rule for name, (_, rule) in parameters.items()}
 
 
 class MatrixMixer(Mixer):
@@ -102,7 +103,6 @@ class MatrixMixer(Mixer):
     `mix_values`, M v by a fast algorithm.
     """
 
-    causal_form = False
     bidirectional_form = True
     data_dependent = False
     sequence_aligned = False
@@ -113,28 +113,18 @@ class MatrixMixer(Mixer):
     knows_documents: ClassVar[bool] = False
     """`mix_values` takes packed documents."""
 
-    def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: Any, **options):
+        super().__init__(d_model, config, **options)
         self.d_inner, self.nheads = self.inner_width(d_model, config)
         self.input_sizes = self.input_widths(self.nheads, config)
         self.direct = self.direct_width(self.nheads)
         self.conv_dim = self.d_inner + sum(self.input_sizes)
         self.in_proj = nn.Linear(d_model, self.d_inner + self.conv_dim + self.direct, bias=config.bias)
-        # Holds the weights only: the convolution itself is an op that respects document boundaries.
-        self.conv1d = nn.Conv1d(
-            self.conv_dim, self.conv_dim, config.d_conv, groups=self.conv_dim, bias=config.conv_bias
-        )
+        self.conv1d = ShortConv(self.conv_dim, config.d_conv, config.conv_bias)
         self.norm = RMSNormWeight(self.d_inner)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
-        self.init_rules = {
-            "conv1d.weight": uniform_init(config.d_conv**-0.5),
-            "conv1d.bias": uniform_init(config.d_conv**-0.5),
-            "out_proj.weight": normal_init(output_std),
-        }
-        parameters, rules = self.mixing_parameters()
-        if parameters is not None:
-            self.matrix_mixer = parameters
-            self.init_rules |= {f"matrix_mixer.{name}": rule for name, rule in rules.items()}
+        if parameters := self.mixing_parameters():
+            self.matrix_mixer = MixingParameters(parameters)
 
     # What a subclass says about its matrix.
 
@@ -148,20 +138,16 @@ class MatrixMixer(Mixer):
         """Width of what else the matrix takes from in_proj, without convolution and activation."""
         return 0
 
-    def mixing_parameters(self) -> tuple[nn.Module | None, dict[str, InitRule]]:
-        """The module `matrix_mixer` and the initial values of its parameters."""
-        return None, {}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+        """Shapes and initial values of the parameters of the matrix, in the module `matrix_mixer`."""
+        return {}
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         """M (B or 1, H, L, L) without the skip, for v (B, L, H, P) and inputs (B, L, width) each."""
         raise NotImplementedError
 
     def mix_values(
-        self,
-        v: Tensor,
-        inputs: tuple[Tensor, ...],
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        self, v: Tensor, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None = None, max_seqlen: int | None = None
     ) -> Tensor:
         """M v (B, L, H, P) without the skip, in any floating dtype."""
         raise NotImplementedError
@@ -180,10 +166,10 @@ class MatrixMixer(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
-        check_least(cls.name, config, headdim=1, expand=1, qk_dim=1, d_state=1)
-        check_inner_width(cls.name, d_model, config)
-        if config.d_conv % 2 == 0 or config.d_conv < 1:
-            raise ValueError(f"model.mixers.{cls.name}.d_conv = {config.d_conv}: must be odd and at least 1")
+        super().check(d_model, config)
+        cls.require_least(config, qk_dim=1, d_state=1)
+        cls.require_inner_width(d_model, config)
+        cls.require(config.d_conv >= 1 and config.d_conv % 2 == 1, config, "d_conv", "must be odd and at least 1")
 
     @classmethod
     def halo(cls, config: Any) -> int:
@@ -203,19 +189,17 @@ class MatrixMixer(Mixer):
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
         weight, bias = conv_weights(self.conv1d)
         if self.activated_inputs or not self.input_sizes:
-            mixed = centred_conv(mixed, weight, bias, activation="silu", cu_seqlens=cu_seqlens)
+            mixed = centred_conv(mixed, weight, bias, "silu", cu_seqlens)
             v, *inputs = mixed.split([self.d_inner, *self.input_sizes], -1)
         else:
             # Two convolutions rather than an activation of its own: v would be rounded twice in bfloat16.
             sizes = [self.d_inner, self.conv_dim - self.d_inner]
             (v, linear), weights = mixed.split(sizes, -1), weight.split(sizes)
             biases = (None, None) if bias is None else bias.split(sizes)
-            v = centred_conv(v, weights[0], biases[0], activation="silu", cu_seqlens=cu_seqlens)
-            linear = centred_conv(linear, weights[1], biases[1], cu_seqlens=cu_seqlens)
-            inputs = linear.split(self.input_sizes, -1)
-        if self.direct:
-            inputs = (*inputs, direct)
-        return z, v.unflatten(-1, (self.nheads, -1)), tuple(inputs)
+            v = centred_conv(v, weights[0], biases[0], "silu", cu_seqlens)
+            inputs = centred_conv(linear, weights[1], biases[1], None, cu_seqlens).split(self.input_sizes, -1)
+        direct = (direct,) if self.direct else ()
+        return z, v.unflatten(-1, (self.nheads, -1)), (*inputs, *direct)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if self.fixed_length:
@@ -234,10 +218,8 @@ class MatrixMixer(Mixer):
         if self.fixed_length:
             self.check_input(x, None)
         _, v, inputs = self.parts(x, None)
-        entries = self.entries(v, inputs)
-        if not self.skip:
-            return entries
-        return entries + torch.eye(x.shape[1], dtype=entries.dtype, device=entries.device)
+        m = self.entries(v, inputs)
+        return m + torch.eye(x.shape[1], dtype=m.dtype, device=m.device) if self.skip else m
 
     def values(self, x: Tensor) -> Tensor:
         return self.parts(x, None)[1]
@@ -254,14 +236,9 @@ class QueryKeyMixer(MatrixMixer):
     def input_widths(cls, nheads: int, config: QueryKeyConfig) -> tuple[int, ...]:
         return (nheads * config.qk_dim,) * 2 if cls.data_dependent else ()
 
-    def mixing_parameters(self) -> tuple[nn.Module | None, dict[str, InitRule]]:
-        if self.data_dependent:
-            return None, {}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         shape = (self.max_seqlen, self.nheads, self.config.qk_dim)
-        return (
-            MixingParameters(q_matrix=shape, k_matrix=shape),
-            {"q_matrix": draw_xavier_normal, "k_matrix": draw_xavier_normal},
-        )
+        return {} if self.data_dependent else dict.fromkeys(("q_matrix", "k_matrix"), (shape, draw_xavier_normal))
 
     def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """q and k, (B, L, H, qk_dim) or (1, L, H, qk_dim)."""
@@ -273,12 +250,7 @@ class QueryKeyMixer(MatrixMixer):
 
 
 def centred_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, cu_seqlens: Tensor | None
 ) -> Tensor:
     """`short_conv`, also of 1 tap and, without cu_seqlens, of more than it takes."""
     width = weight.shape[-1]
@@ -291,10 +263,9 @@ def centred_conv(
 @outside_autocast
 def plain_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     """Does what `short_conv` does, on a whole row and with any odd number of taps, in float32 at least."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    bias = None if bias is None else bias.to(exact)
-    channels, width = weight.shape
-    y = F.conv1d(x.mT.to(exact), weight.unsqueeze(1).to(exact), bias, padding=width // 2, groups=channels).mT
+    wide, (channels, width) = working(x), weight.shape
+    bias = None if bias is None else bias.to(wide.dtype)
+    y = F.conv1d(wide.mT, weight.unsqueeze(1).to(wide.dtype), bias, padding=width // 2, groups=channels).mT
     return (F.silu(y) if activation == "silu" else y).to(x.dtype)
 
 

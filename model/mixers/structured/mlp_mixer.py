@@ -32,14 +32,12 @@ class MLPMixer(Mixer):
     """
 
     Config = MLPMixerConfig
-    causal_form = False
     bidirectional_form = True
     sequence_aligned = False
-    complexity = "O(L)"  # the hidden width does not grow with the length
     fixed_length = True
 
-    def __init__(self, d_model: int, config: MLPMixerConfig, *, causal: bool, max_seqlen: int, output_std: float):
-        super().__init__(d_model, config, causal=causal, max_seqlen=max_seqlen, output_std=output_std)
+    def __init__(self, d_model: int, config: MLPMixerConfig, *, max_seqlen: int, output_std: float, **options):
+        super().__init__(d_model, config, max_seqlen=max_seqlen, output_std=output_std, **options)
         hidden = self.hidden_width(d_model, config)
         self.up = nn.Linear(max_seqlen, hidden, bias=config.bias)
         self.down = nn.Linear(hidden, max_seqlen, bias=config.bias)
@@ -53,8 +51,7 @@ class MLPMixer(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: MLPMixerConfig) -> None:
-        if config.token_mlp_ratio <= 0:
-            raise ValueError(f"model.mixers.{cls.name}.token_mlp_ratio = {config.token_mlp_ratio}: must be above 0")
+        cls.require(config.token_mlp_ratio > 0, config, "token_mlp_ratio", "must be above 0")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:

@@ -4,22 +4,19 @@ for both directions and all heads, for comparison with the other matrices."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import quasiseparable_scan
+from matmix.kernels.functions import working
 from matmix.kernels.scan_layer.chunked import StepSizes
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, constant_init
-from matmix.model.mixers.scans.scan_block import check_initial_steps, dt_bias_init
-from matmix.model.mixers.structured.matrix_mixer import (
-    MatrixMixer,
-    MixingParameters,
-    SharedBlockConfig,
-    draw_xavier_normal,
-)
+from matmix.model.mixers.scans.scan_block import draw_dt_bias, side_matrices, with_diagonal
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig, draw_xavier_normal
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
@@ -36,44 +33,32 @@ class QuasiseparableConfig(SharedBlockConfig):
     """Largest step size at initialisation."""
 
 
-class QuasiseparableParameters(MixingParameters):
-    """Step sizes, decay and diagonal; the diagonal is `fc_D` of v plus D."""
-
-    def __init__(self, d_inner: int, nheads: int, **shapes: tuple[int, ...]):
-        super().__init__(A_log=(nheads,), D=(nheads,), dt_bias=(nheads,), **shapes)
-        self.fc_D = nn.Linear(d_inner, nheads, bias=False)
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return dict.fromkeys(["A_log", "dt_bias", "D"], NOT_DECAYED)
-
-
 class Quasiseparable(MatrixMixer):
     """M = tril_strict + triu_strict + diag(D), as in Hydra: token i reads with C_(i-1) (C_(i+1)) the state that the
     tokens before (after) it left, B_j dt_j decayed from j + 1 to i - 1 (i + 1 to j - 1)."""
 
     Config = QuasiseparableConfig
-    complexity = "O(L)"
     rank_option = "d_state"
     data_dependent = True  # the diagonal is, in either form
     skip = False
     knows_documents = True
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
-        return QuasiseparableParameters(self.d_inner, self.nheads, **self.position_shapes()), {
-            "A_log": constant_init(0.0),
-            "D": constant_init(1.0),
-            "dt_bias": dt_bias_init(self.config.dt_min, self.config.dt_max, 1e-4),
-            "BC": draw_xavier_normal,
-        }
+    def __init__(self, d_model: int, config: QuasiseparableConfig, **options):
+        super().__init__(d_model, config, **options)
+        self.matrix_mixer.fc_D = nn.Linear(self.d_inner, self.nheads, bias=False)
 
-    def position_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters for every position."""
-        return {}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+        steps = partial(draw_dt_bias, low=self.config.dt_min, high=self.config.dt_max, floor=1e-4)
+        heads = (self.nheads,)
+        return {"A_log": (heads, constant_init(0.0)), "D": (heads, constant_init(1.0)), "dt_bias": (heads, steps)}
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return dict.fromkeys((f"matrix_mixer.{name}" for name in ("A_log", "dt_bias", "D")), NOT_DECAYED)
 
     @classmethod
     def check(cls, d_model: int, config: QuasiseparableConfig) -> None:
         super().check(d_model, config)
-        check_initial_steps(cls.name, config)
+        cls.require_steps(config)
 
     @classmethod
     def mixing_flops(cls, d_inner: int, nheads: int, config: QuasiseparableConfig, seqlen: int) -> float:
@@ -85,25 +70,16 @@ class Quasiseparable(MatrixMixer):
         raise NotImplementedError
 
     def diagonal(self, v: Tensor) -> Tensor:
-        """D of every token and head, (B, L, H) in float32 at least."""
-        product = self.matrix_mixer.fc_D(v.flatten(-2))
-        exact = torch.promote_types(product.dtype, torch.float32)
-        return product.to(exact) + weight_of(self.matrix_mixer, "D").to(exact)
+        """D of every token and head, (B, L, H) in float32 at least: `fc_D` of v plus D."""
+        product = working(self.matrix_mixer.fc_D(v.flatten(-2)))
+        return product + weight_of(self.matrix_mixer, "D").to(product.dtype)
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
-        c = log_decay.cumsum(1).permute(2, 0, 3, 1)  # decays up to and with each token: (2, B, H, L)
-        before = c.roll(1, -1)  # up to the token before; what it holds for the first one is not read
-        dt = dt.permute(2, 0, 3, 1).unsqueeze(-2)
-        length = v.shape[1]
-        below = torch.ones(length, length, dtype=torch.bool, device=v.device).tril(-1)
-        products = torch.einsum("btn,bsn->bts", C, B).unsqueeze(1)
-        # Row i, column j < i: decays of j + 1 .. i - 1; the other way round for j > i.
-        forward = (before[0].unsqueeze(-1) - c[0].unsqueeze(-2)).masked_fill(~below, float("-inf")).exp()
-        backward = (before[1].unsqueeze(-2) - c[1].unsqueeze(-1)).masked_fill(~below.mT, float("-inf")).exp()
-        lower = products.roll(1, -2) * forward * dt[0]
-        upper = products.roll(-1, -2) * backward * dt[1]
-        return lower + upper + torch.diag_embed(self.diagonal(v).transpose(1, 2))
+        k, q = (part.unsqueeze(2) for part in (B, C))
+        sides = ((q, k, log_decay[..., side, :], dt[..., side, :]) for side in (0, 1))
+        below, above = side_matrices(*sides, shift=True)
+        return with_diagonal(below + above, self.diagonal(v))
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         B, C, dt, log_decay = self.vectors_and_steps(v, inputs)
@@ -119,8 +95,9 @@ class QuasiseparableDI(Quasiseparable):
 
     fixed_length = True
 
-    def position_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"BC": (self.max_seqlen, 2 * self.config.d_state)}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+        shape = (self.max_seqlen, 2 * self.config.d_state)
+        return super().mixing_parameters() | {"BC": (shape, draw_xavier_normal)}
 
     def vectors_and_steps(self, v, inputs):
         batch, length = v.shape[:2]

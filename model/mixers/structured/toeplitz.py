@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.convolutions.long import fast_length, real_transform_flops, toeplitz_product
-from matmix.model.mixers.structured.matrix_mixer import (
-    MatrixMixer,
-    MixingParameters,
-    SharedBlockConfig,
-    draw_xavier_normal,
-)
+from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig, draw_xavier_normal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +74,8 @@ class ToeplitzDI(Toeplitz):
 
     fixed_length = True
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
-        shape = (self.nheads, 2 * self.max_seqlen - 1)
-        return MixingParameters(conv_params=shape), {"conv_params": draw_xavier_normal}
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+        return {"conv_params": ((self.nheads, 2 * self.max_seqlen - 1), draw_xavier_normal)}
 
     def kernels(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         m, zero = weight_of(self.matrix_mixer, "conv_params").t().unsqueeze(0), self.max_seqlen - 1
@@ -91,8 +85,7 @@ class ToeplitzDI(Toeplitz):
 class ToeplitzDD(Toeplitz):
     """m_t = q_t for t >= 0 and k_-t for t < 0, a query and a key of one channel for every token and head."""
 
-    data_dependent = True
-    sequence_aligned = True
+    data_dependent = sequence_aligned = True
 
     @classmethod
     def input_widths(cls, nheads: int, config: ToeplitzConfig) -> tuple[int, ...]:

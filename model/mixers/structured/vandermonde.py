@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.structured.matrix_mixer import (
-    MixingParameters,
-    QueryKeyConfig,
-    QueryKeyMixer,
-    mix_in_row_blocks,
-)
+from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer, mix_in_row_blocks
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 TURNS_PER_STEP = 1e-3
 """Epsilon: how many turns a query or key of 1 adds from one position to the next."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VandermondeConfig(QueryKeyConfig):
-    """Options of the Vandermonde mixers."""
+ANGLE = 2 * math.pi * TURNS_PER_STEP
 
 
 class Vandermonde(QueryKeyMixer):
     """M_ij = (2 N d)^-1/2 sum over d of cos(2 pi eps q_id j) - cos(2 pi eps k_jd i), N = max_seqlen, in float32."""
 
-    Config = VandermondeConfig
+    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: VandermondeConfig, seqlen: int) -> float:
+    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         # Twice for each pair and channel of q: phase, cosine, sum.
         return seqlen * (6.0 * nheads * config.qk_dim + 2.0 * d_inner)
 
@@ -47,9 +38,8 @@ class Vandermonde(QueryKeyMixer):
         exact = torch.promote_types(v.dtype, torch.float32)
         q, k = (part.permute(0, 2, 1, 3).to(exact) for part in self.queries_and_keys(inputs))  # (B, H, L, d)
         positions = torch.arange(v.shape[1], device=v.device, dtype=exact)
-        angle = 2 * math.pi * TURNS_PER_STEP
-        of_rows = torch.cos(angle * q.unsqueeze(3) * positions.view(1, 1, 1, -1, 1))
-        of_columns = torch.cos(angle * k.unsqueeze(2) * positions.view(1, 1, -1, 1, 1))
+        of_rows = torch.cos(ANGLE * q.unsqueeze(3) * positions.view(1, 1, 1, -1, 1))
+        of_columns = torch.cos(ANGLE * k.unsqueeze(2) * positions.view(1, 1, -1, 1, 1))
         return (of_rows - of_columns).sum(-1) * self.scale()
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
@@ -65,32 +55,29 @@ class VandermondeDI(Vandermonde):
 
     fixed_length = True
 
-    def mixing_parameters(self) -> tuple[nn.Module, dict[str, InitRule]]:
+    def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         shape = (self.nheads, self.config.qk_dim, self.max_seqlen)
-        return MixingParameters(q_bias=shape, k_bias=shape), dict.fromkeys(("q_bias", "k_bias"), draw_frequencies)
+        return dict.fromkeys(("q_bias", "k_bias"), (shape, draw_frequencies))
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
 
     def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        parts = weights_of(self.matrix_mixer, "q_bias", "k_bias")
-        q, k = (part.permute(2, 0, 1).unsqueeze(0) for part in parts)
-        return q, k
+        q, k = weights_of(self.matrix_mixer, "q_bias", "k_bias")
+        return q.permute(2, 0, 1).unsqueeze(0), k.permute(2, 0, 1).unsqueeze(0)
 
 
 class VandermondeDD(Vandermonde):
     """q and k are projected from x."""
 
-    data_dependent = True
-    sequence_aligned = True
+    data_dependent = sequence_aligned = True
 
 
 def vandermonde_rows(q: Tensor, k: Tensor, first: int) -> Tensor:
     """Rows of the matrix without its scale, (B, H, R, L), for q (B, R, H, d) and k (B, L, H, d)."""
     columns = torch.arange(k.shape[1], device=k.device, dtype=k.dtype)
     rows = torch.arange(first, first + q.shape[1], device=q.device, dtype=q.dtype)
-    angle = 2 * math.pi * TURNS_PER_STEP
-    q, k = (angle * part.permute(0, 2, 3, 1) for part in (q, k))  # (B, H, d, R or L)
+    q, k = (ANGLE * part.permute(0, 2, 3, 1) for part in (q, k))  # (B, H, d, R or L)
     of_rows = torch.cos(q.unsqueeze(-1) * columns).sum(2)
     of_columns = torch.cos(k.unsqueeze(-2) * rows.unsqueeze(-1)).sum(2)
     return of_rows - of_columns

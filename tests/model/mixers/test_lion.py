@@ -98,25 +98,6 @@ def test_the_mask_is_a_product_of_gates(make, name, options):
     torch.testing.assert_close(mixer.matrix(x)[0], wanted, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize(("name", "options"), [KINDS[0], KINDS[2], KINDS[3], KINDS[5], KINDS[6]])
-def test_one_token_at_a_time_in_each_direction(make, name, options):
-    """Inference with states that do not grow; of a token, y and c of either direction are kept."""
-    mixer = make(name, **options)
-    x = torch.randn(2, 11, D_MODEL, dtype=torch.float64)
-    kept = {}
-    for backward in (False, True):
-        state = mixer.direction_state(2)
-        sizes = [part.shape for part in state]
-        for t in range(10, -1, -1) if backward else range(11):
-            before = [part.clone() for part in state]
-            y, c, new = mixer.direction_step(x[:, t], state, backward=backward)
-            assert all(torch.equal(part, old) for part, old in zip(state, before, strict=True))
-            kept[backward, t], state = (y, c), new
-        assert [part.shape for part in state] == sizes
-    y = torch.stack([mixer.merge_directions(kept[False, t], kept[True, t]) for t in range(11)], 1)
-    torch.testing.assert_close(y, mixer(x), rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("form", "feature_map"), each_value_once(FORMS, ["elu", "silu_norm"]))
 def test_gates_and_features_at_their_ends_stay_finite(make, form, feature_map):
     """Gates of sigmoid(-100), which is no float32 number's logarithm's argument, and of sigmoid(100); queries and keys

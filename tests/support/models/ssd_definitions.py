@@ -35,8 +35,9 @@ def normed(y, eps):
 
 def mamba2(m, x):
     config, groups = m.config, (m.config.ngroups, m.config.d_state)
-    z, vbc, dt = m.in_proj(x).split([m.d_inner, m.d_inner + 2 * m.d_group, m.nheads], -1)
-    v, b, c = convolved(vbc, m.conv1d, config.d_conv - 1).split([m.d_inner, m.d_group, m.d_group], -1)
+    inner, group_width = m.form.inner, m.form.group_width
+    z, vbc, dt = m.in_proj(x).split([inner, inner + 2 * group_width, m.nheads], -1)
+    v, b, c = convolved(vbc, m.conv1d, config.d_conv - 1).split([inner, group_width, group_width], -1)
     v, b, c = v.unflatten(-1, (m.nheads, -1)), b.unflatten(-1, groups), c.unflatten(-1, groups)
     dt = torch.log1p((dt + m.dt_bias).exp())
     y = (scanned(v, b, c, dt, -m.A_log.exp(), range(x.shape[1])) + m.D[:, None] * v).flatten(-2)
@@ -50,9 +51,9 @@ def mamba2(m, x):
 
 def two_directions(m, x):
     groups, tokens = (m.config.ngroups, m.config.d_state), range(x.shape[1])
-    z, vbc, dt = m.in_proj(x).split([m.d_inner, m.d_inner + 4 * m.d_group, 2 * m.nheads], -1)
+    z, vbc, dt = m.in_proj(x).split([m.form.inner, m.form.inner + 4 * m.form.group_width, 2 * m.nheads], -1)
     vbc = convolved(vbc, m.conv1d, m.config.d_conv // 2)
-    v, *vectors = vbc.split([m.d_inner, *4 * [m.d_group]], -1)
+    v, *vectors = vbc.split([m.form.inner, *4 * [m.form.group_width]], -1)
     bf, cf, bb, cb = (part.unflatten(-1, groups) for part in vectors)
     u, dt = v.unflatten(-1, (m.nheads, -1)), dt.unflatten(-1, (2, -1))
     dt = torch.log1p((dt + m.dt_bias).exp())
