@@ -141,7 +141,7 @@ class Backbone(Called, Architecture):
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 
     def run_blocks(self, x: torch.Tensor, *arguments: Any, streams: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """The residual stream behind the last block, from that before the first. arguments: those of each block besides;
+        """The residual stream behind the last block, from that before the first. arguments: of each block besides;
         streams: a list that the streams before the first block and after each are added to."""
         for block in self.blocks:
             if streams is not None:

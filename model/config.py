@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, make_dataclass
 from typing import Any, Literal
 
 from matmix.model.architecture import ARCHITECTURES, Architecture
 from matmix.model.images.config import ImageConfig
 from matmix.model.mixers import MIXERS
+from matmix.model.options import check_words
 
 MixerOptions = make_dataclass(
     "MixerOptions",
@@ -21,13 +22,7 @@ MixerOptions = make_dataclass(
     namespace={"__doc__": "Options of every registered mixer, by its name.", "__module__": __name__},
 )
 
-_ACTIVATION_NAMES = ("gelu", "gelu_tanh", "relu", "silu")
 _MOST_LAYERS = 10_000  # a recipe of others must not fill the memory before anything is built
-_WORDS = {
-    "norm": ("pre", "post"),
-    "activation": _ACTIVATION_NAMES,
-    "head_activation": _ACTIVATION_NAMES,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +42,7 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if self.outputs < 0:
             raise ValueError(f"model.head.outputs = {self.outputs}: must be 1 or more, or 0 to take it from the data")
-        if self.pooling not in ("cls", "mean"):
-            raise ValueError(f"model.head.pooling = {self.pooling!r}; known: cls, mean")
+        check_words(self, "model.head.")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"model.head.dropout = {self.dropout}: must be at least 0 and below 1")
 
@@ -137,27 +131,23 @@ class ModelConfig:
     """Options of each kind of mixer."""
 
     def __post_init__(self) -> None:
-        for name, least in (("vocab_size", 0), ("d_model", 1), ("n_layers", 1), ("max_seqlen", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: must be {least} or more")
-        if self.mlp_ratio < 0:
-            raise ValueError(f"model.mlp_ratio = {self.mlp_ratio}: must be 0 or more")
-        for name in ("dropout", "embedding_dropout", "drop_path"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"model.{name} = {getattr(self, name)}: must be at least 0 and below 1")
-        if not 0 < self.init_std < math.inf:
-            raise ValueError(f"model.init_std = {self.init_std}: must be a positive number")
-        if self.layer_scale < 0:
-            raise ValueError(f"model.layer_scale = {self.layer_scale}: must be 0 (none) or more")
-        for name, known in _WORDS.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"model.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
+        shares = ("dropout", "embedding_dropout", "drop_path")
+        for names, fits, must in (
+            (("d_model", "n_layers", "max_seqlen"), lambda x: x >= 1, "1 or more"),
+            (("vocab_size", "mlp_ratio"), lambda x: x >= 0, "0 or more"),
+            (("layer_scale",), lambda x: x >= 0, "0 (none) or more"),
+            (("init_std",), lambda x: 0 < x < math.inf, "a positive number"),
+            (shares, lambda x: 0 <= x < 1, "at least 0 and below 1"),
+            (("n_layers",), lambda x: x <= _MOST_LAYERS, f"at most {_MOST_LAYERS:,}"),
+        ):
+            for name in names:
+                if not fits(getattr(self, name)):
+                    raise ValueError(f"model.{name} = {getattr(self, name)}: must be {must}")
+        check_words(self, "model.")
         if self.architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             hint = "" if ":" not in self.architecture else "; import the module that registers it first"
             raise ValueError(f"model.architecture = {self.architecture!r}; known: {known}{hint}")
-        if self.n_layers > _MOST_LAYERS:
-            raise ValueError(f"model.n_layers must be at most {_MOST_LAYERS:,}, got {self.n_layers}")
         if not self.layers:
             raise ValueError('model.layers is empty: name at least one mixer, for example ["mru"]')
         for name in self.layers:
@@ -165,16 +155,18 @@ class ModelConfig:
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
         # The latter: runs of version 0.1.0 say so, whatever their architecture.
-        if self.head not in (HeadConfig(), HeadConfig(outputs=2)) and not self.model_class.takes_head:
-            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.takes_head)
-            raise ValueError(f"model.head is of no use to model.architecture = {self.architecture!r}, but to {able}")
-        if self.model_class.inputs != "images" and (self.image != ImageConfig() or self.drop_path):
-            able = ", ".join(name for name, known in ARCHITECTURES.items() if known.inputs == "images")
-            option = "drop_path" if self.drop_path else "image"
+        if self.head not in (HeadConfig(), HeadConfig(outputs=2)):
+            self._check_use("head", lambda known: known.takes_head)
+        if self.image != ImageConfig() or self.drop_path:
+            self._check_use("drop_path" if self.drop_path else "image", lambda known: known.inputs == "images")
+        self.model_class.check(self)
+
+    def _check_use(self, option: str, uses: Callable[[type[Architecture]], bool]) -> None:
+        if not uses(self.model_class):
+            able = ", ".join(name for name, known in ARCHITECTURES.items() if uses(known))
             raise ValueError(
                 f"model.{option} is of no use to model.architecture = {self.architecture!r}, but to {able}"
             )
-        self.model_class.check(self)
 
     def _check_layer(self, name: str) -> None:
         if name in (MLP_LAYER, NO_MIXER):

@@ -3,6 +3,10 @@ document, and rotary positions."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -44,6 +48,54 @@ def in_one_row(inputs: torch.Tensor, indices: torch.Tensor | None) -> torch.Tens
 def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
     """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
     return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)
+
+
+class SimilarDocuments(NamedTuple):
+    """Packed documents to be filled up to rows of one length. On the host."""
+
+    places: torch.Tensor
+    """int64 (documents, longest): the place of each position of the rows in the packed row; beyond it for padding."""
+    real: torch.Tensor
+    """bool (documents, longest): positions that are no padding."""
+
+
+def similar_documents(cu_seqlens: torch.Tensor, bound: Callable[[int], int]) -> list[SimilarDocuments]:
+    """All documents that have tokens, those of one bound(length) together. Reads cu_seqlens on the host."""
+    boundaries = cu_seqlens.tolist()
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for start, end in itertools.pairwise(boundaries):
+        if start < end:
+            spans.setdefault(bound(end - start), []).append((start, end - start))
+    groups = []
+    for members in spans.values():
+        starts, lengths = torch.tensor(members).T.unsqueeze(-1)
+        positions = torch.arange(int(lengths.max()))
+        real = positions < lengths
+        groups.append(SimilarDocuments(torch.where(real, starts + positions, boundaries[-1]), real))
+    return groups
+
+
+def by_documents(
+    run: Callable[..., torch.Tensor], cu_seqlens: torch.Tensor, bound: Callable[[int], int], *parts: torch.Tensor
+) -> torch.Tensor:
+    """Runs packed documents by themselves, similar ones together: parts (n, ...) -> what `run` makes of them (n, ...).
+
+    run(*rows, real): rows (documents, longest, ...) of each part, zero in padding behind the documents, and
+    bool (documents, longest), where they are real, or None where there is no padding -> (documents, longest, ...).
+    bound: see `similar_documents`. No number of another document is read, not even NaN.
+    """
+    outputs, order = [], []
+    for places, real in similar_documents(cu_seqlens, bound):
+        whole = bool(real.all())
+        index = places.flatten().to(parts[0].device)
+        filled = parts if whole else (torch.cat((part, part.new_zeros(1, *part.shape[1:]))) for part in parts)
+        rows = (part.index_select(0, index).unflatten(0, places.shape) for part in filled)
+        y = run(*rows, None if whole else real.to(index.device)).flatten(0, 1)
+        outputs.append(y if whole else y.index_select(0, real.flatten().nonzero().squeeze(1).to(y.device)))
+        order.append(places[real])
+    if not outputs:
+        return parts[-1][:0]
+    return torch.cat(outputs).index_select(0, torch.cat(order).argsort().to(parts[0].device))
 
 
 def first_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-_IMAGE_WORDS = {
-    "stem": ("linear", "conv"),
-    "positions": ("learned", "sincos", "none"),
-    "class_token": ("none", "first", "middle"),
-    "pooling": ("mean", "cls"),
-    "scan": ("row", "column", "both", "snake", "hilbert"),
-}
+from matmix.model.options import check_words
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +40,7 @@ class ImageConfig:
         for name in ("size", "patch", "channels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.image.{name} = {getattr(self, name)}: must be 1 or more")
-        for name, known in _IMAGE_WORDS.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"model.image.{name} = {getattr(self, name)!r}; known: {', '.join(known)}")
+        check_words(self, "model.image.")
         if self.size % self.patch:
             near = max(self.size // self.patch, 1) * self.patch
             raise ValueError(
@@ -91,9 +83,6 @@ class ImageConfig:
 # -- what a model has to be given of a picture: how the pictures of its training's evaluation were made --------------
 
 
-INTERPOLATIONS = ("bicubic", "bilinear")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageInputs:
     """The short side of a picture is resized to size / crop pixels, a square of `size` is cut out of the middle, values
@@ -115,5 +104,4 @@ class ImageInputs:
             raise ValueError(f"mean = {self.mean} and std = {self.std}: give one or three numbers each, std above 0")
         if not 0 < self.crop <= 1 or self.size < 1:
             raise ValueError(f"crop = {self.crop}, size = {self.size}: crop lies above 0 and up to 1, size from 1 on")
-        if self.interpolation not in INTERPOLATIONS:
-            raise ValueError(f"interpolation = {self.interpolation!r}; known: {', '.join(INTERPOLATIONS)}")
+        check_words(self, "")

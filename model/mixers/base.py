@@ -4,7 +4,6 @@ several kinds of mixers share.
 
 from __future__ import annotations
 
-import typing
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,7 +15,9 @@ from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, s
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
+from matmix.model.options import check_words
 from matmix.model.parameter_rules import ParameterRule
+from matmix.model.positions import by_documents
 
 
 class ScanOrders(NamedTuple):
@@ -197,12 +198,7 @@ class Mixer(Called):
     def check(cls, d_model: int, config: Any) -> None:
         """Raise a one-line ValueError when the options do not fit each other or the width. Those with a list of allowed
         values are checked here."""
-        for option, kind in typing.get_type_hints(cls.Config).items():
-            if typing.get_origin(kind) is typing.Literal:
-                known, value = typing.get_args(kind), getattr(config, option)
-                if value not in known:
-                    words = ", ".join(map(str, known))
-                    raise ValueError(f"model.mixers.{cls.name}.{option} = {value!r}; known: {words}")
+        check_words(config, f"model.mixers.{cls.name}.")
 
     @classmethod
     def require(cls, holds: bool, config: Any, option: str, otherwise: str) -> None:
@@ -321,18 +317,8 @@ class Mixer(Called):
 
         For mixers whose algorithm knows no boundaries. Reads cu_seqlens on the host.
         """
-        places: dict[int, list[int]] = {}
-        for start, length in zip(cu_seqlens[:-1].tolist(), cu_seqlens.diff().tolist(), strict=True):
-            if length:
-                places.setdefault(length, []).append(start)
-        if not places:
-            return x.new_empty(1, 0, self.d_model)
-        outputs, indices = [], []
-        for length, starts in places.items():
-            index = torch.tensor(starts, device=x.device).unsqueeze(1) + torch.arange(length, device=x.device)
-            outputs.append(type(self).forward(self, x[0, index]).flatten(0, 1))
-            indices.append(index.flatten())
-        return torch.cat(outputs)[torch.cat(indices).argsort()].unsqueeze(0)
+        y = by_documents(lambda x, _: type(self).forward(self, x), cu_seqlens, int, x[0])
+        return y.unsqueeze(0)
 
     def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
         """The mean of what `forward` gives for x (B, L, d_model), one document a row, read in each of the orders; each

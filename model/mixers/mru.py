@@ -245,14 +245,14 @@ class MRU(Mixer):
         return self.build(self.elements(x))
 
     def mixed(
-        self, elements: Tensor, cu_seqlens: Tensor | None = None, state: Tensor | None = None
+        self, elements: Tensor, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """All states (B, L, H, order, order) and the last ones (B or documents, H, order, order) from elements
         (B, L, H, E), which the norms are taken of on the way."""
         matrices = self.build(elements)
-        if state is not None:
-            state = pad_order(state.to(matrices.dtype))
-        options = {"initial_state": state, "return_final_state": True, "cu_seqlens": cu_seqlens}
+        if initial_state is not None:
+            initial_state = pad_order(initial_state.to(matrices.dtype))
+        options = {"initial_state": initial_state, "return_final_state": True, "cu_seqlens": cu_seqlens}
         states, final = (
             h[..., : self.order, : self.order] for h in matrix_product_scan(pad_order(matrices), **options)
         )

@@ -12,8 +12,7 @@ import torch
 from matmix.model.images.config import ImageConfig
 from matmix.model.images.scans import scan_orders
 from matmix.model.interop.importing.layouts import ForeignConfig, Layout
-from matmix.model.mixers.scans.lion import LionD, LionLit, LionS
-from matmix.model.mixers.scans.lion_forms import delayed_gates
+from matmix.model.mixers.scans.lion import LionD, LionLit, LionS, delayed_gates
 
 # Dropout is off in eval mode; chunks change speed; the number of patches is read off the input.
 _WITHOUT_EFFECT = ("attn_drop", "proj_drop", "chunk_size", "num_patches")

@@ -4,7 +4,6 @@ Documents of a packed sequence attend within themselves.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.model.mixers.base import Mixer, head_count, zero_state
-from matmix.model.positions import apply_rotary, document_positions
+from matmix.model.positions import apply_rotary, by_documents, document_positions
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -49,7 +48,7 @@ def packed_attention(
         scale = q.shape[-1] ** -0.5
         y = varlen_attn(*parts, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=window)
         return y[..., : v.shape[-1]].unsqueeze(0)
-    return attention_by_length(q[0], k[0], v[0], cu_seqlens.tolist(), causal, dropout).unsqueeze(0)
+    return attention_by_length(q[0], k[0], v[0], cu_seqlens, causal, dropout).unsqueeze(0)
 
 
 def attend(
@@ -82,32 +81,15 @@ def of_one_width(*parts: Tensor) -> list[Tensor]:
     return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
 
 
-def attention_by_length(q: Tensor, k: Tensor, v: Tensor, boundaries: list[int], causal: bool, dropout: float) -> Tensor:
+def attention_by_length(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, dropout: float) -> Tensor:
     """The general form for tensors (L, H, channels): one padded attention per class of document lengths."""
-    documents: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(boundaries):
-        if end > start:
-            documents.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
-    device = q.device
-    # Padding reads a row of zeros: a real row of another document could hold NaN, which no mask would stop.
-    q, k, v = (torch.cat((part, part.new_zeros(1, *part.shape[1:]))) for part in (q, k, v))
-    outputs, places = [], []
-    for group in documents.values():
-        starts, lengths = (torch.tensor(column, device=device) for column in zip(*group, strict=True))
-        longest = max(length for _, length in group)
-        offsets = torch.arange(longest, device=device)
-        real = offsets < lengths.unsqueeze(1)
-        index = torch.where(real, starts.unsqueeze(1) + offsets, q.shape[0] - 1)
-        padded = any(length < longest for _, length in group)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         # Padding stands at the end, where a causal query does not look.
-        mask = real[:, None, None, :] if padded and not causal else None
-        y = attend(q[index], k[index], v[index], causal=causal, mask=mask, dropout=dropout)
-        outputs.append(y[real])
-        places.append(index[real])
-    if not outputs:
-        return v[:0]
-    order = torch.cat(places).argsort()
-    return torch.cat(outputs)[order]
+        mask = None if real is None or causal else real[:, None, None, :]
+        return attend(q, k, v, causal=causal, mask=mask, dropout=dropout)
+
+    return by_documents(attended, cu_seqlens, lambda length: (length - 1).bit_length(), q, k, v)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

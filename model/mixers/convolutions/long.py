@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.kernels.functions import working
+from matmix.model.positions import by_documents
 
 
 def real_transform_flops(length: int) -> float:
@@ -81,49 +81,23 @@ def packed_convolution(x: Tensor, cu_seqlens: Tensor | None, kernels: Callable[[
     """
     if cu_seqlens is None:
         return long_convolution(x, *kernels(x.shape[1]))
-    groups = similar_documents(cu_seqlens)
-    if not groups:
+    longest = int(cu_seqlens.diff().max())
+    if not longest:
         return working(x)
-    order = torch.cat([group.tokens for group in groups]).to(x.device)
-    parts = x[0].index_select(0, order).split([group.tokens.numel() for group in groups])
-    after, *before = kernels(max(group.longest for group in groups))
-    outputs = []
-    for part, (_, places, documents, longest) in zip(parts, groups, strict=True):
-        places = places.to(x.device)
-        rows = part.new_zeros(documents * longest, part.shape[1]).index_copy(0, places, part)
-        taps = (after[:, :longest], *(other[:, : longest - 1] for other in before))
-        y = long_convolution(rows.unflatten(0, (documents, longest)), *taps)
-        outputs.append(y.flatten(0, 1).index_select(0, places))
-    return torch.cat(outputs).index_select(0, order.argsort()).unsqueeze(0)
+    after, *before = kernels(longest)
+
+    def convolved(rows: Tensor, _: Tensor | None) -> Tensor:
+        length = rows.shape[1]
+        return long_convolution(rows, after[:, :length], *(other[:, : length - 1] for other in before))
+
+    return by_documents(convolved, cu_seqlens, half_octave, x[0]).unsqueeze(0)
 
 
-class SimilarDocuments(NamedTuple):
-    """Packed documents to be filled up to rows of one length. Indices are on the host."""
-
-    tokens: Tensor
-    """Places of the documents' tokens in the packed row."""
-    places: Tensor
-    """Their places in the filled rows, counted through all of them."""
-    documents: int
-    longest: int
-
-
-def similar_documents(cu_seqlens: Tensor) -> list[SimilarDocuments]:
-    """All documents that have tokens, in groups with two bounds per octave: rows are filled up by half at most."""
-    spans: dict[int, list[tuple[int, int]]] = {}
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        if start < end:
-            bound = 1 << (end - start - 1).bit_length()
-            between = bound * 3 // 4
-            spans.setdefault(between if end - start <= between else bound, []).append((start, end - start))
-    groups = []
-    for members in spans.values():
-        starts, lengths = torch.tensor(members).T.unsqueeze(-1)
-        positions = torch.arange(int(lengths.max()))
-        inside = positions < lengths
-        places = inside.flatten().nonzero().squeeze(-1)
-        groups.append(SimilarDocuments((starts + positions)[inside], places, *inside.shape))
-    return groups
+def half_octave(length: int) -> int:
+    """The least bound from `length` on, of two per octave: rows of one bound are filled up by half at most."""
+    bound = 1 << (length - 1).bit_length()
+    between = bound * 3 // 4
+    return between if length <= between else bound
 
 
 def long_convolution_flops(seqlen: int) -> float:

@@ -13,9 +13,10 @@ from matmix.model import MixerOptions, ModelConfig, build_model, initialize
 from matmix.model.flops import flops_by_part
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.convolutions.hyena import Hyena, HyenaConfig
-from matmix.model.mixers.convolutions.long import similar_documents
+from matmix.model.mixers.convolutions.long import half_octave
 from matmix.model.mixers.convolutions.s4d import S4D, S4DConfig
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer, MLPMixerConfig
+from matmix.model.positions import similar_documents
 
 D_MODEL = 6
 
@@ -165,12 +166,12 @@ def test_packed_documents_share_one_kernel(make, monkeypatch):
 
 def test_documents_of_similar_length_are_filled_up_by_half_at_most():
     lengths = list(range(200))
-    groups = similar_documents(_boundaries(lengths))
+    groups = similar_documents(_boundaries(lengths), half_octave)
     assert len(groups) <= 16
-    assert sum(group.documents for group in groups) == 199
+    assert sum(len(group.places) for group in groups) == 199
     for group in groups:
-        assert group.documents * group.longest <= 1.5 * group.tokens.numel()
-    assert torch.cat([group.tokens for group in groups]).sort().values.equal(torch.arange(sum(lengths)))
+        assert group.places.numel() <= 1.5 * group.real.sum()
+    assert torch.cat([group.places[group.real] for group in groups]).sort().values.equal(torch.arange(sum(lengths)))
 
 
 @pytest.mark.parametrize("make", [_s4d, _hyena])

@@ -10,9 +10,9 @@ from mixer_cases import D_MODEL, small_config
 from triton_on_cpu import names
 
 from matmix.model.mixers import MIXERS, base
-from matmix.model.mixers.scans import lion_forms
+from matmix.model.mixers.scans import lion
 
-MODULES = (base, lion_forms)
+MODULES = (base, lion)
 SCAN, CONV = "advance_state", "advance_window"
 LAUNCHES = {
     "semiseparable": [CONV, SCAN],
