@@ -58,7 +58,10 @@ def decode(
         numbers = [number for number, prompt in enumerate(prompts) if len(prompt) == length]
         ids = torch.tensor([list(prompts[number]) for number in numbers], device=device)
         batches.append(kind(model, numbers, *model(ids, method="prefill")))
-    batches = [kind.joined(members) for members in _alike(batches)]
+    alike: dict[tuple, list[_Rows]] = {}
+    for rows in batches:
+        alike.setdefault(state_shapes(rows.state), []).append(rows)
+    batches = [kind.joined(members) for members in alike.values()]
     for step in range(max_new_tokens):
         drawn = [[draw(n, row) for n, row in zip(x.numbers, x.logits.cpu(), strict=True)] for x in batches]
         kept = [[at for at, token in enumerate(tokens) if token != end] for tokens in drawn]
@@ -129,14 +132,6 @@ class _StaticRows(_Rows):
         self.logits = self.step.step(torch.tensor([token_of[at] for at in self.source]))[self.places]
 
 
-def _alike(batches: list[_Rows]) -> list[list[_Rows]]:
-    """Batches in groups whose states have the same shape."""
-    groups: dict[tuple, list[_Rows]] = {}
-    for rows in batches:
-        groups.setdefault(state_shapes(rows.state), []).append(rows)
-    return list(groups.values())
-
-
 # -- static step --------------------------------------------------------------------------------
 
 
@@ -199,12 +194,11 @@ class StaticStep:
         try:
             graph = captured(self.advance, device)
         except RuntimeError as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason, graph = (str(error).splitlines() or [type(error).__name__])[0], None
             text = (
                 f"a step could not be captured as a CUDA graph ({reason}); its operations run one by one, more slowly"
             )
             warnings.warn(text, RuntimeWarning, stacklevel=3)
-            graph = None
         overwrite(self.state, before)
         return graph
 

@@ -4,6 +4,7 @@ several kinds of mixers share.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +35,16 @@ class ScanOrders(NamedTuple):
         if self.outside is not None:
             places = places - (places > self.outside).long()
         return places.argsort(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadsConfig:
+    """Options of mixers whose heads may be wider or narrower together than the model."""
+
+    headdim: int = 64
+    """Channels per head."""
+    nheads: int = 0
+    """Number of heads; 0 means d_model / headdim."""
 
 
 def head_count(d_model: int, config: Any) -> int:

@@ -314,42 +314,37 @@ class MRU(Mixer):
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> State:
         """The identity, (batch_size, H, order, order) float32; with `shift` beside it the token before, zeros
         (batch_size, d_model)."""
-        weight = self.state_down
-        device = weight.device if device is None else device
-        states = torch.eye(self.order, device=device).expand(batch_size, self.nheads, -1, -1).contiguous()
-        return self.joined(states, weight.new_zeros(batch_size, self.d_model, device=device))
-
-    def joined(self, states: Tensor, last: Tensor) -> State:
-        """Packs the state of generation: the matrices, and with `shift` also the token before."""
-        return states if self.shift_share is None else (states, last)
-
-    def parted(self, state: State) -> tuple[Tensor, Tensor | None]:
-        """Unpacks the state of generation: the matrices, and the token before or None."""
-        return (state, None) if isinstance(state, Tensor) else state
+        like = torch.empty(0, dtype=self.state_down.dtype, device=self.state_down.device if device is None else device)
+        states = torch.eye(self.order, device=like.device).expand(batch_size, self.nheads, -1, -1).contiguous()
+        return states if self.shift_share is None else (states, like.new_zeros(batch_size, self.d_model))
 
     def forward_with_state(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """Continue from a state; raises OverflowError when the states stop being finite."""
-        states, last = self.parted(state)
-        before = None if last is None else torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
-        y, final = self.run(x, before, state=states)
-        self.refuse_overflow()
-        # A copy, or else the last token would keep all of a long prompt in memory.
-        return y, self.joined(final, x[:, -1].clone())
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        y, state = self.advanced(x, state)
+        y, state = self.carried(x, state)
         self.refuse_overflow()
         return y, state
 
+    step = forward_with_state
+
     def step_in_place(self, x: Tensor, state: State) -> Tensor:
-        y, new = self.advanced(x, state)
+        y, new = self.carried(x, state)
         overwrite(state, new)
         return y
 
-    def advanced(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """`step` that refuses no state."""
-        states, last = self.parted(state)
-        inputs, w_up = self.inputs(x, last)
+    def carried(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """`forward_with_state`, also of one token x (B, d_model), that refuses no state."""
+        states, last = (state, None) if isinstance(state, Tensor) else state
+        if x.dim() == 2:
+            y, states = self.run_token(x, last, states)
+            return y, states if last is None else (states, x)
+        before = None if last is None else torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
+        y, states = self.run(x, before, state=states)
+        # A copy, or else the last token would keep all of a long prompt in memory.
+        return y, states if last is None else (states, x[:, -1].clone())
+
+    def run_token(self, x: Tensor, before: Tensor | None, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`run` for one token x (B, d_model) from a state."""
+        inputs, w_up = self.inputs(x, before)
         if self.is_fused(inputs, w_up):
             y, states = mru_step(inputs, states, self.read_out(), w_up=w_up, construction=self.config.construction)
             y = self.finish(y, x)
@@ -359,15 +354,13 @@ class MRU(Mixer):
                 states = states.to(matrices.dtype) @ matrices
             y = self.combine(states, x)
         self.log_norms = summary(log_norms(states))
-        return y, self.joined(states, x)
+        return y, states
 
     def watched(self) -> Tensor | None:
         return None if self.log_norms is None else self.log_norms[0]
 
     def refuse_overflow(self) -> None:
-        """`refuse` the states of the last forward."""
-        if self.log_norms is not None:
-            self.refuse(float(self.log_norms[0]))
+        self.refuse(float(self.log_norms[0]))
 
     def refuse(self, watched: float) -> None:
         """Raise OverflowError when the largest log-norm is so large that norms of states overflow, or NaN."""
@@ -387,21 +380,18 @@ class MRU(Mixer):
         matrices = self.state_matrices(x).transpose(1, 2)
         batch, nheads, length, order, _ = matrices.shape
         identity = torch.eye(order, dtype=matrices.dtype, device=matrices.device)
-        rows: list[Tensor] = []
+        rows = [matrices.new_zeros(batch, nheads, length, order, order)]
         for t in range(length):
-            row = matrices.new_zeros(batch, nheads, length, order, order)
-            if t:
-                row[:, :, :t] = rows[-1][:, :, :t] @ matrices[:, :, t, None]
+            row = torch.zeros_like(rows[0])
+            row[:, :, :t] = rows[-1][:, :, :t] @ matrices[:, :, t, None]
             row[:, :, t] = identity
             rows.append(row)
-        return torch.stack(rows, dim=2)
+        return torch.stack(rows[1:], dim=2)
 
     def values(self, x: Tensor) -> Tensor:
         """u (B, L, H, order, order): X_1 at the first token, zero afterwards."""
         matrices = self.state_matrices(x)
-        first = torch.zeros_like(matrices)
-        first[:, 0] = matrices[:, 0]
-        return first
+        return torch.cat([matrices[:, :1], torch.zeros_like(matrices[:, 1:])], 1)
 
     def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         return torch.einsum("bshki,bhtsij->bthkj", values, matrix)

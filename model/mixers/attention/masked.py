@@ -23,7 +23,16 @@ from matmix.kernels import semiseparable_scan
 from matmix.kernels.checks import transformed
 from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
-from matmix.model.mixers.base import Mixer, RMSNormWeight, exact_linear, gate_sums, head_count, scan_on, zero_state
+from matmix.model.mixers.base import (
+    HeadsConfig,
+    Mixer,
+    RMSNormWeight,
+    exact_linear,
+    gate_sums,
+    head_count,
+    scan_on,
+    zero_state,
+)
 from matmix.model.mixers.convolutions.long import cosine_transform
 
 STATE_BLOCK = 4
@@ -96,13 +105,9 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedAttentionConfig:
+class MaskedAttentionConfig(HeadsConfig):
     """Options of structured masked attention, the same for all masks."""
 
-    headdim: int = 64
-    """Channels per head."""
-    nheads: int = 0
-    """Number of heads; 0 means d_model / headdim."""
     contraction: Literal["auto", "quadratic", "linear"] = "auto"
     """Order of the contraction: quadratic makes all scores first, linear (auto) contracts keys and values first and
     applies the mask by its fast algorithm."""

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.model.mixers.base import Mixer, head_count, zero_state
+from matmix.model.mixers.base import HeadsConfig, Mixer, head_count, zero_state
 from matmix.model.positions import apply_rotary, by_documents, document_positions
 
 try:
@@ -93,13 +93,11 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cau
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
+class AttentionConfig(HeadsConfig):
     """Options of the attention mixer."""
 
     headdim: int = 64
     """Channels of queries and keys per head."""
-    nheads: int = 0
-    """Number of heads; 0 means d_model / headdim."""
     value_headdim: int = 0
     """Channels of values per head; 0 means headdim."""
     position: Literal["rope", "xpos", "none"] = "rope"

@@ -12,17 +12,15 @@ from torch import Tensor, nn
 
 from matmix.kernels import semiseparable_scan
 from matmix.kernels.functions import working
-from matmix.model.mixers.base import Mixer, head_count, scan_on, zero_state
+from matmix.model.mixers.base import HeadsConfig, Mixer, head_count, scan_on, zero_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LinearAttentionConfig:
+class LinearAttentionConfig(HeadsConfig):
     """Options of the linear attention mixer."""
 
     headdim: int = 64
     """Channels per head: the rank of the blocks of M below the diagonal."""
-    nheads: int = 0
-    """Number of heads; 0 means d_model / headdim."""
     feature_map: Literal["elu", "silu", "none"] = "elu"
     """The feature map of queries and keys: elu(x) + 1, silu(x), or the identity."""
     normalize: bool = True

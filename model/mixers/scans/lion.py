@@ -32,20 +32,16 @@ from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import working
 from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import Mixer, ScanOrders, exact_linear, gate_sums, head_count
+from matmix.model.mixers.base import HeadsConfig, Mixer, ScanOrders, exact_linear, gate_sums, head_count
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LionConfig:
+class LionConfig(HeadsConfig):
     """The options that all variants of LION share."""
 
-    headdim: int = 64
-    """Channels per head."""
-    nheads: int = 0
-    """Number of heads; 0 means d_model / headdim."""
     qkv_bias: bool = False
     """Biases in the projection to queries, keys and values."""
     form: Literal["auto", "attention", "chunked", "recurrent"] = "auto"
@@ -305,8 +301,8 @@ class LionLit(Mixer):
         """Returns `lion_mixer` of the projection's output; None where no fused kernel runs."""
         if self.config.form not in ("auto", "chunked") or not lion_mixer_is_fused(qkv, self.nheads):
             return None
-        options |= self.gate_offsets | {"feature_map": self.config.feature_map, "eps": self.config.eps}
-        return lion_mixer(qkv, logits, nheads=self.nheads, **options)
+        kept = {"nheads": self.nheads, "feature_map": self.config.feature_map, "eps": self.config.eps}
+        return lion_mixer(qkv, logits, **kept, **self.gate_offsets, **options)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and self.config.form == "attention":

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
-from matmix.model.mixers.base import Mixer, head_count, scan_on, zero_state
+from matmix.model.mixers.base import HeadsConfig, Mixer, head_count, scan_on, zero_state
 from matmix.model.positions import apply_rotary, document_positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RetNetConfig:
+class RetNetConfig(HeadsConfig):
     """Options of the retention mixer."""
 
     headdim: int = 64
     """Channels of queries and keys per head (even): the rank of the off-diagonal blocks of M. The paper has 256."""
-    nheads: int = 0
-    """Number of heads; 0 means d_model / headdim."""
     expand: int = 2
     """Channels of values per head over headdim."""
     rope_base: float = 10000.0

@@ -158,10 +158,10 @@ def test_the_kernels_average_snakes(kernels, launched, name, options, token, out
 def test_compiled_whole(randomize):
     """Without a break in the graph, with the same numbers."""
     mixer = _lion("lion_s", {"gate_sets": 2}, randomize, torch.float32, "auto")
-    x = torch.randn(1, SIDE**2, D_MODEL)
+    x, image = torch.randn(1, SIDE**2, D_MODEL), _image("none", False)
 
     def read(x):
-        return mixer.forward_in_orders(x, scan_orders(_image("none", False), SIDE, SIDE))
+        return mixer.forward_in_orders(x, scan_orders(image, SIDE, SIDE))
 
     torch.compiler.reset()
     compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
