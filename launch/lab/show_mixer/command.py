@@ -4,6 +4,7 @@ with `--image FILE` what a patch takes from a picture. One page a layer."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +48,6 @@ class ShowMixer:
     """Heads drawn of each layer."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Draws the pages and returns the exit code."""
         self.draw(rest)
         return 0
 
@@ -61,87 +61,62 @@ class ShowMixer:
             overrides: changes of a recipe, such as ("--model.layers", "hydra").
         Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
         """
+        from matmix.launch.lab.show_mixer.image_pages import chosen_place, patch_page, place_label
         from matmix.launch.lab.show_mixer.matrices import check_layers, mixer_matrices, page_of
-        from matmix.launch.lab.show_mixer.pictures import draw_page
         from matmix.launch.lab.show_mixer.subject import fresh, trained
 
         is_model = is_url(self.recipe) or Path(self.recipe).is_dir()
         self._check(is_model, overrides)
-        if self.image is not None:
-            return self._draw_image(is_model, overrides)
         if is_model:
-            subject = trained(self.recipe, self.text, self.step, self.max_tokens, self.weights)
+            subject = trained(self.recipe, self.text, self.step, self.max_tokens, self.weights, self.image)
         else:
-            subject = fresh(self.recipe, self.text, self.max_tokens, overrides)
-        chosen = check_layers(subject, self.layers)
+            subject = fresh(self.recipe, self.text, self.max_tokens, overrides, self.image)
+        chosen, which, make = check_layers(subject, self.layers), subject.label, page_of
+        if self.image is not None:
+            place = chosen_place(self.patch, subject)
+            which, make = f"{which}-{place_label(place)}", functools.partial(patch_page, place=place)
         folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
         fixed, length = subject.model.config.fixed_length_mixers(), subject.model.config.max_seqlen
         if self.max_tokens not in (None, length) and fixed:
             print(f"--max-tokens {self.max_tokens} does not apply: {' and '.join(fixed)} takes exactly {length} tokens")
         paths, lacking = [], set()
-        for layer, matrices in mixer_matrices(subject.model, subject.ids, chosen):
-            page, words = page_of(subject, layer, matrices, self.max_heads)
-            name = f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{subject.label}.png"
-            paths.append(draw_page(page, folder / name))
+        for layer, matrices in mixer_matrices(subject.model, subject.inputs, chosen):
+            page, words = make(subject, layer, matrices, self.max_heads)
+            paths.append(page.save(folder / f"layer-{layer:02}-{subject.model.blocks[layer].mixer.name}-{which}.png"))
             print(f"{paths[-1]}: {words}")
             lacking |= page.fonts().lacking
         if lacking:
             shown = "".join(sorted(lacking)[:_MOST_LETTERS]) + (" ..." if len(lacking) > _MOST_LETTERS else "")
             print(f"No font here has {shown}; install one that does, such as Noto Sans (CJK), to see them")
-        self._say_next("the same with another text", overrides, is_model, subject.label)
-        return paths
-
-    def _draw_image(self, is_model: bool, overrides: Sequence[str]) -> list[Path]:
-        """Draws what a patch takes from the picture, one PNG a layer."""
-        from matmix.launch.lab.show_mixer.image_pages import chosen_place, draw_image_pages
-        from matmix.launch.lab.show_mixer.matrices import check_layers
-        from matmix.launch.lab.show_mixer.subject import fresh_on_images, trained_on_images
-
-        if is_model:
-            subject = trained_on_images(self.recipe, self.image, self.step, self.weights)
-        else:
-            subject = fresh_on_images(self.recipe, self.image, overrides)
-        chosen, place = check_layers(subject, self.layers), chosen_place(self.patch, subject)
-        folder = Path("pictures", subject.name) if self.out is None else Path(self.out)
-        paths = []
-        for path, words in draw_image_pages(subject, chosen, place, folder, self.max_heads):
-            paths.append(path)
-            print(f"{path}: {words}")
-        self._say_next("the same with another --image or --patch", overrides, is_model, subject.label)
-        return paths
-
-    def _say_next(self, again: str, overrides: Sequence[str], is_model: bool, label: str) -> None:
+        again = "the same with another text" if self.image is None else "the same with another --image or --patch"
         if not is_model:
             train = shell_line("matmix", "train", self.recipe, *overrides)
             again = f"{train}, then matmix show-mixer RUN for what it learns"
-        elif label != "export":  # which has no steps
+        elif subject.label != "export":  # which has no steps
             earlier = shell_line("matmix", "show-mixer", self.recipe, "--step", "N")
             again = f"{earlier} for how it came about, or {again}"
         print(f"Next: {again}")
+        return paths
 
     def _check(self, is_model: bool, overrides: Sequence[str]) -> None:
         """Raises ValueError (one line) for options that cannot be. is_model: the source is no recipe."""
         given = () if self.out is None else (Path(self.out), *Path(self.out).parents)
         file = next(filter(Path.is_file, given), None)
-        empty, few = (
-            self.text is not None and not self.text.strip(),
-            self.max_tokens is not None and self.max_tokens < 3,
-        )
-        changed, stepped = is_model and overrides, not is_model and self.step is not None
-        fresh_ema = not is_model and self.weights != "raw"
-        neither, both = self.text is None and self.image is None, self.text is not None and self.image is not None
-        aside = self.max_tokens is not None and self.image is not None
+        read = [thing for thing in (self.text, self.image) if thing is not None]
+        most, pictured = self.max_tokens, self.image is not None
+        blank, changed = self.text is not None and not self.text.strip(), bool(is_model and overrides)
+        stepped, averaged = not is_model and self.step is not None, not is_model and self.weights != "raw"
         problems = {
-            "give what the model reads: --text TEXT, or of an image classifier --image FILE": neither,
-            "--text and --image: give one of them": both,
-            "--max-tokens is for texts: leave it out with --image": aside,
-            "--patch belongs to --image": bool(self.patch) and self.image is None,
-            "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'": empty,
-            f"max_tokens must be 3 or more, got {self.max_tokens}": few,
+            "give what the model reads: --text TEXT, or of an image classifier --image FILE": not read,
+            "--text and --image: give one of them": len(read) > 1,
+            "--max-tokens is for texts: leave it out with --image": most is not None and pictured,
+            "--patch belongs to --image": bool(self.patch) and not pictured,
+            "the text is empty; give the words to show the mixers with, as in --text 'to be or not to be'": blank,
+            f"max_tokens must be 3 or more, got {most}": most is not None and most < 3,
             f"max_heads must be 1 or more, got {self.max_heads}": self.max_heads < 1,
             f"{self.recipe} is a trained model, of which nothing can be changed: {' '.join(overrides)}": changed,
             f"{self.recipe} is a recipe, which has no steps to choose from; leave step out": stepped,
-            f"{self.recipe} is a recipe, whose weights are not averaged yet; leave --weights out": fresh_ema,
+            f"{self.recipe} is a recipe, whose weights are not averaged yet; leave --weights out": averaged,
             f"--out {self.out}: {file} is a file; name a folder for the pages": file is not None,
         }
         for problem, holds in problems.items():

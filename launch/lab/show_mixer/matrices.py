@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from matmix.launch.lab.show_mixer.pictures import Head, Page
-from matmix.launch.lab.show_mixer.subject import ImageSubject, Subject
+from matmix.launch.lab.show_mixer.pictures import Head, MatrixPage
+from matmix.launch.lab.show_mixer.subject import Subject
 from matmix.model.backbone import Backbone
-from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.base import Mixer, ScanOrders
 
 
-def check_layers(subject: Subject | ImageSubject, layers: Sequence[int] | None) -> list[int]:
+def check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
     """Returns the layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
     blocks = subject.model.blocks
     if not (mixing := [index for index, block in enumerate(blocks) if block.mixer is not None]):
@@ -33,21 +33,24 @@ def check_layers(subject: Subject | ImageSubject, layers: Sequence[int] | None) 
 
 
 @torch.no_grad()
-def mixer_matrices(model: Backbone, ids: Sequence[int], layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields for each layer its number and M (H, L, L) in float64, for the MRU (H, L, L, order, order).
+def mixer_matrices(model: Backbone, inputs: torch.Tensor, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields for each layer its number and M (H, L, L) in float64, for the MRU (H, L, L, order, order). Of pictures
+    rows and columns are as positions stand in them, and M is the mean of several orders.
 
     Raises ValueError where M is not finite.
     """
-    inputs: dict[int, torch.Tensor] = {}
+    read: dict[int, tuple] = {}
     with contextlib.ExitStack() as hooks:
         for layer in layers:
             mixer = model.blocks[layer].mixer
-            hook = mixer.register_forward_pre_hook(lambda _, x, layer=layer: inputs.update({layer: x[0]}))
+            hook = mixer.register_forward_pre_hook(lambda _, x, layer=layer: read.update({layer: x}))
             hooks.callback(hook.remove)
-        model(torch.tensor([ids]), readout=lambda *_: None)
+        model(inputs, readout=lambda *_: None)
     for layer in layers:
         mixer = copy.deepcopy(model.blocks[layer].mixer).double()
-        matrix = mixer.matrix(inputs.pop(layer).double())[0]
+        x, orders, *_ = read.pop(layer)
+        scanned = isinstance(orders, ScanOrders)
+        matrix = (mixer.matrix_in_orders(x.double(), orders) if scanned else mixer.matrix(x.double()))[0]
         if not matrix.isfinite().all():
             raise ValueError(f"M of layer {layer} ({mixer.name}) is not finite: the weights have diverged")
         yield layer, matrix
@@ -80,29 +83,40 @@ def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
     return Head(name, matrix.numpy(), length, rank, skip, below, above)
 
 
-def page_of(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[Page, str]:
+def page_of(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int) -> tuple[MatrixPage, str]:
     """Returns the page of a layer, and a line with its number of matrices and their ranks."""
-    mixer, count = subject.model.blocks[layer].mixer, len(matrices)
-    chosen = choose_heads(matrices, max_heads, "channel" if is_per_channel(mixer, matrices) else "head")
+    mixer = subject.model.blocks[layer].mixer
+    chosen, what = choose_matrices(mixer, matrices, max_heads)
     skip = getattr(mixer, "skip", False)
     heads = [as_head(matrices[index], name, skip) for index, name in chosen]
-    what = f"{count} {'matrix' if count == 1 else 'matrices'}"
-    if len(heads) < count:
-        what = f"{len(heads)} of {what}"
     notes = list(subject.notes)
     if matrices.dim() == 5:
         order = matrices.shape[-1]
         notes.append(f"For two tokens M holds a block of {order} x {order}, the product of the states between them.")
     if not mixer.data_dependent:
         notes.append("M is the same for every text.")
-    title = f"layer {layer}: {mixer.name}"
-    subtitle = f"{subject.where}, {subject.state}, {len(subject.ids)} tokens, {what}"
-    description = "\n".join((title, subtitle, *subject.overrides, subject.text))
-    page = Page(title, subtitle, subject.text, notes, heads, subject.pieces, subject.ids, description)
+    about = title_of(subject, layer, f"{len(subject.ids)} tokens, {what}", subject.given)
+    page = MatrixPage(**about, notes=notes, heads=heads, text=subject.given, pieces=subject.pieces, ids=subject.ids)
     ranks = [head.rank for head in heads]
     span = " to ".join(map(str, sorted({min(ranks), max(ranks)}))) + (" + I" if skip else "")
     below, above = max(head.below for head in heads), max(head.above for head in heads)
-    return page, f"{what}, rank {span} of {len(heads[0].matrix)}, blocks at most {below} / {above}"
+    return page, f"{what}, rank {span} of {len(heads[0].weights)}, blocks at most {below} / {above}"
+
+
+def title_of(subject: Subject, layer: int, what: str, *more: str) -> dict[str, str]:
+    """Returns title, subtitle and description of a layer's page. more: what else it was made from."""
+    title, subtitle = f"layer {layer}: {subject.model.blocks[layer].mixer.name}", f"{subject.where}, {subject.state}"
+    subtitle = f"{subtitle}, {what}"
+    description = "\n".join((title, subtitle, *subject.overrides, *more))
+    return {"title": title, "subtitle": subtitle, "description": description}
+
+
+def choose_matrices(mixer: Mixer, matrices: torch.Tensor, most: int) -> tuple[list[tuple[int, str]], str]:
+    """Returns numbers and names of the matrices to draw, and words about how many there are."""
+    chosen = choose_heads(matrices, most, "channel" if is_per_channel(mixer, matrices) else "head")
+    count = len(matrices)
+    what = f"{count} {'matrix' if count == 1 else 'matrices'}"
+    return chosen, what if len(chosen) == count else f"{len(chosen)} of {what}"
 
 
 def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:

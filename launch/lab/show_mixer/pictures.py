@@ -6,7 +6,7 @@ import dataclasses
 import re
 import textwrap
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ SIGNED, POSITIVE = "RdBu_r", "magma_r"
 UNSEEN, INK, PALE = "#e4e4ea", "#1f1f24", "#686872"
 _COLUMNS = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3, 6: 3, 9: 3}  # else 4
 DPI = 150
-MARGIN = 0.35  # of a page, inches
+MARGIN, ABOVE = 0.35, 0.52  # of a page, and of a panel for its title; inches
 NO_FONT = f"{BOX} stands for a letter that no font installed here has, #N for token N, whose name has such letters."
 _EXPLAINED = (
     "Row t holds what output t takes of each input; grey is where a mixer never looks. Colours have a range for each "
@@ -112,12 +112,32 @@ def colour_range(entries: np.ndarray, own: np.ndarray) -> tuple[float, float, fl
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Head:
-    """One matrix and what is said about it."""
+class Heat:
+    """Weights that are drawn as colours."""
 
     name: str
-    matrix: np.ndarray
-    """(n, n), n a multiple of `tokens`; row t holds the weights of output t."""
+    weights: np.ndarray
+
+    @property
+    def own(self) -> np.ndarray:
+        """Whether an entry is what a position takes of itself, which often outshines all others."""
+        raise NotImplementedError
+
+    @property
+    def signed(self) -> bool:
+        return bool((self.weights < 0).any())
+
+    def colours(self) -> tuple[float, float, float, str]:
+        """Returns the entries at which the colours begin and end, the largest size of the own ones, and words for the
+        range."""
+        low, high, own = colour_range(self.weights, self.own)
+        return low, high, own, f"±{high:.2g}" if self.signed else f"{low:.3g} to {high:.3g}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Head(Heat):
+    """One matrix (n, n), n a multiple of `tokens`; row t holds the weights of output t."""
+
     tokens: int
     rank: int
     """Rank of M; with a skip, of M without it."""
@@ -129,119 +149,160 @@ class Head:
     """Rank of the block that takes the second half to the first one."""
 
     @property
-    def signed(self) -> bool:
-        return bool((self.matrix < 0).any())
-
-    @property
     def later(self) -> np.ndarray:
         """(n, n): whether an entry belongs to an input after its output."""
-        token = np.arange(len(self.matrix)) * self.tokens // len(self.matrix)
+        token = np.arange(len(self.weights)) * self.tokens // len(self.weights)
         return token[None, :] > token[:, None]
 
-    def colour_range(self) -> tuple[float, float, float]:
-        """Returns the entries at which the colours begin and end, and the largest size on the diagonal, which often
-        outshines all others: what a token keeps of itself."""
-        return colour_range(self.matrix, ~(self.later | self.later.T))
+    @property
+    def own(self) -> np.ndarray:
+        return ~(self.later | self.later.T)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
     """All that is on a picture."""
 
-    title: str
-    subtitle: str
-    text: str
-    """The text that the model read."""
-    notes: list[str]
-    heads: list[Head]
-    pieces: list[str]
-    """Names of the tokens."""
-    ids: list[int]
-    """And their numbers, which stand for the names that no font here can write."""
+    title: str = ""
+    subtitle: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    heads: list[Any] = dataclasses.field(default_factory=list)
+    """Each a `Heat`."""
     description: str = ""
     """The source of the page, kept in the file; a page with another source is not replaced."""
 
     def words(self) -> list[str]:
         """Returns the paragraphs above the panels."""
-        return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
+        return self.notes
+
+    def names(self) -> list[str]:
+        """Returns what else is written on it in any alphabet."""
+        return []
 
     def fonts(self) -> Fonts:
         """Fonts for all that stands on it."""
-        return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, self.pieces)])
+        return Fonts.for_texts([self.subtitle, *self.words(), *self.names()])
+
+    def save(self, path: Path) -> Path:
+        """Writes a page as a PNG, and makes the folder.
+
+        Returns: the path, or that with -2, -3 ... at the end of its name where other pages are in the way. The same
+        page, made again, replaces itself.
+        """
+        import matplotlib as mpl  # only who draws needs it
+
+        fonts = self.fonts()
+        style = {"font.family": fonts.families, "axes.edgecolor": PALE, "axes.linewidth": 0.6}
+        with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
+            figure = self.draw(fonts)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path = first_free(path, lambda other: other.exists() and _description(other) != self.description)
+            figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": self.description})
+        return path
+
+    def draw(self, fonts: Fonts) -> Any:
+        """Returns the figure."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixPage(Page):
+    """Matrices that mix the tokens of a text."""
+
+    text: str = ""
+    """The text that the model read."""
+    pieces: Sequence[str] = ()
+    """Names of the tokens."""
+    ids: Sequence[int] = ()
+    """And their numbers, which stand for the names that no font here can write."""
+
+    def words(self) -> list[str]:
+        return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
+
+    def names(self) -> list[str]:
+        return [*map(_readable, self.pieces)]
 
     def labels(self, fonts: Fonts) -> list[str]:
         """Returns the names of the tokens on the axes; `#` and its number for one that no font has."""
-        names = map(_readable, self.pieces)
-        return [name if fonts.can_draw(name) else f"#{index}" for name, index in zip(names, self.ids, strict=True)]
+        pairs = zip(self.names(), self.ids, strict=True)
+        return [name if fonts.can_draw(name) else f"#{index}" for name, index in pairs]
+
+    def draw(self, fonts: Fonts) -> Any:
+        labels, columns = self.labels(fonts), _COLUMNS.get(len(self.heads), 4)
+        side = {1: 5.2, 2: 4.2, 3: 3.4}.get(columns, 2.7)  # of a panel
+        left, below = 0.5, 0.25
+        if named := len(labels) <= MOST_LABELS:  # else axes are numbered
+            side = max(side, 0.13 * len(labels))
+            below = 0.12 + 0.066 * max(map(width_of, labels))
+            left = below + 0.2
+        notes = [*self.words(), *([NO_FONT] if fonts.lacking else [])]
+        rows = -(-len(self.heads) // columns)
+        sheet = Sheet(self, fonts, notes, _EXPLAINED, (rows, columns), side, gap=0.22, left=left, below=0.05 + below)
+        for number, head in enumerate(self.heads):
+            _, high, diagonal, span = head.colours()
+            words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
+            words += f"   diag {diagonal:.2g}" if diagonal > 1.05 * high else ""
+            axes = sheet.panel(*divmod(number, columns), head.name, words)
+            _draw_head(axes, head)
+            lowest = number + columns >= len(self.heads)
+            _name_axes(axes, labels if named else None, number % columns == 0, lowest)
+        return sheet.figure
+
+
+class Sheet:
+    """A figure with title, subtitle and notes above its panels, and the keys of their colours and a footer below."""
+
+    def __init__(
+        self, page: Page, fonts: Fonts, notes: Sequence[str], explained: str, grid: tuple[int, int], side: float, *,
+        gap: float, left: float = 0.0, below: float = 0.0,
+    ) -> None:  # fmt: skip
+        """grid: rows and columns of panels; sizes in inches: side of a panel, gap between them, and what their labels
+        take to the left of all panels and below them."""
+        from matplotlib.figure import Figure
+
+        letters = max(40, int(grid[1] * side / 0.055))  # that fit into a line of small text
+        notes = [line for note in notes for line in wrapped(fonts.drawable(note), letters)]
+        footer = textwrap.wrap(explained, letters)
+        self.side, self.gap, self.left = side, gap, MARGIN + left
+        self.top = MARGIN + 0.62 + 0.17 * len(notes)
+        self.width = self.left + grid[1] * (side + gap) + MARGIN - gap
+        self.height = self.top + grid[0] * (ABOVE + side) + below + 1.0 + 0.15 * len(footer)
+        self.figure = Figure(figsize=(self.width, self.height), dpi=DPI, facecolor="white")
+        x, y, write = MARGIN / self.width, 1 - MARGIN / self.height, self.figure.text
+        write(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
+        write(x, y - 0.32 / self.height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
+        write(x, y - 0.54 / self.height, "\n".join(notes), fontsize=8, color=INK, va="top", linespacing=1.35)
+        small = {"fontsize": 7, "color": PALE, "va": "bottom", "linespacing": 1.35}
+        write(x, MARGIN / self.height, "\n".join(footer), **small)
+        signs, place = {head.signed for head in page.heads}, MARGIN
+        for signed, colours, ticks in ((True, SIGNED, ["−", "0", "+"]), (False, POSITIVE, ["least", "most"])):
+            if signed in signs:
+                axes = self.axes(place, MARGIN + 0.15 * len(footer) + 0.3, 1.5, 0.11)
+                axes.imshow(np.linspace(0, 1, 256)[None], cmap=colours, aspect="auto", extent=(0, 1, 0, 1))
+                axes.set_yticks([])
+                axes.set_xticks(np.linspace(0, 1, len(ticks)), ticks)
+                for tick, end in ((0, "left"), (-1, "right")):
+                    axes.get_xticklabels()[tick].set_ha(end)
+                axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=PALE, labelsize=7, pad=2)
+                place += 1.9
+
+    def axes(self, x: float, y: float, width: float, height: float) -> Any:
+        """Returns axes in this place, in inches."""
+        sizes = x / self.width, y / self.height, width / self.width, height / self.height
+        return self.figure.add_axes(sizes)
+
+    def panel(self, row: int, column: int, name: str, words: str) -> Any:
+        """Returns the axes of a panel, with its title above them."""
+        x = self.left + column * (self.side + self.gap)
+        axes = self.axes(x, self.height - self.top - (row + 1) * (ABOVE + self.side), self.side, self.side)
+        place = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=INK, **place)
+        axes.annotate(words, xytext=(0, 5), fontsize=8, color=PALE, **place)
+        return axes
 
 
 def _begin(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-class _Layout:
-    """Sizes of a page in inches, and the lines of text above and below its panels."""
-
-    gap = 0.22
-    above = 0.52  # a panel's title
-
-    def __init__(self, page: Page, labels: list[str], notes: list[str]) -> None:
-        self.columns = _COLUMNS.get(len(page.heads), 4)
-        self.side = {1: 5.2, 2: 4.2, 3: 3.4}.get(self.columns, 2.7)  # of a panel
-        self.named = len(labels) <= MOST_LABELS  # else axes are numbered
-        left, below = 0.3, 0.25  # of the panels
-        if self.named:
-            self.side = max(self.side, 0.13 * len(labels))
-            left = below = 0.12 + 0.066 * max(map(width_of, labels))
-        letters = max(40, int(self.columns * self.side / 0.055))  # that fit into a line of small text
-        self.notes = [line for note in notes for line in wrapped(note, letters)]
-        self.footer = textwrap.wrap(_EXPLAINED, letters)
-        self.left, self.top = MARGIN + 0.2 + left, MARGIN + 0.62 + 0.17 * len(self.notes)
-        rows = -(-len(page.heads) // self.columns)
-        self.width = self.left + self.columns * (self.side + self.gap) + MARGIN - self.gap
-        panels = rows * (self.above + self.side) + 0.2 + below
-        self.height = self.top + panels + 0.85 + 0.15 * len(self.footer)
-
-    def panel(self, number: int) -> tuple[float, float, float, float]:
-        """Returns the place of a panel in fractions of the page."""
-        row, column = divmod(number, self.columns)
-        x = self.left + column * (self.side + self.gap)
-        y = self.height - self.top - (row + 1) * (self.above + self.side)
-        return x / self.width, y / self.height, self.side / self.width, self.side / self.height
-
-
-def draw_page(page: Page, path: Path) -> Path:
-    """Writes a page as a PNG, and makes the folder.
-
-    Returns: the path, or that with -2, -3 ... at the end of its name where other pages are in the way. The same page,
-    made again, replaces itself.
-    """
-    import matplotlib as mpl  # only who draws needs it
-    from matplotlib.figure import Figure
-
-    fonts = page.fonts()
-    labels, notes = page.labels(fonts), [fonts.drawable(note) for note in page.words()]
-    if fonts.lacking:
-        notes.append(NO_FONT)
-    layout = _Layout(page, labels, notes)
-    style = {"font.family": fonts.families, "axes.edgecolor": PALE, "axes.linewidth": 0.6}
-    with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
-        figure = Figure(figsize=(layout.width, layout.height), dpi=DPI, facecolor="white")
-        for number, head in enumerate(page.heads):
-            axes = figure.add_axes(layout.panel(number))
-            _draw_head(axes, head)
-            lowest = number + layout.columns >= len(page.heads)
-            _name_axes(axes, labels, layout.named, number % layout.columns == 0, lowest)
-        write_words(figure, page, layout.notes, layout.footer, fonts)
-        return save_page(figure, path, page.description)
-
-
-def save_page(figure: Any, path: Path, description: str) -> Path:
-    """Writes a figure as `draw_page` describes; description: what it was made from."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path = first_free(path, lambda other: other.exists() and _description(other) != description)
-    figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": description})
-    return path
 
 
 def _description(path: Path) -> str | None:
@@ -258,27 +319,20 @@ def _description(path: Path) -> str | None:
 def _draw_head(axes: Any, head: Head) -> None:
     from matplotlib import colormaps
 
-    low, high, diagonal = head.colour_range()
+    low, high, *_ = head.colours()
     colours = colormaps[SIGNED if head.signed else POSITIVE].with_extremes(bad=UNSEEN)
     extent = (-0.5, head.tokens - 0.5, head.tokens - 0.5, -0.5)  # whatever the size of the matrix, axes count tokens
-    empty = [half for half in (head.later, head.later.T) if not head.matrix[half].any()]  # zero by its form
-    shown = np.ma.array(head.matrix, mask=np.any([np.zeros_like(head.later), *empty], axis=0))
+    empty = [half for half in (head.later, head.later.T) if not head.weights[half].any()]  # zero by its form
+    shown = np.ma.array(head.weights, mask=np.any([np.zeros_like(head.later), *empty], axis=0))
     axes.imshow(shown, cmap=colours, vmin=low, vmax=high, extent=extent)
     for line in (axes.axvline, axes.axhline):
         line(head.tokens // 2 - 0.5, color=INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
-    span = f"±{high:.2g}" if head.signed else f"{low:.3g} to {high:.3g}"
-    words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
-    if diagonal > 1.05 * high:
-        words += f"   diag {diagonal:.2g}"
-    place = {"xy": (0, 1), "xycoords": "axes fraction", "textcoords": "offset points"}
-    axes.annotate(head.name, xytext=(0, 17), fontsize=9.5, fontweight="bold", color=INK, **place)
-    axes.annotate(words, xytext=(0, 5), fontsize=8, color=PALE, **place)
 
 
-def _name_axes(axes: Any, labels: list[str], named: bool, left: bool, lowest: bool) -> None:
+def _name_axes(axes: Any, labels: list[str] | None, left: bool, lowest: bool) -> None:
     axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=INK, labelsize=6.5, pad=2)
     axes.tick_params(labelleft=left, labelbottom=lowest)
-    if named:
+    if labels is not None:
         axes.set_yticks(range(len(labels)), labels)
         axes.set_xticks(range(len(labels)), labels, rotation=90)
     if left:
@@ -294,34 +348,3 @@ def _readable(piece: str) -> str:
     name = re.sub(r"^<0x([2-7].)>$", lambda code: chr(int(code[1], 16)), name)
     name = name.translate(str.maketrans({"\n": "\\n", "\t": "\\t", " ": "▁"}))
     return _begin(name, 14)
-
-
-def write_words(figure: Any, page: Any, notes: Sequence[str], footer: Sequence[str], fonts: Fonts) -> None:
-    """Writes title, subtitle and notes above the panels of a page, and below them the keys of its colours and the
-    footer. page: has `title`, `subtitle` and `heads`."""
-    width, height = figure.get_size_inches()
-    x, y = MARGIN / width, 1 - MARGIN / height
-    figure.text(x, y, page.title, fontsize=15, fontweight="bold", color=INK, va="top")
-    figure.text(x, y - 0.32 / height, fonts.drawable(page.subtitle), fontsize=9.5, color=PALE, va="top")
-    figure.text(x, y - 0.54 / height, "\n".join(notes), fontsize=8, color=INK, va="top", linespacing=1.35)
-    signs = {head.signed for head in page.heads}
-    _draw_colour_keys(figure, signs, (width, height), MARGIN, MARGIN + 0.15 * len(footer) + 0.3)
-    words = {"fontsize": 7, "color": PALE, "va": "bottom", "linespacing": 1.35}
-    figure.text(x, MARGIN / height, "\n".join(footer), **words)
-
-
-def _draw_colour_keys(figure: Any, signs: Collection[bool], size: tuple[float, float], x: float, y: float) -> None:
-    """Draws the colours of entries of both signs, where True is in `signs`, and of one sign, where False is.
-
-    size: width and height of the figure; x, y: where they begin. All in inches.
-    """
-    for signed, colours, ticks in ((True, SIGNED, ["−", "0", "+"]), (False, POSITIVE, ["least", "most"])):
-        if signed in signs:
-            axes = figure.add_axes((x / size[0], y / size[1], 1.5 / size[0], 0.11 / size[1]))
-            axes.imshow(np.linspace(0, 1, 256)[None], cmap=colours, aspect="auto", extent=(0, 1, 0, 1))
-            axes.set_yticks([])
-            axes.set_xticks(np.linspace(0, 1, len(ticks)), ticks)
-            for place, side in ((0, "left"), (-1, "right")):
-                axes.get_xticklabels()[place].set_ha(side)
-            axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=PALE, labelsize=7, pad=2)
-            x += 1.9

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,6 @@ from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
-from matmix.model.config import ModelConfig
 from matmix.model.images.config import ImageConfig, ImageInputs
 from matmix.model.initialization import initialize
 from matmix.train.config import RunConfig
@@ -26,81 +27,93 @@ from matmix.train.recipe import load_config
 from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.state import Weights
 from matmix.use.generation import MASK
-from matmix.use.opening import TextReader, TrainedModel, image_inputs, open_model
+from matmix.use.opening import TextReader, image_inputs, open_model
 from matmix.use.pictures import read_pictures
 
 MOST_TOKENS = 128
 BYTES = 256
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ShownModel:
-    """A model whose mixers are drawn."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model whose mixers are drawn, and what it reads."""
 
     name: str
     """Name of the folder of its pages."""
     where: str
     """The source as the pages name it: a path, a URL or the name of a recipe."""
-    state: str
+    state: str = "initial weights"
     """Which weights it has: "step 1,000", "initial weights" or "export"."""
-    label: str
+    label: str = "initial"
     """The weights as a part of a file's name, such as "step-1000"."""
-    model: Backbone
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Subject(ShownModel):
-    """A model and the tokens of the text that it is shown with."""
-
-    text: str
-    ids: list[int]
-    pieces: list[str]
-    """The text of each token."""
-    notes: list[str]
-    """Remarks about the tokens, such as that the text was cut."""
     overrides: tuple[str, ...] = ()
     """Changes of a recipe."""
+    model: Backbone
+    given: str
+    """The text, or the file of the picture."""
+    inputs: torch.Tensor
+    """The tokens (1, L), or the picture (1, channels, size, size) as the model reads it."""
+    notes: list[str]
+    """Remarks, such as that the text was cut."""
+    pieces: list[str] = dataclasses.field(default_factory=list)
+    """The text of each token."""
+    picture: np.ndarray | None = None
+    """(size, size, 3), the picture before normalisation, from 0 to 1"""
+
+    @property
+    def ids(self) -> list[int]:
+        """Numbers of the tokens."""
+        return self.inputs[0].tolist()
+
+    @property
+    def image(self) -> ImageConfig:
+        """How the model reads images."""
+        return self.model.config.image
+
+    @property
+    def side(self) -> int:
+        """Patches along one side of the picture."""
+        return self.inputs.shape[-1] // self.image.patch
 
 
-def trained(source: str, text: str, step: int | None, max_tokens: int | None, weights: Weights = "raw") -> Subject:
-    """Opens the model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
+def trained(
+    source: str, text: str | None, step: int | None, max_tokens: int | None, weights: Weights = "raw",
+    file: str | None = None,
+) -> Subject:  # fmt: skip
+    """Opens the model of a run or an export, to read a text or the picture in a file. Raises FileNotFoundError or
+    ValueError (one line)."""
     opened = open_model(source, step=step, device="cpu", weights=weights)
-    ids, pieces, notes = _encode(opened.model, opened.reader, text, max_tokens)
-    named = (name_of(source), where_of(source), opened.state, label_of(opened))
-    return Subject(*named, opened.model, text, ids, pieces, notes)
-
-
-def label_of(opened: TrainedModel) -> str:
-    """Returns the weights of a model as a part of a file's name, such as "step-1000"."""
-    return "export" if opened.step is None else f"step-{opened.step}" + opened.averaged * "-ema"
+    if file is None:
+        read = _encode(opened.model, opened.reader, text, max_tokens)
+    else:
+        read = _read_picture(file, opened.image_inputs, [], opened.model)
+    label = "export" if opened.step is None else f"step-{opened.step}" + opened.averaged * "-ema"
+    named = {"name": name_of(source), "where": where_of(source), "state": opened.state, "label": label}
+    return Subject(**named, model=opened.model, **read)
 
 
 def check_no_comparison(source: str) -> None:
     """Raises ValueError (one line) for a comparison, which has no weights of its own: its folder, an entry's folder in
     it, or its recipe."""
-    path, several = Path(source), f"{source} is a comparison of several models; "
-    if path.is_dir():
-        trained_here = any((path / name).is_file() for name in ("config.toml", "config.json"))
-        runs = [] if trained_here else _runs_in(path)
-    else:
-        try:
-            recipe = find_recipe(source)
-        except FileNotFoundError:
+    home, values = Path(source), {}
+    if home.is_dir():
+        if any((home / name).is_file() for name in ("config.toml", "config.json")):
             return
-        if "comparison" not in (values := read_toml(recipe)):
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            recipe = find_recipe(source)
+            values = read_toml(recipe)
+        if "comparison" not in values:
             return
         home = Path(values.get("run_dir") or f"runs/{recipe.stem}")
-        if not (runs := _runs_in(home)):
-            train = shell_line("matmix", "compare", source)
-            raise ValueError(f"{several}once they are trained ({train}) choose a run of them, {home}/ENTRY/seed-N")
-    if runs:
+    several = f"{source} is a comparison of several models; "
+    configs = (path for depth in ("", "*/", "*/*/") for path in home.glob(f"{depth}seed-*/config.toml"))
+    if runs := sorted({path.parent for path in configs}):
         others = f" or one of the {len(runs) - 1} beside it" if len(runs) > 1 else ""
         raise ValueError(f"{several}choose a run of them: {runs[0]}{others}")
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    """Finds the runs of a comparison's folder, or of an entry's folder in one."""
-    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}seed-*/config.toml")})
+    if values:
+        train = shell_line("matmix", "compare", source)
+        raise ValueError(f"{several}once they are trained ({train}) choose a run of them, {home}/ENTRY/seed-N")
 
 
 def name_of(source: str) -> str:
@@ -121,40 +134,36 @@ def where_of(source: str) -> str:
     return str(path.resolve().relative_to(here)) if path.resolve() != here else here.name
 
 
-def read_recipe(source: str, overrides: Sequence[str]) -> tuple[str, RunConfig]:
-    """Returns the name of a recipe's folder of pages, and its config. Raises FileNotFoundError or ValueError (one
-    line)."""
+def fresh(
+    source: str, text: str | None, max_tokens: int | None, overrides: Sequence[str], file: str | None = None
+) -> Subject:
+    """Builds the model that training a recipe starts from, to read a text or the picture in a file. Raises
+    FileNotFoundError or ValueError (one line)."""
     try:
         name = name_of(str(find_recipe(source).with_suffix("")))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
-    return name, load_config(source, list(overrides))
-
-
-def initial_model(config: ModelConfig, seed: int) -> Backbone:
-    """Builds a model with the weights that its training starts from."""
-    model = build_model(config).eval()
-    initialize(model, seed)
-    return model
-
-
-def fresh(source: str, text: str, max_tokens: int | None, overrides: Sequence[str]) -> Subject:
-    """Builds the model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
-    name, config = read_recipe(source, overrides)
-    if config.model.model_class.inputs != "tokens":
-        raise ValueError(f"{source} trains a {config.model.architecture}, which reads no text; give an --image")
-    reader = _dataset_reader(config)
+    config = load_config(source, list(overrides))
+    reads = config.model.model_class.inputs
+    if reads != ("tokens" if file is None else "images"):
+        instead = "reads no text; give an --image" if file is None else "reads no pictures; give a --text"
+        raise ValueError(f"{source} trains a {config.model.architecture}, which {instead}")
+    reader = None if file else _dataset_reader(config)
     needed = (config.model.vocab_size or BYTES) if reader is None else reader.tokenizer.vocab_size
-    model = initial_model(with_vocabulary(config.model, needed), config.seed)
-    if reader is not None:
-        ids, pieces, notes = _encode(model, reader, text, max_tokens)
+    model = build_model(config.model if file else with_vocabulary(config.model, needed)).eval()
+    initialize(model, config.seed)
+    if file:
+        read = _read_picture(file, *_dataset_inputs(config), model)
+    elif reader is not None:
+        read = _encode(model, reader, text, max_tokens)
     else:
-        raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
-        ids = [byte % model.config.vocab_size for byte in raw]
-        pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in raw]
         where = config.data.path or "the recipe's data path"
-        notes = [f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}.", *notes]
-    return Subject(name, source, "initial weights", "initial", model, text, ids, pieces, notes, tuple(overrides))
+        note = f"Tokens are the bytes of the text, modulo the vocabulary: there is no dataset at {where}."
+        raw, notes = _fill(model, list(text.encode()[: _limit(model, max_tokens)]))
+        ids = torch.tensor([raw]) % model.config.vocab_size
+        pieces = [bytes([byte]).decode("ascii", errors="replace") for byte in raw]
+        read = {"given": text, "inputs": ids, "pieces": pieces, "notes": [note, *notes]}
+    return Subject(name=name, where=source, overrides=tuple(overrides), model=model, **read)
 
 
 def _dataset_reader(config: RunConfig) -> TextReader | None:
@@ -184,11 +193,9 @@ def _limit(model: Backbone, max_tokens: int | None) -> int:
     return min(limit, config.max_seqlen) if not config.causal and config.position_embeddings else limit
 
 
-def _encode(
-    model: Backbone, reader: TextReader, text: str, max_tokens: int | None
-) -> tuple[list[int], list[str], list[str]]:
-    """Returns the tokens of a text as in training, the text of each, and notes about them."""
-    limit, mask, marking = _limit(model, max_tokens), reader.special["mask"], reader.marking
+def _encode(model: Backbone, reader: TextReader, text: str, max_tokens: int | None) -> dict[str, Any]:
+    """Returns what a subject holds of a text, read as in training."""
+    given, limit, mask, marking = text, _limit(model, max_tokens), reader.special["mask"], reader.marking
     if model.config.causal or mask is None or MASK not in text:
         whole, read = len(reader.ids(text)), reader.ids(text, limit)
     else:
@@ -200,7 +207,8 @@ def _encode(
     ids, notes = _fill(model, read)
     if whole > len(ids):
         notes.insert(0, f"The first {len(ids)} of {whole} tokens.")
-    return ids, [reader.tokenizer.piece(index) for index in ids], notes
+    pieces = list(map(reader.tokenizer.piece, ids))
+    return {"given": given, "inputs": torch.tensor([ids]), "pieces": pieces, "notes": notes}
 
 
 def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
@@ -214,66 +222,25 @@ def _fill(model: Backbone, ids: list[int]) -> tuple[list[int], list[str]]:
     return (ids * -(-length // len(ids)))[:length], [note]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ImageSubject(ShownModel):
-    """A model of images and the picture that it is shown with."""
-
-    file: str
-    """File of the picture."""
-    images: torch.Tensor
-    """(1, channels, size, size), as the model reads it"""
-    picture: np.ndarray
-    """(size, size, 3), the same before normalisation, from 0 to 1"""
-    notes: list[str]
-    overrides: tuple[str, ...] = ()
-    """Changes of a recipe."""
-
-    @property
-    def image(self) -> ImageConfig:
-        """How the model reads images."""
-        return self.model.config.image
-
-    @property
-    def side(self) -> int:
-        """Patches along one side of the picture."""
-        return self.images.shape[-1] // self.image.patch
+def _dataset_inputs(config: RunConfig) -> tuple[ImageInputs, list[str]]:
+    """Returns how a recipe reads pictures, and a note where its dataset is not there to say so."""
+    with contextlib.suppress(FileNotFoundError):
+        if (inputs := image_inputs(config)) is not None:
+            return inputs, []
+    grey, images = (0.5,) * config.model.image.channels, config.data.images
+    where = images.named or "the recipe's data path"
+    note = f"The picture is normalised by a mean and a spread of 0.5: there is no dataset at {where}."
+    return ImageInputs(mean=grey, std=grey, crop=images.crop, size=config.model.image.size), [note]
 
 
-def trained_on_images(source: str, file: str, step: int | None, weights: Weights = "raw") -> ImageSubject:
-    """Opens the model of a run or an export. Raises FileNotFoundError or ValueError (one line)."""
-    opened = open_model(source, step=step, device="cpu", weights=weights)
-    images, picture = _read(file, opened.image_inputs, opened.model)
-    named = (name_of(source), where_of(source), opened.state, label_of(opened))
-    return ImageSubject(*named, opened.model, file, images, picture, [])
-
-
-def fresh_on_images(source: str, file: str, overrides: Sequence[str]) -> ImageSubject:
-    """Builds the model that training a recipe starts from. Raises FileNotFoundError or ValueError (one line)."""
-    name, config = read_recipe(source, overrides)
-    if config.model.model_class.inputs != "images":
-        raise ValueError(f"{source} trains a {config.model.architecture}, which reads no pictures; give a --text")
-    notes = []
-    try:
-        inputs = image_inputs(config)
-    except FileNotFoundError:
-        inputs = None
-    if inputs is None:
-        grey, images = (0.5,) * config.model.image.channels, config.data.images
-        inputs = ImageInputs(mean=grey, std=grey, crop=images.crop, size=config.model.image.size)
-        where = images.named or "the recipe's data path"
-        notes.append(f"The picture is normalised by a mean and a spread of 0.5: there is no dataset at {where}.")
-    model = initial_model(config.model, config.seed)
-    pictures = _read(file, inputs, model)
-    return ImageSubject(name, source, "initial weights", "initial", model, file, *pictures, notes, tuple(overrides))
-
-
-def _read(file: str, inputs: ImageInputs, model: Backbone) -> tuple[torch.Tensor, np.ndarray]:
-    images = read_pictures([file], inputs)
-    image = model.config.image
+def _read_picture(file: str, inputs: ImageInputs, notes: list[str], model: Backbone) -> dict[str, Any]:
+    """Returns what a subject holds of a picture."""
+    images, image = read_pictures([file], inputs), model.config.image
     if images.shape[1] != image.channels or images.shape[2] % image.patch:
         raise ValueError(
             f"pictures of {inputs.size} pixels and {len(inputs.mean)} channels do not fit a model of patches of "
             f"{image.patch} pixels and {image.channels} channels"
         )
     pixels = images[0] * torch.tensor(inputs.std).view(-1, 1, 1) + torch.tensor(inputs.mean).view(-1, 1, 1)
-    return images, pixels.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+    picture = pixels.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+    return {"given": file, "inputs": images, "picture": picture, "notes": notes}

@@ -22,7 +22,7 @@ from matmix.launch.lab.show_mixer.matrices import (
     mixer_matrices,
     numerical_rank,
 )
-from matmix.launch.lab.show_mixer.pictures import Fonts, Page, draw_page, wrapped
+from matmix.launch.lab.show_mixer.pictures import Fonts, MatrixPage, wrapped
 from matmix.launch.lab.show_mixer.subject import fresh, trained
 from matmix.model import build_model
 from matmix.model.initialization import initialize
@@ -69,7 +69,7 @@ def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path, capsys):
 def test_a_run_is_shown_at_the_step_that_was_asked_for(run, tmp_path):
     first, last = (trained(run, TEXT, step, None) for step in (1, None))
     assert (first.state, last.state) == ("step 1", "step 2")
-    (_, before), (_, after) = (next(mixer_matrices(s.model, s.ids, [0])) for s in (first, last))
+    (_, before), (_, after) = (next(mixer_matrices(s.model, s.inputs, [0])) for s in (first, last))
     assert not torch.equal(before, after)
     (path,) = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path), step=1, layers=(1,)).draw()
     assert path.name == "layer-01-attention-step-1.png"
@@ -80,7 +80,7 @@ def test_matrices_are_those_of_the_mixers_on_what_they_get_in_the_model(run):
     model = subject.model
     with torch.no_grad():
         x = model.embed(torch.tensor([subject.ids]), None, None)
-        found = dict(mixer_matrices(model, subject.ids, [0, 1]))
+        found = dict(mixer_matrices(model, subject.inputs, [0, 1]))
         assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
         for layer, block in enumerate(model.blocks):
             expected = block.mixer.matrix(block.norm_mixer(x))[0]
@@ -113,8 +113,8 @@ def test_a_recipe_shows_its_initial_weights_without_any_data(tmp_path):
     config = load_config("debug_mru", [*overrides, "--model.vocab-size", "256"])
     model = build_model(config.model)
     initialize(model, config.seed)
-    (_, matrix) = next(mixer_matrices(model.eval(), subject.ids, [1]))
-    (_, same) = next(mixer_matrices(subject.model, subject.ids, [1]))
+    (_, matrix) = next(mixer_matrices(model.eval(), subject.inputs, [1]))
+    (_, same) = next(mixer_matrices(subject.model, subject.inputs, [1]))
     assert torch.equal(matrix, same)
     assert fresh("debug_mru", "né", None, [*overrides, "--model.vocab-size", "100"]).ids == [10, 95, 69]
 
@@ -127,7 +127,7 @@ def test_mixers_of_a_fixed_length_get_the_text_until_it_is_full(tmp_path, capsys
     assert subject.pieces == list("abcdeabcdeabcdea")
     assert "repeated" in subject.notes[-1]
     assert "16 tokens" in subject.notes[-1]
-    (_, matrix) = next(mixer_matrices(subject.model, subject.ids, [0]))
+    (_, matrix) = next(mixer_matrices(subject.model, subject.inputs, [0]))
     assert matrix.shape[-2:] == (16, 16)
     assert len(fresh("debug_hydra", "abcde" * 9, None, [*overrides, "--data.path", "nowhere"]).ids) == 16
     verb = ShowMixer(recipe="debug_hydra", text="abcde", out=str(tmp_path), layers=(0,), max_tokens=5, max_heads=1)
@@ -154,7 +154,7 @@ def test_the_matrix_of_an_mru_is_that_of_all_rows_of_its_states(mru_and_input):
     head = as_head(blocks[0, 0], "")
     mixed = mixer.mix(blocks, values)[0, :, 0]  # (L, order, order), each row of a state by itself
     for row in range(4):
-        product = torch.from_numpy(head.matrix) @ values[0, :, 0, row].flatten()
+        product = torch.from_numpy(head.weights) @ values[0, :, 0, row].flatten()
         torch.testing.assert_close(product, mixed[:, row].flatten())
     assert (head.rank, head.below, head.above) == (24, 4, 0)
 
@@ -185,7 +185,7 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
 
     head = as_head(torch.rand(6, 6, dtype=torch.float64).tril(), "head 0")
     pieces = ["$a$", "日本", "\n", "<0x24>", "Ġthe", "x" * 40]
-    page = Page(
+    page = MatrixPage(
         title="layer 0: attention",
         subtitle="",
         text="日本",
@@ -196,14 +196,14 @@ def test_what_a_causal_mixer_never_sees_is_grey_and_any_text_can_be_drawn(tmp_pa
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_page(page, tmp_path / "new" / "page.png")
+        page.save(tmp_path / "new" / "page.png")
     pixels = (imread(tmp_path / "new" / "page.png")[..., :3] * 255).round()
     grey = (pixels == torch.tensor([0xE4, 0xE4, 0xEA]).numpy()).all(-1)
     # Of the panel, 5.2 inches at 150 dots, 15 of 36 entries.
     assert grey.sum() == pytest.approx(15 / 36 * (5.2 * 150) ** 2, rel=0.05)
     constant = as_head(torch.zeros(3, 3, dtype=torch.float64), "head 0")
-    zeros = Page(title="", subtitle="", text="", notes=[], heads=[constant], pieces=["a"] * 3, ids=[5] * 3)
-    draw_page(zeros, tmp_path / "zeros.png")
+    zeros = MatrixPage(title="", subtitle="", text="", notes=[], heads=[constant], pieces=["a"] * 3, ids=[5] * 3)
+    zeros.save(tmp_path / "zeros.png")
     assert png_size(tmp_path / "zeros.png")
 
 
@@ -240,7 +240,7 @@ def test_letters_come_from_any_installed_font_or_are_named_by_ids(small_font, tm
     """日 is in the small font, the letter U+10FFFD of private use in none."""
     head = as_head(torch.rand(3, 3, dtype=torch.float64), "head 0")
     pieces, nowhere = ["the", "日", "日\U0010fffd"], "\U0010fffd"
-    page = Page("layer 0", "", "日" + nowhere, [], [head], pieces, ids=[11, 12, 13])
+    page = MatrixPage(title="layer 0", text="日" + nowhere, heads=[head], pieces=pieces, ids=[11, 12, 13])
     fonts = page.fonts()
     assert fonts.families == ["DejaVu Sans", small_font]
     assert fonts.lacking == {nowhere}
@@ -248,7 +248,7 @@ def test_letters_come_from_any_installed_font_or_are_named_by_ids(small_font, tm
     assert fonts.drawable(page.words()[0]) == "Text: 日□"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # matplotlib warns of letters that it has not
-        draw_page(page, tmp_path / "page.png")
+        page.save(tmp_path / "page.png")
     assert Fonts.for_texts(["plain text", "né"]) == Fonts(["DejaVu Sans"], frozenset())
 
 
@@ -322,23 +322,23 @@ def test_a_page_replaces_none_that_shows_something_else(tmp_path):
     from PIL import Image
 
     matrix = as_head(torch.rand(2, 2, dtype=torch.float64), "head 0")
-    page = Page(
+    page = MatrixPage(
         title="", subtitle="", text="né 日", notes=[], heads=[matrix], pieces=["a"] * 2, ids=[5, 5], description="né 日"
     )
     other = dataclasses.replace(page, text="other", description="other")
     (tmp_path / "page.png").write_text("no picture of ours")
     path = tmp_path / "page-2.png"
-    assert draw_page(page, tmp_path / "page.png") == path
+    assert page.save(tmp_path / "page.png") == path
     assert Image.open(path).info["Description"] == "né 日"
     first = path.read_bytes()
-    assert draw_page(other, tmp_path / "page.png") == tmp_path / "page-3.png"
-    assert draw_page(page, tmp_path / "page.png") == path
+    assert other.save(tmp_path / "page.png") == tmp_path / "page-3.png"
+    assert page.save(tmp_path / "page.png") == path
     assert path.read_bytes() == first
     assert (tmp_path / "page.png").read_text() == "no picture of ours"
 
 
 def test_the_text_stands_on_the_page_and_long_ones_begin():
-    page = Page(title="", subtitle="", text="to  be\nor not", notes=["a note"], heads=[], pieces=[], ids=[])
+    page = MatrixPage(title="", subtitle="", text="to  be\nor not", notes=["a note"], heads=[], pieces=[], ids=[])
     assert page.words() == ["Text: to be or not", "a note"]
     long = dataclasses.replace(page, text="word " * 100).words()[0]
     assert long.startswith("Text: word word")

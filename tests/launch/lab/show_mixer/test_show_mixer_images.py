@@ -15,13 +15,14 @@ from matmix.launch.lab.show_mixer.command import ShowMixer
 from matmix.launch.lab.show_mixer.image_pages import (
     PatchHead,
     chosen_place,
-    draw_image_pages,
-    image_matrices,
     mixer_notes,
     patch_head,
+    patch_page,
+    place_label,
     reading_orders,
 )
-from matmix.launch.lab.show_mixer.subject import ImageSubject, fresh_on_images, trained_on_images
+from matmix.launch.lab.show_mixer.matrices import mixer_matrices
+from matmix.launch.lab.show_mixer.subject import Subject, fresh, trained
 from matmix.model.images.scans import scan_orders
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
@@ -51,9 +52,9 @@ def photo(tmp_path):
     return str(path)
 
 
-def subject_of(recipe, photo: str, *changes: str, size: int = 16) -> ImageSubject:
+def subject_of(recipe, photo: str, *changes: str, size: int = 16) -> Subject:
     sized = ["--model.image.size", str(size), "--data.images.size", str(size)]
-    return fresh_on_images(str(recipe), photo, [*sized, *changes])
+    return fresh(str(recipe), None, None, [*sized, *changes], photo)
 
 
 @each("changes", [[], SNAKE, [*SNAKE, *OUTSIDE], ["--model.image.class_token", "middle"]])
@@ -62,9 +63,9 @@ def test_rows_of_the_matrices_make_the_outputs_of_the_mixers(changes, recipe, ph
     subject = subject_of(recipe, photo, *changes)
     model, streams = subject.model, []
     with torch.no_grad():
-        model.stream(subject.images, streams)
+        model.stream(subject.inputs, streams)
         orders = scan_orders(subject.image, 4, 4)
-        for layer, matrices in image_matrices(model, subject.images, [0, 1]):
+        for layer, matrices in mixer_matrices(model, subject.inputs, [0, 1]):
             mixer = model.blocks[layer].mixer.double()
             x = model.blocks[layer].norm_mixer(streams[layer]).double()
             heads = [patch_head(row, "", None, subject) for row in matrices[:, 3]]
@@ -79,15 +80,16 @@ def test_rows_of_the_matrices_make_the_outputs_of_the_mixers(changes, recipe, ph
 
 
 def test_orders_are_those_of_the_model(recipe, photo):
-    (row,) = reading_orders(subject_of(recipe, photo, size=12))
-    assert row.places.tolist() == list(range(9))
-    rows, columns = reading_orders(subject_of(recipe, photo, *SNAKE, *OUTSIDE, size=12))
-    assert (rows.name, columns.name) == ("rows, in a snake", "columns, in a snake")
-    assert rows.places.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
-    assert columns.places.tolist() == [0, 3, 6, 7, 4, 1, 2, 5, 8]
+    (row,) = reading_orders(subject_of(recipe, photo, size=12)).values()
+    assert row.tolist() == list(range(9))
+    snake = reading_orders(subject_of(recipe, photo, *SNAKE, *OUTSIDE, size=12))
+    assert list(snake) == ["rows, in a snake", "columns, in a snake"]
+    rows, columns = snake.values()
+    assert rows.tolist() == [0, 1, 2, 5, 4, 3, 6, 7, 8]
+    assert columns.tolist() == [0, 3, 6, 7, 4, 1, 2, 5, 8]
     middle = subject_of(recipe, photo, "--model.image.class_token", "middle", "--model.image.scan", "column", size=12)
-    (column,) = reading_orders(middle)
-    assert column.places.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    (column,) = reading_orders(middle).values()
+    assert column.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
 
 
 def test_the_distance_of_what_a_patch_takes():
@@ -111,11 +113,11 @@ def test_a_run_gets_a_page_a_layer_and_an_export_the_same_picture(run, photo, tm
             assert min(image.size) > 600
             assert photo in image.info["Description"]
     export = export_run(run, tmp_path / "export")
-    one, other = trained_on_images(run, photo, None), trained_on_images(str(export), photo, None)
-    torch.testing.assert_close(one.images, other.images, rtol=0, atol=0)
+    one, other = trained(run, None, None, None, file=photo), trained(str(export), None, None, None, file=photo)
+    torch.testing.assert_close(one.inputs, other.inputs, rtol=0, atol=0)
     assert one.picture.shape == (8, 8, 3)
     assert 0 <= one.picture.min() < one.picture.max() <= 1
-    (_, first), (_, second) = (next(image_matrices(s.model, s.images, [0])) for s in (one, other))
+    (_, first), (_, second) = (next(mixer_matrices(s.model, s.inputs, [0])) for s in (one, other))
     torch.testing.assert_close(first, second)
     (page,) = ShowMixer(recipe=str(export), image=photo, layers=(1,), out=str(tmp_path / "pages")).draw()
     assert page.name == "layer-01-attention-export-patch-1-1.png"
@@ -127,9 +129,9 @@ def test_averaged_weights_have_pages_of_their_own(run, photo, tmp_path, capsys):
     assert main(words) == 0
     names = {path.name for path in tmp_path.glob("layer*.png")}
     assert names == {f"layer-00-attention-step-2{which}-patch-1-1.png" for which in ("", "-ema")}
-    averaged, raw = trained_on_images(run, photo, None, "ema"), trained_on_images(run, photo, None)
+    averaged, raw = trained(run, None, None, None, "ema", photo), trained(run, None, None, None, file=photo)
     assert averaged.state == "step 2, averaged weights"
-    (_, first), (_, second) = (next(image_matrices(s.model, s.images, [0])) for s in (averaged, raw))
+    (_, first), (_, second) = (next(mixer_matrices(s.model, s.inputs, [0])) for s in (averaged, raw))
     assert not torch.equal(first, second)
 
 
@@ -149,18 +151,20 @@ def test_pages_of_a_recipe_without_its_data(mixer, changes, note, recipe, photo,
     changes += ["--model.causal_mixers", str(mixer in ("semiseparable", "mru"))]
     subject = subject_of(recipe, photo, *changes)
     assert "there is no dataset at" in subject.notes[0]
-    ((path, words),) = draw_image_pages(subject, [0], (2, 3), tmp_path, max_heads=2)
+    ((layer, matrices),) = mixer_matrices(subject.model, subject.inputs, [0])
+    page, words = patch_page(subject, layer, matrices, 2, (2, 3))
     assert "mean distance" in words
     assert note in " ".join(mixer_notes(subject, subject.model.blocks[0].mixer))
-    with Image.open(path) as image:
+    with Image.open(page.save(tmp_path / "page.png")) as image:
         assert image.format == "PNG"
 
 
-def test_the_class_token_takes_from_the_picture(recipe, photo, tmp_path):
+def test_the_class_token_takes_from_the_picture(recipe, photo):
     subject = subject_of(recipe, photo, *SNAKE, *OUTSIDE)
     assert chosen_place("class", subject) is None
-    ((path, words),) = draw_image_pages(subject, [1], None, tmp_path, max_heads=4)
-    assert path.name.endswith("-class.png")
+    ((layer, matrices),) = mixer_matrices(subject.model, subject.inputs, [1])
+    _, words = patch_page(subject, layer, matrices, 4, None)
+    assert place_label(None) == "class"
     assert "of itself" in words
 
 
