@@ -19,10 +19,17 @@ from torch import Tensor
 
 import matmix.kernels  # noqa: F401 - whose operations name their Triton forms
 from matmix.kernels.backend import TRITON_FORMS
+from matmix.kernels.functions import Output
+from matmix.kernels.gated_norm.chunked import NormInputs
+from matmix.kernels.lion.chunked import LionInputs
+from matmix.kernels.matrix_product.chunked import ProductInputs
+from matmix.kernels.mru.chunked import MixerInputs
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
-from matmix.kernels.scan_layer.chunked import LayerForm
+from matmix.kernels.scan_layer.chunked import LayerForm, LayerInputs
+from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
+from matmix.kernels.short_conv.chunked import ConvInputs, ConvStepInputs, StateConvInputs, StateConvOutputs
 
 BATCH, SEQLEN = 8, 8192
 HEADS = 24
@@ -116,13 +123,14 @@ def _conv(
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
     activation = "silu" if silu else None
     if from_state:
-        options = weight, offset, _empty(rows, channels, width - 1, dtype=state or dtype), activation
-        y, final = module.forward_from_state(x, *options)
-        module.backward_from_state(y, final, x, *options)
+        held = _empty(rows, channels, width - 1, dtype=state or dtype)
+        given = StateConvInputs(x, weight, offset, held, activation)
+        outputs = StateConvOutputs(*module.forward_from_state(given))
+        module.backward_from_state(given, outputs, outputs)
     else:
-        options = weight, offset, causal, activation, _documents(packed)
-        y = module.forward(x, *options)
-        module.backward(y, x, *options)
+        given = ConvInputs(x, weight, offset, causal, activation, _documents(packed))
+        output = Output(module.forward(given))
+        module.backward(given, output, output)
 
 
 def _conv_step(
@@ -131,15 +139,15 @@ def _conv_step(
 ) -> None:  # fmt: skip
     x, state = _empty(BATCH, 2 * channels, dtype=dtype)[:, channels:], _empty(BATCH, channels, width - 1, dtype=dtype)
     weight, offset = _empty(channels, width, dtype=dtype), _empty(channels, dtype=dtype) if bias else None
-    module.forward(x, state, weight, offset, "silu" if silu else None, in_place)
+    module.forward(ConvStepInputs(x, state, weight, offset, "silu" if silu else None), in_place)
 
 
 def _norm(dtype: torch.dtype, module: ModuleType, *, width: int, group: int | None = None) -> None:
     x = _empty(*_rows(BATCH), width, dtype=dtype)
     gate = _empty(*x.shape[:2], 2 * width + 152, dtype=dtype)[..., :width]
-    options = _empty(width, dtype=dtype), gate, 1e-5, group
-    y = module.forward(x, *options)
-    module.backward(y, x, *options)
+    given = NormInputs(x, _empty(width, dtype=dtype), gate, 1e-5, group)
+    output = Output(module.forward(given))
+    module.backward(given, output, output)
 
 
 def _scan(
@@ -194,7 +202,8 @@ def _scan_step(
     v, q, k = mixed.split([HEADS * headdim, groups * d_state, groups * d_state], -1)
     v, q, k = v.unflatten(-1, (HEADS, headdim)), *(x.unflatten(-1, (groups, d_state)) for x in (q, k))
     state = _empty(batch, HEADS, d_state, headdim)
-    module.forward(v, q, k, factor(decay), state, factor("token" if scale else None), factor(diagonal), in_place)
+    scales = factor("token" if scale else None)
+    module.forward(ScanStepInputs(v, q, k, factor(decay), state, scales, factor(diagonal)), in_place)
 
 
 def _layer(
@@ -205,19 +214,17 @@ def _layer(
     form = LayerForm(heads, 64, 1, 64, directions, shift, 0.0, high)
     projected = _empty(*_rows(1 if packed else BATCH), sum(form.widths), dtype=dtype)
     steps = (heads,) if shared else (2, heads)
-    given = module.Parameters(
-        _empty(form.conv_width, 7 if directions == 2 else 4),
-        _empty(form.conv_width),
-        _empty(*steps),
-        _empty(*steps),
-        None if diagonal is None else _empty(heads),
+    given = LayerInputs(
+        projected, None, None, None, _empty(form.conv_width, 7 if directions == 2 else 4), _empty(form.conv_width),
+        _empty(*steps), _empty(*steps), None if diagonal is None else _empty(heads),
         _empty(heads, form.inner, dtype=dtype) if diagonal == "projected" else None,
-        _empty(heads, 64, 64) if states else None,
-    )
-    cu_seqlens, weight = _documents(packed), _empty(form.inner)
-    y, mixed, product = module.forward(projected, given, form, cu_seqlens, None)
-    out = module.gate(projected, y, weight, form, 1e-5, None, norm_first)
-    module.backward(out, projected, y, mixed, product, given, weight, form, cu_seqlens, None, 1e-5, None, norm_first)
+        _empty(heads, 64, 64) if states else None, _empty(form.inner), _documents(packed), heads, 1, 64, directions,
+        shift, 0.0, None if high == math.inf else high, None, 1e-5, None, norm_first, True,
+    )  # fmt: skip
+    scanned, mixed, product = module.forward_scan(given)
+    given = given._replace(scanned=scanned, mixed=mixed, product=product)
+    output = Output(module.forward(given))
+    module.backward(given, output, output)
 
 
 def _lion(
@@ -225,20 +232,23 @@ def _lion(
     feature_map: str, gates: str | None, packed: bool = False, sums: bool = False,
 ) -> None:  # fmt: skip
     batch, seqlen = _rows(1 if packed else BATCH)
-    form = module.LionForm(12, feature_map, 1, 0, 1e-6)
     qkv = _empty(batch, seqlen, 3 * 12 * 64, dtype=dtype)
     logits = {None: None, "head": _empty(12), "token": _empty(batch, seqlen, 12)}[gates]
-    cu_seqlens = _documents(packed)
-    y, row_sum, *kept = module.forward(qkv, logits, form, cu_seqlens)
-    module.backward(y, row_sum if sums else None, y, row_sum, *kept, qkv, logits, form, cu_seqlens)
+    given = LionInputs(
+        qkv=qkv, gates=logits, cu_seqlens=_documents(packed), nheads=12, feature_map=feature_map, gate_offset=1,
+        forward_gate_offset=0, eps=1e-6,
+    )  # fmt: skip
+    outputs = module.forward(given)
+    module.backward(given, outputs, outputs if sums else outputs._replace(row_sum=None))
 
 
 def _product(dtype: torch.dtype, module: ModuleType, *, order: int, packed: bool) -> None:
     (batch, seqlen), cu_seqlens = _rows(1 if packed else BATCH), _documents(packed)
     x = _empty(batch, seqlen, max(1, 96 // order), order, order, dtype=dtype)
     initial = None if packed else _empty(batch, *x.shape[2:])
-    h, final, products = module.forward(x, initial, cu_seqlens, None)
-    module.backward(h.clone(), None if packed else final, x, h, products, initial, cu_seqlens, None)
+    given = ProductInputs(x, initial, cu_seqlens, None)
+    outputs = module.forward(given)
+    module.backward(given, outputs, outputs._replace(h=outputs.h.clone(), final=None if packed else outputs.final))
 
 
 def _mixer(
@@ -256,9 +266,11 @@ def _mixer(
     w_up = _empty(heads, width, element_columns(construction, order)) if chunked else None
     cu_seqlens = _documents(packed)
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    options = (_empty(rows, heads, order, order) if states else None, cu_seqlens, construction)
-    y, final, _, edges = module.forward(elements, w_down, w_up, *options)
-    module.backward(y if outputs else None, final if states else None, elements, w_down, w_up, edges, *options)
+    initial = _empty(rows, heads, order, order) if states else None
+    given = MixerInputs(elements, w_down, w_up, initial, cu_seqlens, construction)
+    results = module.forward(given)
+    cotangents = results._replace(y=results.y if outputs else None, final=results.final if states else None)
+    module.backward(given, results, cotangents)
 
 
 # -- The calls ---------------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from matmix.kernels.functions import Form, Operation
 
 Backend = Literal["auto", "torch", "triton"]
 BACKENDS = ("auto", "torch", "triton")
@@ -33,48 +34,36 @@ TRITON_FORMS: dict[str, str] = {}
 
 
 class Forms:
-    """The two forms of an operation: functions in PyTorch, and in a module those of the same meaning in Triton."""
+    """The two forms of an operation: one in PyTorch, and a module below `matmix.kernels` whose functions are the other,
+    in Triton."""
 
     def __init__(
-        self,
-        op: str,
-        triton: str,
-        forward: Callable | None = None,
-        backward: Callable | None = None,
-        suffix: str = "",
+        self, operation: Operation, triton: str, why_not: Callable[[Any], str], suffix: str = "", listed: bool = True
     ):
-        """
-        Args:
-            op: name of the registered operation.
-            triton: the module, below `matmix.kernels`, whose functions `forward` and `backward` are the Triton form; it
-                is imported when it is first needed.
-            forward, backward: the PyTorch form; None where the operation runs in Triton only, or has no such half.
-            suffix: what the names of the module's functions end with.
-        """
-        self.op, self.module, self.suffix = op, f"matmix.kernels.{triton}", suffix
-        self.torch_form = {"forward": forward, "backward": backward}
-        TRITON_FORMS[op] = self.module
+        self.operation, self.why_not, self.suffix = operation, why_not, suffix
+        self.module = f"matmix.kernels.{triton}"
+        if listed:
+            TRITON_FORMS[operation.name] = self.module
 
-    def choose(self, half: Literal["forward", "backward"], backend: str, like: Tensor, why_not: str = "") -> Callable:
-        """Returns the function that computes the forward or the backward pass for inputs with the dtype and device of
-        `like`.
+    def is_fused(self, backend: str, given: Any) -> bool:
+        """Returns whether the Triton form runs for these inputs."""
+        return self.operation.torch is None or (not self.why_not(given) and takes_triton(backend, given[0]))
 
-        Called inside the registered op, where the tensors are real. `why_not` says what about the inputs the kernels
-        cannot do, if anything. Raises ValueError when `backend` is "triton" and cannot be had.
+    def choose(self, backend: str, given: Any) -> Form:
+        """Returns the form that computes the operation for these inputs.
+
+        Called inside the registered op, where the tensors are real. Raises ValueError when `backend` is "triton" and
+        cannot be had.
         """
-        if backend == "triton":
-            check_backend(self.op, backend, like, why_not)
-        tell_fallback(self.op, backend, like, why_not)
-        if why_not or not takes_triton(backend, like):
-            torch_form = self.torch_form[half]
-            assert torch_form is not None
-            return torch_form
-        return getattr(self.triton, f"{half}{self.suffix}")
-
-    @property
-    def triton(self) -> ModuleType:
-        """The module that is the Triton form."""
-        return importlib.import_module(self.module)
+        if self.operation.torch is not None:
+            name, like, why_not = self.operation.name, given[0], self.why_not(given)
+            if backend == "triton":
+                check_backend(name, backend, like, why_not)
+            tell_fallback(name, backend, like, why_not)
+            if why_not or not takes_triton(backend, like):
+                return self.operation.torch
+        module = importlib.import_module(self.module)
+        return Form(*(getattr(module, f"{half}{self.suffix}", None) for half in Form._fields))
 
 
 def tell_fallback(op: str, backend: str, like: Tensor, why_not: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import torch
 from torch import Tensor
@@ -37,9 +38,14 @@ def outside_autocast(function: Callable) -> Callable:
     return run
 
 
-def working(x: torch.Tensor) -> torch.Tensor:
-    """float32, or float64 for float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The precision that operations compute in: float32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def working(x: Tensor) -> Tensor:
+    """x in that precision."""
+    return x.to(working_dtype(x))
 
 
 def cache_blocks(rows: int, width: int, device: torch.device) -> list[slice]:
@@ -97,3 +103,115 @@ def gradient_of(gradient: Callable, *arguments: Any) -> tuple[Tensor | None, ...
     if transformed():
         return Gradient.apply(gradient, *arguments)
     return once_differentiable(lambda _, *given: gradient(*given))(None, *arguments)
+
+
+class Output(NamedTuple):
+    """The result of an operation that has a single one."""
+
+    y: Tensor
+
+
+class Form(NamedTuple):
+    """One way to compute an operation, in PyTorch or in Triton, whose module is such a form too."""
+
+    forward: Callable
+    """Given what the operation takes, computes what it returns, as a tuple; a single tensor by itself."""
+    backward: Callable | None = None
+    """Given the same, the outputs that are kept (None for others) and the gradients of the outputs (None where there is
+    none), computes the gradients of the input tensors, each shaped and typed like its input and contiguous, None for
+    inputs that are None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation by names: NamedTuples of what it takes and returns, annotated with `| None` for what may be absent.
+    It takes tensors, first of all one that is always there, booleans, numbers and strings."""
+
+    name: str
+    takes: type
+    returns: type
+    torch: Form | None = None
+    """In PyTorch; None where the operation runs in Triton only."""
+    without_gradient: tuple[str, ...] = ()
+    """Outputs, and besides cu_seqlens inputs, that nothing is differentiated by."""
+    kept: Callable[[Any], tuple[str, ...]] = lambda given: ()
+    """Given `takes`, the names of the outputs that the backward pass needs. All input tensors are kept."""
+    forward: Callable = lambda form, given: form.forward(given)
+    """The forward pass by a form, where that is more than calling it."""
+    backward: Callable | None = lambda form, given, outputs, cotangents: form.backward(given, outputs, cotangents)
+    """The same for the backward pass; None for an operation without gradients."""
+
+    @functools.cached_property
+    def differentiable(self) -> list[str]:
+        """The outputs that have gradients."""
+        return [field for field in self.returns._fields if field not in self.without_gradient]
+
+    @functools.cached_property
+    def tensors(self) -> list[str]:
+        """The inputs that are tensors."""
+        return [field for field, kind in get_type_hints(self.takes).items() if kind in (Tensor, Tensor | None)]
+
+    @functools.cached_property
+    def wanted(self) -> list[str]:
+        """The inputs that have gradients."""
+        return [field for field in self.tensors if field not in ("cu_seqlens", *self.without_gradient)]
+
+    def outputs(self, results: Any) -> Any:
+        """What the operation returns, from a tuple or a single tensor."""
+        return self.returns(*(results if isinstance(results, tuple) else (results,)))
+
+    def keep(self, ctx: Any, inputs: tuple, results: Any) -> None:
+        """Puts what the backward pass needs into the context of an autograd.Function."""
+        given, outputs = self.takes(*inputs), self.outputs(results)
+        hints, names = get_type_hints(self.returns), self.kept(given)
+        held = []
+        for field, x in outputs._asdict().items():
+            absent = x is None or (hints[field] != Tensor and x.numel() == 0)
+            held.append(x if field in names and not absent else None)
+        fixed = (getattr(outputs, field) for field in outputs._fields if field not in self.differentiable)
+        ctx.mark_non_differentiable(*(x for x in fixed if x is not None))
+        # Of several outputs, those without a gradient get no zeros in its place.
+        ctx.set_materialize_grads(len(outputs) == 1)
+        ctx.save_for_backward(*held, *(getattr(given, field) for field in self.tensors))
+        ctx.given = given._replace(**dict.fromkeys(self.tensors))
+
+    def gradients(self, ctx: Any, cotangents: tuple, run: Callable) -> tuple:
+        """The gradients of all inputs. `run` computes those of the wanted ones, from the gradients of the
+        differentiable outputs, all outputs (None where they are not kept) and the inputs, one after the other."""
+        saved, count = ctx.saved_tensors, len(cotangents)
+        held, given = saved[:count], ctx.given._replace(**dict(zip(self.tensors, saved[count:], strict=True)))
+        those = (x for field, x in zip(self.returns._fields, cotangents, strict=True) if field in self.differentiable)
+        by_name = dict(zip(self.wanted, run(*those, *held, *given), strict=True))
+        return tuple(by_name.get(field) if x is not None else None for field, x in given._asdict().items())
+
+    def run_backward(self, form: Form, *arguments: Any) -> tuple:
+        """The gradients of the wanted inputs by a form, from what `gradients` passes to `run`."""
+        own = len(self.differentiable)
+        first = own + len(self.returns._fields)
+        given, outputs = self.takes(*arguments[first:]), self.returns(*arguments[own:first])
+        cotangents = outputs._replace(**dict.fromkeys(outputs._fields))
+        cotangents = cotangents._replace(**dict(zip(self.differentiable, arguments, strict=False)))
+        return self.backward(form, given, outputs, cotangents)
+
+
+def in_pytorch(operation: Operation) -> Callable[[Any], Any]:
+    """Returns the PyTorch form of an operation as a function from what it takes to what it returns, which autograd and
+    torch.func's transforms follow."""
+
+    def gradient(*arguments: Any) -> tuple:
+        return operation.run_backward(operation.torch, *arguments)
+
+    class Differentiable(Function):
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return operation.forward(operation.torch, operation.takes(*arguments))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+            operation.keep(ctx, inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+            return operation.gradients(ctx, cotangents, lambda *given: gradient_of(gradient, *given))
+
+    return lambda given: operation.outputs(Differentiable.apply(*given))

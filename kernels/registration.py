@@ -21,159 +21,167 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
-from matmix.kernels.functions import call_each
-
-
-class Output(NamedTuple):
-    """The result of an operation that has a single one."""
-
-    y: Tensor
-
+from matmix.kernels.backend import Forms, check_backend
+from matmix.kernels.checks import check_no_gradients, check_own_memory, transformed, wants_gradients
+from matmix.kernels.functions import Form, Operation, Output, call_each
 
 _SCHEMA_TYPES = {Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str"}
 
 
 def register(
-    name: str,
-    forward: Callable[[Any], NamedTuple],
-    like: Callable[[Any], NamedTuple],
-    takes: type[NamedTuple],
-    returns: type[NamedTuple],
+    operation: Operation,
+    triton: str,
+    like: Callable[[Any, bool], Any],
     *,
-    backward: Callable[[Any, Any, Any], dict[str, Tensor | None]] | None = None,
-    without_gradient: tuple[str, ...] = (),
-    kept: Callable[[Any], tuple[str, ...]] = lambda given: (),
     flops: Callable[..., int] | None = None,
-    mutates: tuple[str, ...] = (),
-) -> Callable[[Any], Any]:
-    """Registers matmix::`name` and, with `backward`, matmix::`name`_backward, which has no derivative of its own.
+    why_not: Callable[[Any], str] = lambda given: "",
+    suffix: str = "",
+    mutates: str = "",
+    listed: bool = True,
+) -> Callable[..., Any]:
+    """Registers matmix::`name` and, with gradients, matmix::`name`_backward, which has no derivative of its own.
 
     Args:
-        name: of the operation.
-        forward: given `takes`, computes `returns` from real tensors.
-        like: the same for tensors without values, by shapes alone.
-        takes: tensors, booleans, numbers and strings; annotated, with `| None` for what may be absent.
-        returns: tensors, with `| None` for those that may be absent.
-        backward: given `takes`, `returns` with the outputs that are kept (None for others), and `returns` with the
-            gradients of the outputs (None where there is none), computes the gradients of the input tensors by name,
-            each shaped and typed like its input and contiguous, None for inputs that are None.
-        without_gradient: outputs, and besides cu_seqlens inputs, that nothing is differentiated by.
-        kept: given `takes`, the names of the outputs that the backward pass needs. All input tensors are kept.
+        operation: takes one more argument when it is registered, the `backend`, if it has a PyTorch form.
+        triton: the module, below `matmix.kernels`, that is the Triton form; it is imported when it is first needed.
+        like: the outputs for tensors without values, by shapes alone; it is also told whether the Triton form runs.
         flops: given `takes` with shapes in place of tensors, and `backward=True` for the backward pass, the number of
             floating-point operations.
-        mutates: the inputs that are written to; such an operation has no backward pass.
+        why_not: given `takes`, says what about it the Triton form cannot do, if anything.
+        suffix: what the names of the Triton form's functions end with.
+        mutates: an input that is written to; such an operation has no gradients.
+        listed: whether the operation stands in `TRITON_FORMS`.
 
     Returns:
-        A function from `takes` to `returns`: the call of the registered operation. An output that is absent comes as
-        a tensor without elements.
+        A function from `takes` and the backend to `returns`, which calls the registered operation. An output that is
+        absent comes as a tensor without elements. Raises ValueError for a backend that cannot be had.
     """
-    inputs = _schema(takes)
-    results = "Tensor" if len(returns._fields) == 1 else f"({', '.join(['Tensor'] * len(returns._fields))})"
+    forms = Forms(operation, triton, why_not, suffix, listed)
+    chooses, returned = operation.torch is not None, len(operation.returns._fields)
+    inputs = [
+        f"{'Tensor(a!)' if field == mutates else kind} {field}" for field, kind in _schema(operation.takes).items()
+    ]
+    inputs += ["str backend"] * chooses
+    # What stands before the inputs of the backward pass.
+    before = [f"Tensor? d_{field}" for field in operation.differentiable]
+    before += [f"Tensor? kept_{field}" for field in operation.returns._fields]
 
-    def run(*arguments: Any) -> Any:
-        given = takes(*arguments)
-        return _flat(forward(given), given[0])
+    def apart(arguments: tuple) -> tuple[Any, str]:
+        return (operation.takes(*arguments[:-1]), arguments[-1]) if chooses else (operation.takes(*arguments), "triton")
 
-    def run_like(*arguments: Any) -> Any:
-        given = takes(*arguments)
-        return _flat(like(given), given[0])
+    def define(name: str, arguments: list[str], results: int, run: Callable, run_like: Callable) -> CustomOpDef:
+        """Registers a function and what stands in for it without values; both are given (what comes before the inputs,
+        inputs, backend)."""
+        first = len(arguments) - len(inputs)
+        schema = f"({', '.join(arguments)}) -> ({', '.join(['Tensor'] * results)})"
 
-    schema = f"({', '.join(_written(text, field in mutates) for field, text in inputs.items())}) -> {results}"
-    operation = torch.library.custom_op(f"matmix::{name}", run, mutates_args=mutates, schema=schema)
-    operation.register_fake(run_like)
-    overload = operation._opoverload
+        def with_names(function: Callable) -> Callable:
+            def flat(*given: Any) -> Any:
+                named, backend = apart(given[first:])
+                tensors = function(given[:first], named, backend)
+                tensors = tensors if isinstance(tensors, tuple) else (tensors,)
+                # torch.library takes an empty tensor in place of None, and a single tensor by itself.
+                tensors = tuple(named[0].new_empty(0) if x is None else x for x in tensors)
+                return tensors if results > 1 else tensors[0]
 
-    def call(given: Any) -> Any:
-        results = overload(*given)
-        return returns(*(results if isinstance(results, tuple) else (results,)))
+            return flat
 
-    if flops is not None:
-        register_flop_formula(overload._overloadpacket)(lambda *shapes, **_: flops(takes(*shapes), backward=False))
-    if backward is not None:
-        _register_backward(operation, takes, returns, backward, without_gradient, kept, flops)
+        mutated = (mutates,) if mutates else ()
+        defined = torch.library.custom_op(f"matmix::{name}", with_names(run), mutates_args=mutated, schema=schema)
+        defined.register_fake(with_names(run_like))
+        if flops is not None:
+            register_flop_formula(defined._opoverload._overloadpacket)(
+                lambda *shapes, **_: flops(apart(shapes[first:])[0], backward=first > 0)
+            )
+        return defined
+
+    forward = define(
+        operation.name, inputs, returned,
+        lambda _, given, backend: operation.forward(forms.choose(backend, given), given),
+        lambda _, given, backend: like(given, forms.is_fused(backend, given)),
+    )  # fmt: skip
+    overload = forward._opoverload
+
+    def call(given: Any, backend: str = "auto") -> Any:
+        if chooses:
+            check_backend(operation.name, backend, given[0], why_not(given))
+        return operation.outputs(overload(*given, *[backend] * chooses))
+
+    if operation.backward is None:
+        return call
+    backward = define(
+        f"{operation.name}_backward", [*before, *inputs], len(operation.wanted),
+        lambda first, given, backend: operation.run_backward(forms.choose(backend, given), *first, *given),
+        lambda _, given, backend: tuple(_empty_like(getattr(given, field)) for field in operation.wanted),
+    )._opoverload  # fmt: skip
+
+    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
+        given, ctx.backend = apart(inputs)
+        operation.keep(ctx, given, output)
+
+    def gradient(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        def run(*given: Any) -> tuple:
+            gradients = backward(*given, *[ctx.backend] * chooses)
+            return gradients if isinstance(gradients, tuple) else (gradients,)
+
+        return *operation.gradients(ctx, cotangents, run), *[None] * chooses
+
+    forward.register_autograd(gradient, setup_context=setup)
     return call
 
 
-def _register_backward(
-    operation: CustomOpDef,
-    takes: type[NamedTuple],
-    returns: type[NamedTuple],
-    backward: Callable,
-    without_gradient: tuple[str, ...],
-    kept: Callable,
-    flops: Callable | None,
-) -> None:
-    """Registers the backward pass as an operation, and autograd's way to it."""
-    nothing = returns(*[None] * len(returns._fields))
-    may_be_absent = {field for field, kind in get_type_hints(returns).items() if kind != Tensor}
-    tensors = [field for field, kind in get_type_hints(takes).items() if kind in (Tensor, Tensor | None)]
-    differentiable = [field for field in returns._fields if field not in without_gradient]
-    wanted = [field for field in tensors if field not in ("cu_seqlens", *without_gradient)]
-    first_input = len(differentiable) + len(returns._fields)
+class Stepped(NamedTuple):
+    """The results of one token."""
 
-    def run(*arguments: Any) -> Any:
-        cotangents = nothing._replace(**dict(zip(differentiable, arguments, strict=False)))
-        outputs, given = returns(*arguments[len(differentiable) : first_input]), takes(*arguments[first_input:])
-        gradients = backward(given, outputs, cotangents)
-        assert gradients.keys() == set(wanted), f"{operation._qualname}: gradients of {', '.join(gradients)}"
-        return _flat(tuple(gradients[field] for field in wanted), given[0])
-
-    def run_like(*arguments: Any) -> Any:
-        given = takes(*arguments[first_input:])
-        return _flat(tuple(_empty_like(getattr(given, field)) for field in wanted), given[0])
-
-    before = [f"Tensor? d_{field}" for field in differentiable] + [f"Tensor? kept_{field}" for field in returns._fields]
-    schema = f"({', '.join([*before, *_schema(takes).values()])}) -> ({', '.join(['Tensor'] * len(wanted))})"
-    other = torch.library.custom_op(f"{operation._qualname}_backward", run, mutates_args=(), schema=schema)
-    other.register_fake(run_like)
-    overload = other._opoverload
-    if flops is not None:
-        register_flop_formula(overload._overloadpacket)(
-            lambda *shapes, **_: flops(takes(*shapes[first_input:]), backward=True)
-        )
-
-    def setup(ctx: Any, inputs: tuple, output: Any) -> None:
-        given, outputs = takes(*inputs), returns(*(output if isinstance(output, tuple) else (output,)))
-        names = kept(given)
-        held = [
-            x if field in names and not (field in may_be_absent and x.numel() == 0) else None
-            for field, x in outputs._asdict().items()
-        ]
-        ctx.mark_non_differentiable(*(x for field, x in outputs._asdict().items() if field not in differentiable))
-        # Of several outputs, those without a gradient get no zeros in its place.
-        ctx.set_materialize_grads(len(returns._fields) == 1)
-        ctx.save_for_backward(*held, *(getattr(given, field) for field in tensors))
-        ctx.given = given._replace(**dict.fromkeys(tensors))
-
-    def gradient(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        held, given = saved[: len(returns._fields)], saved[len(returns._fields) :]
-        given = ctx.given._replace(**dict(zip(tensors, given, strict=True)))
-        those = [x for field, x in zip(returns._fields, cotangents, strict=True) if field in differentiable]
-        gradients = dict(zip(wanted, overload(*those, *held, *given), strict=True))
-        return tuple(None if x is None else gradients.get(field) for field, x in given._asdict().items())
-
-    operation.register_autograd(gradient, setup_context=setup)
+    y: Tensor
+    state: Tensor
 
 
-def _schema(takes: type[NamedTuple]) -> dict[str, str]:
-    """The arguments as torch.library writes them, by name."""
+def register_step(name: str, takes: type, form: Form, triton: str, flops: Callable[..., int]) -> Callable[..., Any]:
+    """Registers matmix::`name`, which takes one token from a `state` to the next, and matmix::`name`_, which writes the
+    new state into the given one. A form's `forward` is given `takes` and whether it does so.
+
+    Returns:
+        A function from `takes`, whether to write in place and the backend to (y, state), which raises ValueError where
+        these do not fit. Where a derivative is asked for it runs the PyTorch form.
+    """
+
+    def empty_like(given: Any) -> Stepped:
+        return Stepped(_empty_like(given[0]), _empty_like(given.state))
+
+    copying = Operation(
+        name, takes, Stepped, form, backward=None,
+        forward=lambda form, given: tuple(x.contiguous() for x in form.forward(given, False)),
+    )  # fmt: skip
+    writing = Operation(
+        f"{name}_", takes, Output, form, backward=None,
+        forward=lambda form, given: form.forward(given, True)[0].contiguous(),
+    )  # fmt: skip
+    copy = register(copying, triton, lambda given, _: empty_like(given), flops=flops)
+    write = register(writing, triton, lambda given, _: empty_like(given).y, flops=flops, mutates="state", listed=False)
+
+    def step(given: Any, in_place: bool, backend: str) -> tuple[Tensor, Tensor]:
+        check_backend(name, backend, given[0])
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        check_no_gradients(name, in_place, backend, *tensors)
+        if in_place:
+            check_own_memory(name, "state", given.state)
+            return write(given, backend).y, given.state
+        if wants_gradients(*tensors) or transformed():
+            return form.forward(given, False)
+        return tuple(copy(given, backend))
+
+    return step
+
+
+def _schema(takes: type) -> dict[str, str]:
+    """The arguments' types as torch.library writes them, by name."""
     arguments = {}
     for field, kind in get_type_hints(takes).items():
         plain = next((known for known in _SCHEMA_TYPES if kind in (known, known | None)), None)
         assert plain is not None, f"{takes.__name__}.{field} is a {kind}"
-        arguments[field] = f"{_SCHEMA_TYPES[plain]}{'' if kind is plain else '?'} {field}"
+        arguments[field] = f"{_SCHEMA_TYPES[plain]}{'' if kind is plain else '?'}"
     return arguments
-
-
-def _written(argument: str, mutated: bool) -> str:
-    return argument.replace("Tensor", "Tensor(a!)", 1) if mutated else argument
-
-
-def _flat(results: tuple, first: Tensor) -> Any:
-    """The results as torch.library takes them: an empty tensor in place of None, and a single tensor by itself."""
-    tensors = tuple(first.new_empty(0) if x is None else x for x in results)
-    return tensors if len(tensors) > 1 else tensors[0]
 
 
 def _empty_like(x: Tensor | None) -> Tensor | None:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast
+from matmix.kernels.functions import Form, Operation, Output, cache_blocks, in_pytorch, outside_autocast, working_dtype
+
+
+class NormInputs(NamedTuple):
+    """The arguments of `gated_norm`."""
+
+    x: Tensor
+    weight: Tensor
+    gate: Tensor
+    eps: float
+    group_size: int | None
 
 
 def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -16,9 +28,9 @@ def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @outside_autocast
-def norm_forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    group = group_size or x.shape[-1]
+def norm_forward(given: NormInputs) -> Tensor:
+    x, weight, gate, eps, group_size = given
+    dtype, group = working_dtype(x), group_size or x.shape[-1]
     rows, gates = x.flatten(0, -2), gate.flatten(0, -2)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     weight = weight.to(dtype)
@@ -29,13 +41,10 @@ def norm_forward(x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size
 
 
 @outside_autocast
-def norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and gate."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    group = group_size or x.shape[-1]
-    rows, gates, grads = x.flatten(0, -2), gate.flatten(0, -2), dy.flatten(0, -2)
+def norm_backward(given: NormInputs, _: Output, cotangents: Output) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, gate, eps, group_size = given
+    dtype, group = working_dtype(x), group_size or x.shape[-1]
+    rows, gates, grads = x.flatten(0, -2), gate.flatten(0, -2), cotangents.y.flatten(0, -2)
     dx = torch.empty_like(rows, memory_format=torch.contiguous_format)
     dgate = torch.empty_like(gates, memory_format=torch.contiguous_format)
     dweight = torch.zeros(weight.shape, dtype=dtype, device=x.device)
@@ -54,24 +63,11 @@ def norm_backward(
     return dx.view(x.shape), dweight.to(weight.dtype), dgate.view(gate.shape)
 
 
-class GatedNormFunction(Function):
-    @staticmethod
-    def forward(x, weight, gate, eps, group_size):
-        return norm_forward(x, weight, gate, eps, group_size)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        *tensors, eps, group_size = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.options = eps, group_size
-
-    @staticmethod
-    def backward(ctx, dy):
-        return *gradient_of(norm_backward, dy, *ctx.saved_tensors, *ctx.options), None, None
+GATED_NORM = Operation("gated_norm", NormInputs, Output, Form(norm_forward, norm_backward))
 
 
 def gated_norm_torch(
     x: Tensor, weight: Tensor, gate: Tensor, *, eps: float = 1e-5, group_size: int | None = None
 ) -> Tensor:
     """`gated_norm` in PyTorch, without argument checks; see there."""
-    return GatedNormFunction.apply(x, weight, gate, eps, group_size)
+    return in_pytorch(GATED_NORM)(NormInputs(x, weight, gate, eps, group_size)).y

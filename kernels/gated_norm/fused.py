@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from matmix.kernels.functions import Output
+from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
 
 
@@ -226,11 +228,10 @@ def _tiling(rows: int, d: int, group: int) -> Tiling:
     return Tiling(config, tall, columns, triton.cdiv(rows, tall), d // group, triton.cdiv(group, columns))
 
 
-def forward(
-    x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None, norm_first: bool = True
-) -> Tensor:
-    """Shapes and dtypes as in `gated_norm`: shaped and typed like x, contiguous. Without `norm_first` the norm is taken
-    of x times silu(gate), as Mamba-2 does."""
+def forward(given: NormInputs, norm_first: bool = True) -> Tensor:
+    """See `norm_forward` of the PyTorch form. Without `norm_first` the norm is taken of x times silu(gate), as Mamba-2
+    does."""
+    x, weight, gate, eps, group_size = given
     shape, d = x.shape, x.shape[-1]
     x, gate, weight = _flat_rows(x), _flat_rows(gate), weight.contiguous()
     group = group_size or d
@@ -251,27 +252,17 @@ def forward(
     return y.view(shape)
 
 
-def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, gate: Tensor, eps: float, group_size: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and gate, each typed like its input."""
-    dgate = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    dx, sums = gradients(dy, x, weight, gate, eps, group_size, dgate)
-    return dx, sums.sum(0).to(weight.dtype), dgate
+def backward(given: NormInputs, _: Output, cotangents: Output) -> tuple[Tensor, Tensor, Tensor]:
+    """See `norm_backward` of the PyTorch form."""
+    dgate = torch.empty_like(given.gate, memory_format=torch.contiguous_format)
+    dx, sums = gradients(cotangents.y, given, dgate)
+    return dx, sums.sum(0).to(given.weight.dtype), dgate
 
 
-def gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    gate: Tensor,
-    eps: float,
-    group_size: int | None,
-    dgate: Tensor,
-    norm_first: bool = True,
-) -> tuple[Tensor, Tensor]:
+def gradients(dy: Tensor, given: NormInputs, dgate: Tensor, norm_first: bool = True) -> tuple[Tensor, Tensor]:
     """Writes the gradient of the gate into `dgate`, whose rows may lie apart; returns that of x, and sums (programs, d)
     float32, whose sum over programs is that of the weight."""
+    x, weight, gate, eps, group_size = given
     shape, d, wide = x.shape, x.shape[-1], weight.contiguous()
     dy, x, gate = _flat_rows(dy), _flat_rows(x), _flat_rows(gate)
     rows, group = x.shape[0], group_size or d

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import check_floating, check_shape
-from matmix.kernels.gated_norm.chunked import norm_backward, norm_forward
-from matmix.kernels.registration import Output, register
+from matmix.kernels.gated_norm.chunked import GATED_NORM, NormInputs
+from matmix.kernels.registration import register
 
 
 def gated_norm(
@@ -46,35 +43,7 @@ def gated_norm(
     check_shape(op, "gate", gate, tuple(x.shape))
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"{op}: group_size is {group_size}; use a divisor of the width {x.shape[-1]}")
-    check_backend(op, backend, x)
-    return _gated_norm(Inputs(x, weight, gate, eps, group_size, backend)).y
-
-
-class Inputs(NamedTuple):
-    """The arguments of matmix::gated_norm."""
-
-    x: Tensor
-    weight: Tensor
-    gate: Tensor
-    eps: float
-    group_size: int | None
-    backend: str
-
-
-FORMS = Forms("gated_norm", "gated_norm.fused", norm_forward, norm_backward)
-
-
-def _forward(given: Inputs) -> Output:
-    return Output(FORMS.choose("forward", given.backend, given.x)(*given[:5]))
-
-
-def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor]:
-    dx, dweight, dgate = FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:5])
-    return {"x": dx, "weight": dweight, "gate": dgate}
-
-
-def _like(given: Inputs) -> Output:
-    return Output(torch.empty_like(given.x, memory_format=torch.contiguous_format))
+    return _gated_norm(NormInputs(x, weight, gate, eps, group_size), backend).y
 
 
 # Operations per element. Convention: one for each addition, multiplication, division and exponential; what is done
@@ -85,8 +54,7 @@ BACKWARD_FLOPS = 3 + 3 + 3 + 2 + 2 + 3 + 7
 """Normed x again; sigmoid; dy gate sigmoid weight; weight's sums; sums along the group; dx; dgate."""
 
 
-def _flops(given: Inputs, *, backward: bool) -> int:
-    return (BACKWARD_FLOPS if backward else FORWARD_FLOPS) * given.x.numel()
-
-
-_gated_norm = register("gated_norm", _forward, _like, Inputs, Output, backward=_backward, flops=_flops)
+_gated_norm = register(
+    GATED_NORM, "gated_norm.fused", lambda given, _: torch.empty_like(given.x, memory_format=torch.contiguous_format),
+    flops=lambda given, backward: (BACKWARD_FLOPS if backward else FORWARD_FLOPS) * given.x.numel(),
+)  # fmt: skip

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.kernels.documents import shift_right
+from matmix.kernels.functions import Operation, working
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
+from matmix.kernels.semiseparable.form import ScanForm
 
 
 def shifted_elu(x: Tensor) -> Tensor:
     """elu(x) + 1, as max(x, 0) + exp(min(x, 0)): small values keep their digits."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = working(x)
     return x.relu() + x.clamp(max=0).exp()
 
 
 def shifted_silu(x: Tensor) -> Tensor:
     """silu(x) + 1/2, which is above 0.22."""
-    return F.silu(x.to(torch.promote_types(x.dtype, torch.float32))) + 0.5
+    return F.silu(working(x)) + 0.5
 
 
 def normalized_silu(x: Tensor) -> Tensor:
@@ -49,7 +53,7 @@ def lion_mixer_torch(
     q, k = (features(q) * q.shape[-1] ** -0.5).to(v.dtype), features(k).to(v.dtype)
     forward = backward = None
     if gates is not None:
-        forward = backward = F.logsigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        forward = backward = F.logsigmoid(working(gates))
         if forward_gate_offset and gates.dim() == 3:
             forward = shift_right(forward, cu_seqlens)
     options = {"shift": False, "self_term": "mean", "gate_offset": gate_offset, "cu_seqlens": cu_seqlens}
@@ -57,8 +61,42 @@ def lion_mixer_torch(
         y = quasiseparable_chunked(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
         return y.flatten(-2)
     # A row's sum is what it makes of ones.
-    exact = torch.promote_types(v.dtype, torch.float32)
-    q, k, v = q.to(exact), k.to(exact), F.pad(v.to(exact), (0, 1), value=1.0)
+    q, k, v = working(q), working(k), F.pad(working(v), (0, 1), value=1.0)
     sums = quasiseparable_chunked(v, q, k, q, k, forward, backward, **options)
     y = sums[..., :-1] / (sums[..., -1:] + eps)
     return y.to(qkv.dtype).flatten(-2), sums[..., -1]
+
+
+class LionInputs(NamedTuple):
+    """The arguments of matmix::lion_mixer, which runs in Triton only; see `lion_mixer`."""
+
+    qkv: Tensor
+    gates: Tensor | None
+    cu_seqlens: Tensor | None
+    nheads: int
+    feature_map: str
+    gate_offset: int
+    forward_gate_offset: int
+    eps: float
+
+    @property
+    def scan(self) -> ScanForm:
+        return ScanForm(self_term="mean", normalize=True, eps=self.eps)
+
+
+class LionOutputs(NamedTuple):
+    """The results of matmix::lion_mixer."""
+
+    y: Tensor
+    """(batch, seqlen, nheads, headdim) typed like qkv."""
+    row_sum: Tensor
+    """(batch, seqlen, nheads) float32."""
+    rest: Tensor | None
+    """The part of y that rounding took off, None for float32; see `ScanOutput`."""
+    decays: Tensor | None
+    """Log-decays (2, ...) of both directions, float32."""
+
+
+LION_MIXER = Operation(
+    "lion_mixer", LionInputs, LionOutputs, without_gradient=("rest", "decays"), kept=lambda given: LionOutputs._fields
+)

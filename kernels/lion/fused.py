@@ -6,15 +6,14 @@ waits for it, so both passes can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
+from matmix.kernels.lion.chunked import LionInputs, LionOutputs
 from matmix.kernels.lion.elements import feature_gradients, features, gate_gradients, log_gates, row_gradients
-from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanSide
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.slots import count_slots, slot_table
@@ -26,93 +25,67 @@ _SPAN = 128
 _HEADS = 16
 
 
-class LionForm(NamedTuple):
-    """The options of `lion_mixer`."""
-
-    nheads: int
-    feature_map: str
-    gate_offset: int
-    forward_gate_offset: int
-    eps: float
-
-    @property
-    def scan(self) -> ScanForm:
-        return ScanForm(self_term="mean", normalize=True, eps=self.eps)
-
-
-def forward(
-    qkv: Tensor, gates: Tensor | None, form: LionForm, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """y (batch, seqlen, nheads, headdim) typed like qkv, the sums of the rows (batch, seqlen, nheads) in float32,
-    what rounding took off y (None for float32), and the log-decays (2, ...) of both directions, in float32."""
+def forward(given: LionInputs) -> LionOutputs:
+    qkv, gates, cu_seqlens, *_ = given
     decays = None
     if gates is not None:
         decays = torch.empty((2, *gates.shape), dtype=torch.float32, device=gates.device)
-        _on_gates(log_gates, gates, form, cu_seqlens, (), tuple(decays))
-    v, sides = _scan_arguments(rows_in_place(qkv), decays, form)
-    out = scan.forward(ScanCall(v, sides, None, form.scan, cu_seqlens), False)
-    assert out.row_sum is not None
-    return out.y, out.row_sum, out.rest, decays
+        _on_gates(log_gates, given, (), tuple(decays))
+    v, sides = _scan_arguments(rows_in_place(qkv), decays, given)
+    out = scan.forward(ScanCall(v, sides, None, given.scan, cu_seqlens), False)
+    return LionOutputs(out.y, out.row_sum, out.rest, decays)
 
 
-def backward(
-    dy: Tensor,
-    dsums: Tensor | None,
-    y: Tensor,
-    row_sum: Tensor,
-    rest: Tensor | None,
-    decays: Tensor | None,
-    qkv: Tensor,
-    gates: Tensor | None,
-    form: LionForm,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of qkv and gates; dsums: that of the row sums, where they were used. Features are computed again."""
+def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -> tuple[Tensor, Tensor | None]:
+    """Gradients of qkv and gates. Features are computed again."""
+    qkv, gates, cu_seqlens, *_ = given
+    y, row_sum, rest, decays = outputs
+    dy, dsums = torch.zeros_like(y) if cotangents.y is None else cotangents.y, cotangents.row_sum
     qkv = rows_in_place(qkv)
-    v, sides = _scan_arguments(qkv, decays, form)
+    v, sides = _scan_arguments(qkv, decays, given)
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    headdim, vectors = v.shape[3], 2 * form.nheads
+    headdim, vectors = v.shape[3], 2 * given.nheads
     dy = rows_in_place(dy.flatten(-2)).flatten(0, 1)
     dn = torch.empty_like(y, memory_format=torch.contiguous_format)
     drow_sum = torch.empty_like(row_sum)
     _on_vectors(
         row_gradients, row_sum.numel(), headdim,
         dy, None if dsums is None else dsums.contiguous(), y.contiguous(), rest, row_sum, dn, drow_sum, row_sum.numel(),
-        form.nheads, headdim, form.eps, dy.stride(0), SUMS=dsums is not None, REST=rest is not None,
+        given.nheads, headdim, given.eps, dy.stride(0), SUMS=dsums is not None, REST=rest is not None,
     )  # fmt: skip
     # Each direction has gradients of q and of k, which feature_gradients adds.
-    dfeatures = torch.empty(*qkv.shape[:2], 2, 2, form.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
+    dfeatures = torch.empty(*qkv.shape[:2], 2, 2, given.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
     dq, dk = ([dfeatures[:, :, side, which] for side in (0, 1)] for which in (0, 1))
     dv = dqkv[..., vectors * headdim :].unflatten(-1, v.shape[2:])
-    call = ScanCall(v, sides, None, form.scan, cu_seqlens)
+    call = ScanCall(v, sides, None, given.scan, cu_seqlens)
     _, (first, second), _ = scan.backward(dn, drow_sum, None, call, Into(dv, tuple(dq), tuple(dk)))
     x, dx = qkv.flatten(0, 1), dqkv.flatten(0, 1)
     _on_vectors(
         feature_gradients, x.shape[0] * vectors, headdim,
         dfeatures, x, dx, x.shape[0] * vectors, vectors, headdim, headdim**-0.5, 2 * vectors * headdim, x.stride(0),
-        dx.stride(0), FEATURES=form.feature_map,
+        dx.stride(0), FEATURES=given.feature_map,
     )  # fmt: skip
     dgates = None
     if gates is not None:
         dgates = torch.empty_like(gates, memory_format=torch.contiguous_format)
-        _on_gates(gate_gradients, gates, form, cu_seqlens, (first.log_decay, second.log_decay), (dgates,))
+        _on_gates(gate_gradients, given, (first.log_decay, second.log_decay), (dgates,))
     return dqkv, dgates
 
 
-def _scan_arguments(qkv: Tensor, decays: Tensor | None, form: LionForm) -> tuple[Tensor, tuple[ScanSide, ScanSide]]:
+def _scan_arguments(qkv: Tensor, decays: Tensor | None, given: LionInputs) -> tuple[Tensor, tuple[ScanSide, ScanSide]]:
     """v, a view of qkv, and both directions of the scan."""
     batch, seqlen, width = qkv.shape
-    inner, headdim = width // 3, width // 3 // form.nheads
-    mapped = torch.empty(batch, seqlen, 2, form.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
-    x, vectors = qkv.flatten(0, 1), 2 * form.nheads
+    inner, headdim = width // 3, width // 3 // given.nheads
+    mapped = torch.empty(batch, seqlen, 2, given.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
+    x, vectors = qkv.flatten(0, 1), 2 * given.nheads
     _on_vectors(
         features, batch * seqlen * vectors, headdim,
-        x, mapped, batch * seqlen * vectors, vectors, headdim, headdim**-0.5, x.stride(0), FEATURES=form.feature_map,
+        x, mapped, batch * seqlen * vectors, vectors, headdim, headdim**-0.5, x.stride(0), FEATURES=given.feature_map,
     )  # fmt: skip
     q, k = mapped.unbind(2)
     first, second = (None, None) if decays is None else decays
     sides = ScanSide(q, k, first, None, None, False), ScanSide(q, k, second, None, None, True)
-    return qkv[..., 2 * inner :].unflatten(-1, (form.nheads, headdim)), sides
+    return qkv[..., 2 * inner :].unflatten(-1, (given.nheads, headdim)), sides
 
 
 def _on_vectors(kernel, rows: int, width: int, *arguments, **constants) -> None:
@@ -125,11 +98,11 @@ def _on_vectors(kernel, rows: int, width: int, *arguments, **constants) -> None:
     )  # fmt: skip
 
 
-def _on_gates(kernel, gates: Tensor, form: LionForm, cu_seqlens: Tensor | None, before: tuple, after: tuple) -> None:
+def _on_gates(kernel, given: LionInputs, before: tuple, after: tuple) -> None:
     """Launch a kernel on pieces of documents. Gates of heads alone are one token, and act everywhere."""
-    per_token = gates.dim() == 3
+    gates, per_token = given.gates, given.gates.dim() == 3
     rows, seqlen = gates.shape[:2] if per_token else (1, 1)
-    cu_seqlens = cu_seqlens if per_token else None
+    cu_seqlens = given.cu_seqlens if per_token else None
     heads = gates.shape[-1]
     block = min(_HEADS, triton.next_power_of_2(heads))
     logits = (rows_in_place(gates) if per_token else gates.contiguous().view(1, 1, -1)).flatten(0, 1)
@@ -137,6 +110,6 @@ def _on_gates(kernel, gates: Tensor, form: LionForm, cu_seqlens: Tensor | None, 
         kernel, (count_slots(rows, seqlen, cu_seqlens, _SPAN), triton.cdiv(heads, block)),
         *before, logits, *after, slot_table(rows, seqlen, cu_seqlens, _SPAN),
         seqlen, triton.cdiv(seqlen, _SPAN), heads, logits.stride(0),
-        OFFSET=form.gate_offset if per_token else 0, DELAY=form.forward_gate_offset if per_token else 0,
+        OFFSET=given.gate_offset if per_token else 0, DELAY=given.forward_gate_offset if per_token else 0,
         PACKED=cu_seqlens is not None, SPAN=_SPAN, BLOCK_H=block, num_warps=4, num_stages=1,
     )  # fmt: skip

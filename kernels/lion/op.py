@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend, takes_triton
+from matmix.kernels.backend import check_backend, takes_triton
 from matmix.kernels.checks import (
     check_choice,
     check_cu_seqlens,
@@ -16,7 +15,7 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
-from matmix.kernels.lion.chunked import FEATURE_MAPS, lion_mixer_torch
+from matmix.kernels.lion.chunked import FEATURE_MAPS, LION_MIXER, LionInputs, LionOutputs, lion_mixer_torch
 from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import ScanForm, no_kernel_for
@@ -90,69 +89,24 @@ def lion_mixer(
             forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens, return_row_sums=return_row_sums,
         )  # fmt: skip
     y, row_sum, *_ = _lion_mixer(
-        Inputs(qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps))
+        LionInputs(qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps))
     )
     return (y.flatten(-2), row_sum) if return_row_sums else y.flatten(-2)
 
 
-class Inputs(NamedTuple):
-    """The arguments of matmix::lion_mixer; see `lion_mixer`."""
-
-    qkv: Tensor
-    gates: Tensor | None
-    cu_seqlens: Tensor | None
-    nheads: int
-    feature_map: str
-    gate_offset: int
-    forward_gate_offset: int
-    eps: float
-
-
-class Outputs(NamedTuple):
-    """The results of matmix::lion_mixer."""
-
-    y: Tensor
-    row_sum: Tensor
-    rest: Tensor | None
-    """What rounding took off y; see `ScanOutput`."""
-    decays: Tensor | None
-    """Log-decays (2, ...) of both directions, float32."""
-
-
-FORMS = Forms("lion_mixer", "lion.fused")
-
-
-def _forward(given: Inputs) -> Outputs:
-    fused = FORMS.triton
-    qkv, gates, cu_seqlens, *form = given
-    return Outputs(*fused.forward(qkv, gates, fused.LionForm(*form), cu_seqlens))
-
-
-def _like(given: Inputs) -> Outputs:
+def _like(given: LionInputs, _: bool) -> LionOutputs:
     qkv, gates = given.qkv, given.gates
     shape = (*qkv.shape[:2], given.nheads)
     y = qkv.new_empty(*shape, qkv.shape[2] // 3 // given.nheads)
     rest = torch.empty_like(y) if qkv.itemsize < 4 else None
     decays = None if gates is None else gates.new_empty(2, *gates.shape, dtype=torch.float32)
-    return Outputs(y, qkv.new_empty(shape, dtype=torch.float32), rest, decays)
+    return LionOutputs(y, qkv.new_empty(shape, dtype=torch.float32), rest, decays)
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
-    fused = FORMS.triton
-    qkv, gates, cu_seqlens, *form = given
-    dy = torch.zeros_like(outputs.y) if cotangents.y is None else cotangents.y
-    form = fused.LionForm(*form)
-    dqkv, dgates = fused.backward(dy, cotangents.row_sum, *outputs, qkv, gates, form, cu_seqlens)
-    return {"qkv": dqkv, "gates": dgates}
-
-
-def _flops(given: Inputs, *, backward: bool) -> int:
+def _flops(given: LionInputs, *, backward: bool) -> int:
     batch, seqlen, width = given.qkv
     vectors = (batch, seqlen, given.nheads, width // 3 // given.nheads)
     return scan_flops(vectors, vectors, 2, ScanForm(normalize=True), None, backward=backward)
 
 
-_lion_mixer = register(
-    "lion_mixer", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
-    without_gradient=("rest", "decays"), kept=lambda given: Outputs._fields,
-)  # fmt: skip
+_lion_mixer = register(LION_MIXER, "lion.fused", _like, flops=_flops)

@@ -17,39 +17,49 @@ comes through.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast
-from matmix.kernels.matrix_product.spans import (
-    ProductDocuments,
-    ProductSpan,
-    product_dtype,
-    product_spans,
-    products_like,
-)
+from matmix.kernels.functions import Form, Operation, cache_blocks, in_pytorch, outside_autocast, working_dtype
+from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_spans, products_like
+
+
+class ProductInputs(NamedTuple):
+    """The arguments of matmix::matrix_product_scan."""
+
+    x: Tensor
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    chunk_size: int | None
+
+
+class ProductOutputs(NamedTuple):
+    """The results of matmix::matrix_product_scan."""
+
+    h: Tensor
+    final: Tensor
+    products: Tensor
+    """The products inside chunks, or of chunks, for the backward pass; shaped as the form that runs likes it."""
 
 
 @outside_autocast
-def product_forward(
-    x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch, seqlen, nheads, o, o) typed like x, final states, and the products inside chunks."""
-    documents = ProductDocuments(cu_seqlens)
-    dtype = product_dtype(x)
+def product_forward(given: ProductInputs) -> ProductOutputs:
+    x, initial_state, cu_seqlens, chunk_size = given
+    documents, dtype = ProductDocuments(cu_seqlens), working_dtype(x)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    given = given_states(initial_state, rows, x)
+    starts = given_states(initial_state, rows, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     products = products_like(x)
-    firsts, final = given, given.clone()
+    firsts, final = starts, starts.clone()
     if documents.starts:
         tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
         begun = x[0].index_select(0, tokens).to(dtype)
-        firsts = given.clone()
-        firsts[owners] = begun if initial_state is None else given[owners] @ begun
+        firsts = starts.clone()
+        firsts[owners] = begun if initial_state is None else starts[owners] @ begun
     # With packed documents nothing reaches the first token from its left: any state will do there.
-    state = given if cu_seqlens is None else given[:1]
+    state = starts if cu_seqlens is None else starts[:1]
     for span in product_spans(x, chunk_size, documents):
         unrounded = None if out.dtype == dtype else final
         entering = product_entries(span, state, firsts, products)
@@ -59,14 +69,14 @@ def product_forward(
     elif out.dtype == dtype and documents.ends:
         tokens, owners = (list(index) for index in zip(*documents.ends, strict=True))
         final[owners] = out[0, tokens]
-    return out, final, products
+    return ProductOutputs(out, final, products)
 
 
 def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
     """The initial states in the working dtype, the identity where none are given; not to be written to."""
     if initial_state is not None:
-        return initial_state.to(product_dtype(x))
-    identity = torch.eye(x.shape[-1], dtype=product_dtype(x), device=x.device)
+        return initial_state.to(working_dtype(x))
+    identity = torch.eye(x.shape[-1], dtype=working_dtype(x), device=x.device)
     return identity.expand(rows, *x.shape[2:])
 
 
@@ -126,33 +136,29 @@ def product_states(span: ProductSpan, entering: Tensor, products: Tensor, out: T
 
 @outside_autocast
 def product_backward(
-    dh: Tensor | None,
-    dfinal: Tensor | None,
-    x: Tensor,
-    h: Tensor,
-    products: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
+    given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of x and of the initial state. `dh` and `dfinal` are read only."""
+    """Gradients of x and of the initial state. Incoming gradients are read only."""
+    x, initial_state, cu_seqlens, chunk_size = given
+    h, _, products = outputs
+    dh, dfinal, _ = cotangents
     documents = ProductDocuments(cu_seqlens)
     packed = cu_seqlens is not None
     rows = cu_seqlens.shape[0] - 1 if packed else x.shape[0]
-    given = given_states(initial_state, rows, x)
+    starts = given_states(initial_state, rows, x)
     learned = initial_state is not None
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dgiven = torch.zeros(given.shape, dtype=given.dtype, device=x.device)
-    carry = torch.zeros(x.shape[0], *x.shape[2:], dtype=given.dtype, device=x.device)
+    dgiven = torch.zeros(starts.shape, dtype=starts.dtype, device=x.device)
+    carry = torch.zeros(x.shape[0], *x.shape[2:], dtype=starts.dtype, device=x.device)
     if dfinal is not None:
-        dfinal = dfinal.to(given.dtype)
+        dfinal = dfinal.to(starts.dtype)
         if packed:
             # A document without tokens hands its state, and so its gradient, straight on.
             dgiven[documents.empty] = dfinal[documents.empty]
         else:
             carry = dfinal
     # B_t takes the place of dX_t first, where the dtypes allow.
-    sums = dx if dx.dtype == given.dtype else torch.empty_like(dx, dtype=given.dtype)
+    sums = dx if dx.dtype == starts.dtype else torch.empty_like(dx, dtype=starts.dtype)
     for span in reversed(product_spans(x, chunk_size, documents)):
         gradient = ProductGradient(span, dh, dfinal if packed else None)
         several = span.count > 1
@@ -161,7 +167,7 @@ def product_backward(
         carry = span_sums(span, recurrence, arriving, sums)
     if not packed:
         dgiven = carry
-    multiply_by_states(sums, h, documents if packed else None, given if learned else None, dx)
+    multiply_by_states(sums, h, documents if packed else None, starts if learned else None, dx)
     return dx, dgiven.to(initial_state.dtype) if learned else None
 
 
@@ -307,22 +313,10 @@ def multiply_by_states(
     dx[first] = (own if given is None else given[owners.to(given.device)].mT @ own).to(dx.dtype)
 
 
-class MatrixProductFunction(Function):
-    @staticmethod
-    def forward(x, initial_state, cu_seqlens, chunk_size):
-        return product_forward(x, initial_state, cu_seqlens, chunk_size)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, initial_state, cu_seqlens, ctx.chunk_size = inputs
-        h, _, products = output
-        ctx.save_for_backward(x, h, products, initial_state, cu_seqlens)
-        ctx.mark_non_differentiable(products)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, dh, dfinal, _):
-        return *gradient_of(product_backward, dh, dfinal, *ctx.saved_tensors, ctx.chunk_size), None, None
+MATRIX_PRODUCT = Operation(
+    "matrix_product_scan", ProductInputs, ProductOutputs, Form(product_forward, product_backward),
+    without_gradient=("products",), kept=lambda given: ("h", "products"),
+)  # fmt: skip
 
 
 def matrix_product_chunked(
@@ -336,7 +330,7 @@ def matrix_product_chunked(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`matrix_product_scan` in PyTorch, without argument checks; see there."""
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final, _ = MatrixProductFunction.apply(x, initial_state, cu_seqlens, chunk_size)
+    h, final, _ = in_pytorch(MATRIX_PRODUCT)(ProductInputs(x, initial_state, cu_seqlens, chunk_size))
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None else final.flip(0)

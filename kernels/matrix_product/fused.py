@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
+from matmix.kernels.matrix_product.chunked import ProductInputs, ProductOutputs
 from matmix.kernels.matrix_product.passes import prefix_pass, suffix_pass
 from matmix.kernels.slots import count_documents, count_slots
 
@@ -120,16 +121,15 @@ def scan_level(
     return products
 
 
-def forward(
-    x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, chunk_size: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `product_forward` of the PyTorch form; `chunk_size` is the kernels' own."""
+def forward(given: ProductInputs) -> ProductOutputs:
+    """See `product_forward` of the PyTorch form; chunks are the kernels' own."""
+    x, initial_state, cu_seqlens, _ = given
     level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = level.empty(level.documents, x)
     initial = None if initial_state is None else initial_state.float().contiguous()
     products = scan_level(level, x, x.stride()[:2], initial, h, final)
-    return h, final, products_like(x, cu_seqlens) if products is None else products
+    return ProductOutputs(h, final, products_like(x, cu_seqlens) if products is None else products)
 
 
 def products_like(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -178,17 +178,11 @@ def arriving_cotangents(level: Product, sums: Tensor, products: Tensor) -> Tenso
     return carry_back(level, sums, strides, products, strides, out, tokens=False, write=True, arriving=arriving)
 
 
-def backward(
-    dh: Tensor | None,
-    dfinal: Tensor | None,
-    x: Tensor,
-    h: Tensor,
-    products: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor | None]:
-    """See `product_backward` of the PyTorch form. Incoming gradients are read only."""
+def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs) -> tuple[Tensor, Tensor | None]:
+    """See `product_backward` of the PyTorch form."""
+    x, initial_state, cu_seqlens, _ = given
+    h, _, products = outputs
+    dh, dfinal, _ = cotangents
     level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
     dh = None if dh is None else blocks_in_place(dh, 3)
     dh_strides = (0, 0) if dh is None else dh.stride()[:2]

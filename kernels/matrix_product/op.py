@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend, takes_triton
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
-from matmix.kernels.matrix_product.chunked import product_backward, product_forward, reverse_products
+from matmix.kernels.functions import working_dtype
+from matmix.kernels.matrix_product.chunked import MATRIX_PRODUCT, ProductInputs, ProductOutputs, reverse_products
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
 from matmix.kernels.registration import register
 
@@ -61,9 +59,8 @@ def matrix_product_scan(
     check_finite(op, x=x, initial_state=initial_state)
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
-    check_backend(op, backend, x)
     x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final, _ = _matrix_product(Inputs(x, initial_state, cu_seqlens, chunk_size, backend))
+    h, final, _ = _matrix_product(ProductInputs(x, initial_state, cu_seqlens, chunk_size), backend)
     if reverse:
         h = h.flip(1)
         final = final if cu_seqlens is None else final.flip(0)
@@ -78,64 +75,27 @@ def check_state(
     if state is None:
         return
     check_shape(op, name, state, shape)
-    wanted = torch.promote_types(like.dtype, torch.float32)
+    wanted = working_dtype(like)
     if state.dtype not in (torch.float32, wanted):
         raise ValueError(f"{op}: {name} has dtype {state.dtype}; states are {wanted}: convert it with .float()")
 
 
-class Inputs(NamedTuple):
-    """The arguments of matmix::matrix_product_scan."""
-
-    x: Tensor
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    chunk_size: int | None
-    backend: str
-
-
-class Outputs(NamedTuple):
-    """The results of matmix::matrix_product_scan."""
-
-    h: Tensor
-    final: Tensor
-    products: Tensor
-    """The products of chunks, for the backward pass; shaped as the form that runs likes it."""
-
-
-FORMS = Forms("matrix_product_scan", "matrix_product.fused", product_forward, product_backward)
-
-
-def _forward(given: Inputs) -> Outputs:
-    return Outputs(*FORMS.choose("forward", given.backend, given.x)(*given[:4]))
-
-
-def _like(given: Inputs) -> Outputs:
+def _like(given: ProductInputs, fused: bool) -> ProductOutputs:
     x, cu_seqlens = given.x, given.cu_seqlens
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    final = x.new_empty((rows, *x.shape[2:]), dtype=dtype)
-    if takes_triton(given.backend, x):
+    final = x.new_empty((rows, *x.shape[2:]), dtype=working_dtype(x))
+    if fused:
         from matmix.kernels.matrix_product.fused import products_like as products_of_kernels
 
         products = products_of_kernels(x, cu_seqlens)
     else:
         products = products_like(x)
-    return Outputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
+    return ProductOutputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
-    run = FORMS.choose("backward", given.backend, given.x)
-    x, *others = given[:4]
-    dx, dinitial = run(cotangents.h, cotangents.final, x, outputs.h, outputs.products, *others)
-    return {"x": dx, "initial_state": dinitial}
-
-
-def _flops(given: Inputs, *, backward: bool) -> int:
+def _flops(given: ProductInputs, *, backward: bool) -> int:
     batch, seqlen, heads, order, _ = given.x
     return 2 * (3 if backward else 2) * batch * seqlen * heads * order**3
 
 
-_matrix_product = register(
-    "matrix_product_scan", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
-    without_gradient=("products",), kept=lambda given: ("h", "products"),
-)  # fmt: skip
+_matrix_product = register(MATRIX_PRODUCT, "matrix_product.fused", _like, flops=_flops)

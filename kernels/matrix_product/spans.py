@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from matmix.kernels.functions import working_dtype
+
 COLUMNS = 32
 """Columns of a wide product. Multiplying two small matrices is nearly all overhead; as many matrices side by side as
 make up this many columns take little longer than one."""
@@ -27,10 +29,6 @@ def default_product_chunk(seqlen: int) -> int:
     return chunk
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def products_like(x: Tensor) -> Tensor:
     """An empty tensor for the products that `product_forward` returns for x: one matrix per token, its product since
     the chunk's start.
@@ -38,7 +36,7 @@ def products_like(x: Tensor) -> Tensor:
     In memory: spans, blocks of steps, then (lanes, o, steps of the block, o), so that a block's matrices lie side by
     side.
     """
-    return x.new_empty(x.numel(), dtype=product_dtype(x))
+    return x.new_empty(x.numel(), dtype=working_dtype(x))
 
 
 class ProductDocuments:
@@ -61,7 +59,7 @@ class ProductSpan:
 
     def __init__(self, x: Tensor, documents: ProductDocuments, offset: int, count: int, chunk: int):
         self.tokens = slice(offset, offset + count * chunk)
-        self.count, self.chunk, self.dtype, self.device = count, chunk, product_dtype(x), x.device
+        self.count, self.chunk, self.dtype, self.device = count, chunk, working_dtype(x), x.device
         self.x = self.view(x)
         self.lanes = (x.shape[0], count, *x.shape[2:])
         self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])

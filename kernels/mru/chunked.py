@@ -12,12 +12,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.functions import outside_autocast, working
-from matmix.kernels.matrix_product.chunked import matrix_product_chunked, product_backward, product_forward
+from matmix.kernels.functions import Form, Operation, outside_autocast, working
+from matmix.kernels.matrix_product.chunked import (
+    ProductInputs,
+    ProductOutputs,
+    matrix_product_chunked,
+    product_backward,
+    product_forward,
+)
 from matmix.kernels.mru.constructions import (
     TRIANGLES,
     AffineMap,
@@ -117,46 +124,59 @@ def made_elements(given: Tensor, w_up: Tensor | None, construction: str) -> Tens
     return given if w_up is None else elements_from_chunks(given, w_up, construction)
 
 
+class MixerInputs(NamedTuple):
+    """The arguments of matmix::mru_mixer; see `mru_mixer`."""
+
+    elements: Tensor
+    w_down: Tensor
+    w_up: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    construction: str
+
+    def made(self) -> tuple[Tensor, Tensor]:
+        """Elements as given, or from chunks, and the state matrices that are made of them."""
+        elements = made_elements(self.elements, self.w_up, self.construction)
+        return elements, state_matrices(elements, self.construction, self.w_down.shape[1])
+
+    def product(self, x: Tensor) -> ProductInputs:
+        """The scan over state matrices."""
+        return ProductInputs(x, self.initial_state, self.cu_seqlens, None)
+
+
+class MixerOutputs(NamedTuple):
+    """The results of matmix::mru_mixer."""
+
+    y: Tensor
+    final: Tensor
+    norms: Tensor
+    """Log-norms (n, nheads) of some states."""
+    edges: Tensor
+    """States at the edges of chunks, for the backward pass; empty where the PyTorch form runs."""
+
+
 @outside_autocast
-def mixer_forward(
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs (batch, seqlen, nheads, o, d_c) typed like the elements, final states, log-norms (n, nheads) of some
-    states, and the tensors that the backward pass needs besides the inputs (here none)."""
-    x = state_matrices(made_elements(elements, w_up, construction), construction, w_down.shape[1])
-    h, final, _ = product_forward(x, initial_state, cu_seqlens, None)
-    y = project(h, w_down.to(h.dtype)).to(elements.dtype).contiguous()
-    return y, final, sampled_log_norms(h, final).float(), y.new_empty(0, dtype=torch.float32)
+def mixer_forward(given: MixerInputs) -> MixerOutputs:
+    h, final, _ = product_forward(given.product(given.made()[1]))
+    y = project(h, given.w_down.to(h.dtype)).to(given.elements.dtype).contiguous()
+    return MixerOutputs(y, final, sampled_log_norms(h, final).float(), y.new_empty(0, dtype=torch.float32))
 
 
 @outside_autocast
 def mixer_backward(
-    dy: Tensor | None,
-    dfinal: Tensor | None,
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    edges: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
+    given: MixerInputs, _: MixerOutputs, cotangents: MixerOutputs
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of elements (or chunks), both weights and initial state. State matrices and states are computed
     again."""
-    made = made_elements(elements, w_up, construction)
-    x = state_matrices(made, construction, w_down.shape[1])
-    h, _, products = product_forward(x, initial_state, cu_seqlens, None)
-    dh, dw_down = None, torch.zeros_like(w_down)
-    if dy is not None:
-        dy = working(dy)
+    elements, w_down, w_up, *_, construction = given
+    made, x = given.made()
+    outputs = product_forward(given.product(x))
+    h, dh, dw_down = outputs.h, None, torch.zeros_like(w_down)
+    if cotangents.y is not None:
+        dy = working(cotangents.y)
         dh = project(dy, w_down.to(h.dtype).mT)
         dw_down = torch.einsum("blhij,blhic->hjc", h, dy).to(w_down.dtype)
-    dx, dinitial = product_backward(dh, dfinal, x, h, products, initial_state, cu_seqlens, None)
+    dx, dinitial = product_backward(given.product(x), outputs, ProductOutputs(dh, cotangents.final, None))
     if construction == "cayley":
         dx = CayleyTransform.gradient(x, dx)
     elif construction == "ldu":
@@ -170,20 +190,18 @@ def mixer_backward(
     return delements, dw_down, dw_up, dinitial
 
 
+MRU_MIXER = Operation(
+    "mru_mixer", MixerInputs, MixerOutputs, Form(mixer_forward, mixer_backward),
+    without_gradient=("norms", "edges"), kept=lambda given: ("edges",),
+)  # fmt: skip
+
+
 @outside_autocast
-def composed_mixer(
-    scan: Callable,
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    construction: str,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def composed_mixer(scan: Callable, given: MixerInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
-    x = state_matrices(made_elements(elements, w_up, construction), construction, w_down.shape[1])
-    h, final = scan(x, initial_state=initial_state, return_final_state=True, cu_seqlens=cu_seqlens)
-    y = project(h, w_down.to(h.dtype)).to(elements.dtype)
+    _, x = given.made()
+    h, final = scan(x, initial_state=given.initial_state, return_final_state=True, cu_seqlens=given.cu_seqlens)
+    y = project(h, given.w_down.to(h.dtype)).to(given.elements.dtype)
     return y, final, scan_log_norms(h, final).float()
 
 
@@ -199,24 +217,16 @@ def mru_mixer_torch(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """`mru_mixer` in PyTorch, without argument checks; see there."""
-    y, final, norms = composed_mixer(
-        matrix_product_chunked, elements, w_down, w_up, construction, initial_state, cu_seqlens
-    )
-    return chosen(y, final, norms, return_final_state, return_log_norms)
+    given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction)
+    return chosen(*composed_mixer(matrix_product_chunked, given), return_final_state, return_log_norms)
 
 
 def mru_step_torch(
     elements: Tensor, state: Tensor, w_down: Tensor, *, w_up: Tensor | None = None, construction: str = "cayley"
 ) -> tuple[Tensor, Tensor]:
     """`mru_step` with a projection, in PyTorch."""
-    y, state = mru_mixer_torch(
-        elements.unsqueeze(1),
-        w_down,
-        w_up=w_up,
-        construction=construction,
-        initial_state=state,
-        return_final_state=True,
-    )
+    given = MixerInputs(elements.unsqueeze(1), w_down, w_up, state, None, construction)
+    y, state, _ = composed_mixer(matrix_product_chunked, given)
     return y.squeeze(1), state
 
 

@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product.fused import Product
+from matmix.kernels.mru.chunked import MixerInputs, MixerOutputs
 from matmix.kernels.mru.orthogonal import cayley_pass, polish_pass
 from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
 
@@ -43,63 +44,59 @@ POLISHED = 64
 """Tokens whose matrices one program makes orthogonal, one after the other."""
 
 
-def level_of(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> Product:
+def level_of(given: MixerInputs) -> Product:
     """The chunks of the tokens."""
-    batch, seqlen, heads = elements.shape[:3]
-    return Product(batch, seqlen, heads, w_down.shape[1], cu_seqlens, seqlen)
+    batch, seqlen, heads = given.elements.shape[:3]
+    return Product(batch, seqlen, heads, given.w_down.shape[1], given.cu_seqlens, seqlen)
 
 
-def edges_like(elements: Tensor, w_down: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def edges_like(given: MixerInputs) -> tuple[Tensor, Tensor]:
     """Empty tensors shaped like the chunks' log-norms, and like their products and the states behind them."""
-    level = level_of(elements, w_down, cu_seqlens)
+    level = level_of(given)
     shape = (2, level.slots, level.heads, level.order, level.order) if level.longest > scan.CHUNK else (0,)
-    norms = elements.new_empty((level.slots, level.heads), dtype=torch.float32)
-    return norms, elements.new_empty(shape, dtype=torch.float32)
+    norms = given.elements.new_empty((level.slots, level.heads), dtype=torch.float32)
+    return norms, given.elements.new_empty(shape, dtype=torch.float32)
 
 
-def options_of(level: Product, elements: Tensor, w_down: Tensor, w_up: Tensor | None, construction: str) -> dict:
-    """Returns the last arguments of this form's kernels. WIDTH: of a tile of outputs or chunks, at least what small
-    products take."""
-    return {
-        **level.options(),
-        "CONSTRUCTION": construction,
-        "CHUNKED": w_up is not None,
-        "WIDTH": max(16, 1 << (w_down.shape[2] - 1).bit_length()),
-        "PROJECTION": dot_precision(elements.dtype),
-        "maxnreg": 255,
-    }
+def options_of(level: Product, given: MixerInputs) -> dict:
+    """The last arguments of this form's kernels. WIDTH: of a tile of outputs or chunks, at least what small products
+    take."""
+    return level.options() | {
+        "CONSTRUCTION": given.construction, "CHUNKED": given.w_up is not None,
+        "WIDTH": max(16, 1 << (given.w_down.shape[2] - 1).bit_length()),
+        "PROJECTION": dot_precision(given.elements.dtype), "maxnreg": 255,
+    }  # fmt: skip
 
 
-def gradient_warps(construction: str, chunked: bool, dtype: torch.dtype) -> int:
-    """Returns the warps of the program with the most to keep in registers: with fewer it spills."""
-    if not chunked:
+def gradient_warps(given: MixerInputs) -> int:
+    """The warps of the program with the most to keep in registers: with fewer it spills."""
+    if given.w_up is None:
         return 1
-    return (2 if dtype == torch.float32 else 1) * (2 if construction == "ldu" else 1)
+    return (2 if given.elements.dtype == torch.float32 else 1) * (2 if given.construction == "ldu" else 1)
 
 
-def input_of(elements: Tensor, w_up: Tensor | None, construction: str) -> tuple:
+def input_of(given: MixerInputs) -> tuple:
     """The tensors that the kernels read for a token: elements, or chunks and their weights, by column like those of the
     projection and in float32."""
-    elements = blocks_in_place(elements, elements.dim() - 2)
-    weights = None
-    if w_up is not None:
+    elements, weights = blocks_in_place(given.elements, given.elements.dim() - 2), None
+    if given.w_up is not None:
         # A construction with fewer columns is given columns of zeros, whose places of the tile nothing reads.
-        weights = pad(w_up.float(), (0, elements.shape[3] - w_up.shape[2])).mT.mul(factor_of(construction))
-    return elements, *elements.stride()[:2], None if weights is None else weights.contiguous()
+        weights = pad(given.w_up.float(), (0, elements.shape[3] - given.w_up.shape[2])).mT
+        weights = weights.mul(factor_of(given.construction)).contiguous()
+    return elements, *elements.stride()[:2], weights
 
 
-def built(level: Product, given: tuple, w_down: Tensor, construction: str, options: dict) -> tuple[Tensor, int, int]:
-    """State matrices (batch, seqlen, nheads, o, o) of constructions that are not built where they are multiplied, with
-    their strides, from what `input_of` gives."""
-    elements, width = given[0], w_down.shape[2]
-    shape = (level.rows, level.seqlen, level.heads, level.order, level.order)
-    x = torch.empty(shape, dtype=torch.float32, device=elements.device)
-    order = torch.empty((*shape[:3], 2, level.order), dtype=torch.int8, device=elements.device)
+def built(level: Product, tokens_in: tuple, width: int, options: dict) -> tuple[Tensor, int, int, None]:
+    """State matrices (batch, seqlen, nheads, o, o) of constructions that are not built where they are multiplied, as
+    `input_of` gives elements, from what that gives."""
+    shape, device = (level.rows, level.seqlen, level.heads, level.order, level.order), tokens_in[0].device
+    x = torch.empty(shape, dtype=torch.float32, device=device)
+    order = torch.empty((*shape[:3], 2, level.order), dtype=torch.int8, device=device)
     tokens = ELIMINATED[level.order] * level.order // level.tile
     grid = level.rows * -(-level.seqlen // tokens), level.grid[1]
     common = {name: options[name] for name in ("ORDER", "TILE", "maxnreg", "num_stages", "num_warps")}
     launch(
-        cayley_pass, grid, *given, width, x, order, level.seqlen, level.heads, TOKENS=tokens,
+        cayley_pass, grid, *tokens_in, width, x, order, level.seqlen, level.heads, TOKENS=tokens,
         CHUNKED=options["CHUNKED"], WIDTH=options["WIDTH"], PROJECTION=options["PROJECTION"], **common,
     )  # fmt: skip
     total = level.rows * level.seqlen
@@ -107,7 +104,7 @@ def built(level: Product, given: tuple, w_down: Tensor, construction: str, optio
         polish_pass, (-(-total // POLISHED), level.grid[1]), x, order, total, level.heads, COUNT=POLISHED,
         PRECISION=options["PRECISION"], **common,
     )  # fmt: skip
-    return x, *x.stride()[:2]
+    return x, *x.stride()[:2], None
 
 
 def factor_of(construction: str) -> float:
@@ -115,62 +112,45 @@ def factor_of(construction: str) -> float:
     return math.sqrt(0.5) if construction == "cayley" else 1.0
 
 
-def forward(
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(given: MixerInputs) -> MixerOutputs:
     """See `mixer_forward` of the PyTorch form."""
-    level = level_of(elements, w_down, cu_seqlens)
-    given, w_down = input_of(elements, w_up, construction), w_down.contiguous()
-    initial = None if initial_state is None else initial_state.float().contiguous()
-    options = options_of(level, elements, w_down, w_up, construction)
-    if construction == "cayley":
-        given = (*built(level, given, w_down, construction, options), None)
+    level, elements, w_down = level_of(given), given.elements, given.w_down.contiguous()
+    initial = None if given.initial_state is None else given.initial_state.float().contiguous()
+    read, options = input_of(given), options_of(level, given)
+    if given.construction == "cayley":
+        read = built(level, read, w_down.shape[2], options)
         options |= {"CONSTRUCTION": "given", "CHUNKED": False}
-    norms, edges = edges_like(elements, w_down, cu_seqlens)
+    norms, edges = edges_like(given)
     entering = None
     if level.longest > scan.CHUNK:
         products, entering = edges.unbind(0)
-        launch(products_pass, level.grid, *given, w_down.shape[2], products, *level.place, **options)
+        launch(products_pass, level.grid, *read, w_down.shape[2], products, *level.place, **options)
         above, size = level.chunks(), level.heads * level.order**2
         scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
     final = level.empty(level.documents, elements)
     # One warp multiplies tiles of 16 x 16 without waiting for another; exact projections need the registers of two.
     launch(
-        outputs_pass, level.grid, *given, w_down, w_down.shape[2], y, final, norms, initial, entering, *level.place,
+        outputs_pass, level.grid, *read, w_down, w_down.shape[2], y, final, norms, initial, entering, *level.place,
         INITIAL=initial is not None, ENTERING=entering is not None,
         **options | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
-    return y, final, norms, edges
+    return MixerOutputs(y, final, norms, edges)
 
 
 def backward(
-    dy: Tensor | None,
-    dfinal: Tensor | None,
-    elements: Tensor,
-    w_down: Tensor,
-    w_up: Tensor | None,
-    edges: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    construction: str,
+    given: MixerInputs, outputs: MixerOutputs, cotangents: MixerOutputs
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
-    level = level_of(elements, w_down, cu_seqlens)
-    given, w_down = input_of(elements, w_up, construction), w_down.contiguous()
-    dy = None if dy is None else blocks_in_place(dy, 3)
-    dfinal = None if dfinal is None else dfinal.contiguous()
-    initial = None if initial_state is None else initial_state.float().contiguous()
-    options = options_of(level, elements, w_down, w_up, construction)
-    x, collected, building = None, given, {}
-    if construction == "cayley":
-        x, *strides = built(level, given, w_down, construction, options)
-        collected, building = (x, *strides, None), {"CONSTRUCTION": "given", "CHUNKED": False}
+    level, elements, w_down, w_up = level_of(given), given.elements, given.w_down.contiguous(), given.w_up
+    dy = None if cotangents.y is None else blocks_in_place(cotangents.y, 3)
+    dfinal = None if cotangents.final is None else cotangents.final.contiguous()
+    initial = None if given.initial_state is None else given.initial_state.float().contiguous()
+    read, options = input_of(given), options_of(level, given)
+    x, collected, building = None, read, {}
+    if given.construction == "cayley":
+        collected = built(level, read, w_down.shape[2], options)
+        x, building = collected[0], {"CONSTRUCTION": "given", "CHUNKED": False}
     weighted = w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal
     options |= {"GROUP": GROUP, "GIVEN": dy is not None, "DFINAL": dfinal is not None}
     several = level.longest > scan.CHUNK
@@ -182,7 +162,7 @@ def backward(
     )  # fmt: skip
     arriving = entering = None
     if several:
-        products, entering = edges.unbind(0)
+        products, entering = outputs.edges.unbind(0)
         arriving = scan.arriving_cotangents(level.chunks(), sums, products)
     delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
     down, up = (
@@ -192,14 +172,12 @@ def backward(
     work = level.empty(level.slots * (2 if x is None else 1) * GROUP, elements)
     dinitial = None if initial is None else torch.empty_like(initial)
     launch(
-        gradients_pass, level.grid, *given, *weighted, x, arriving, inner, work, initial, entering, delements, up, down,
+        gradients_pass, level.grid, *read, *weighted, x, arriving, inner, work, initial, entering, delements, up, down,
         dinitial, *level.place, BUILT=x is not None, ARRIVING=several, INITIAL=initial is not None, ENTERING=several,
-        **options | {"num_warps": gradient_warps(construction, w_up is not None, elements.dtype)},
+        **options | {"num_warps": gradient_warps(given)},
     )  # fmt: skip
     dw_down = torch.zeros_like(w_down) if dy is None else down.sum(0).to(w_down.dtype)
-    dw_up = (
-        None
-        if w_up is None
-        else up.sum(0).mT[..., : w_up.shape[2]].mul(factor_of(construction)).to(w_up.dtype).contiguous()
-    )
-    return delements, dw_down, dw_up, None if dinitial is None else dinitial.to(initial_state.dtype)
+    dw_up = None
+    if w_up is not None:
+        dw_up = up.sum(0).mT[..., : w_up.shape[2]].mul(factor_of(given.construction)).to(w_up.dtype).contiguous()
+    return delements, dw_down, dw_up, None if dinitial is None else dinitial.to(given.initial_state.dtype)

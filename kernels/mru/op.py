@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend, takes_triton, tell_fallback
+from matmix.kernels.backend import check_backend, takes_triton, tell_fallback
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
+from matmix.kernels.functions import working_dtype
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import (
     EVERY,
+    MRU_MIXER,
+    MixerInputs,
+    MixerOutputs,
     chosen,
     composed_mixer,
     made_elements,
-    mixer_backward,
-    mixer_forward,
     state_matrices,
     summary,
 )
@@ -93,16 +94,13 @@ def mru_mixer(
     check_backend("mru_mixer", backend, elements, why_not)
     if construction in FUSED:
         tell_fallback("mru_mixer", backend, elements, why_not)
+    given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction)
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
     if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
-        y, final, norms, _ = _mru_mixer(
-            Inputs(elements, w_down, w_up, initial_state, cu_seqlens, construction, backend)
-        )
+        y, final, norms, _ = _mru_mixer(given, backend)
         norms = summary(norms) if return_log_norms else norms
     else:
-        y, final, norms = composed_mixer(
-            matrix_product_scan, elements, w_down, w_up, construction, initial_state, cu_seqlens
-        )
+        y, final, norms = composed_mixer(matrix_product_scan, given)
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
@@ -224,65 +222,22 @@ def mru_step(
     return matrix_product_scan(x, initial_state=state, return_final_state=True, backend=backend)[1]
 
 
-class Inputs(NamedTuple):
-    """The arguments of matmix::mru_mixer; see `mru_mixer`."""
-
-    elements: Tensor
-    w_down: Tensor
-    w_up: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    construction: str
-    backend: str
-
-    @property
-    def why_not(self) -> str:
-        return no_kernel(self.elements, self.w_down, self.construction, self.w_up)
-
-
-class Outputs(NamedTuple):
-    """The results of matmix::mru_mixer."""
-
-    y: Tensor
-    final: Tensor
-    norms: Tensor
-    """Log-norms (n, nheads) of some states."""
-    edges: Tensor
-    """States at the edges of chunks, for the backward pass; empty where the PyTorch form runs."""
-
-
-FORMS = Forms("mru_mixer", "mru.fused", mixer_forward, mixer_backward)
-
-
-def _forward(given: Inputs) -> Outputs:
-    run = FORMS.choose("forward", given.backend, given.elements, given.why_not)
-    return Outputs(*run(*given[:6]))
-
-
-def _like(given: Inputs) -> Outputs:
+def _like(given: MixerInputs, fused: bool) -> MixerOutputs:
     elements, w_down, cu_seqlens = given.elements, given.w_down, given.cu_seqlens
     batch, seqlen, heads = elements.shape[:3]
     _, order, width = w_down.shape
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = elements.new_empty((batch, seqlen, heads, order, width))
-    dtype = torch.promote_types(elements.dtype, torch.float32)
-    final = elements.new_empty((rows, heads, order, order), dtype=dtype)
-    if not given.why_not and takes_triton(given.backend, elements):
+    final = elements.new_empty((rows, heads, order, order), dtype=working_dtype(elements))
+    if fused:
         from matmix.kernels.mru.fused import edges_like
 
-        return Outputs(y, final, *edges_like(elements, w_down, cu_seqlens))
+        return MixerOutputs(y, final, *edges_like(given))
     norms = elements.new_empty((batch * (seqlen // EVERY) + rows, heads), dtype=torch.float32)
-    return Outputs(y, final, norms, elements.new_empty(0, dtype=torch.float32))
+    return MixerOutputs(y, final, norms, elements.new_empty(0, dtype=torch.float32))
 
 
-def _backward(given: Inputs, outputs: Outputs, cotangents: Outputs) -> dict[str, Tensor | None]:
-    run = FORMS.choose("backward", given.backend, given.elements, given.why_not)
-    elements, w_down, w_up, *others = given[:6]
-    gradients = run(cotangents.y, cotangents.final, elements, w_down, w_up, outputs.edges, *others)
-    return dict(zip(("elements", "w_down", "w_up", "initial_state"), gradients, strict=True))
-
-
-def _flops(given: Inputs, *, backward: bool) -> int:
+def _flops(given: MixerInputs, *, backward: bool) -> int:
     """Forward: chunk products, states and the projection; each builds X once. Backward: chunk products and sums,
     states, cotangents and gradients of X, of which those of the elements take two more; the projection back twice, and
     its own gradient. Elements from chunks: twice forward, twice backward with the two gradients of that."""
@@ -299,6 +254,6 @@ def _flops(given: Inputs, *, backward: bool) -> int:
 
 
 _mru_mixer = register(
-    "mru_mixer", _forward, _like, Inputs, Outputs, backward=_backward, flops=_flops,
-    without_gradient=("norms", "edges"), kept=lambda given: ("edges",),
+    MRU_MIXER, "mru.fused", _like, flops=_flops,
+    why_not=lambda given: no_kernel(given.elements, given.w_down, given.construction, given.w_up),
 )  # fmt: skip

@@ -94,6 +94,62 @@ class LayerForm(NamedTuple):
         return initial_states.transpose(1, 2).expand(documents, -1, -1, -1)
 
 
+class LayerInputs(NamedTuple):
+    """The arguments of matmix::conv_and_scan, and of matmix::scan_layer, which takes the results of that too; see
+    `scan_layer`. Both run in Triton only."""
+
+    projected: Tensor
+    scanned: Tensor | None
+    """The scan's output. It has no gradient; what it is made of has."""
+    mixed: Tensor | None
+    """The convolution's output, or None to compute it again for the backward pass."""
+    product: Tensor | None
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor | None
+    diagonal_weight: Tensor | None
+    """Typed like the projection."""
+    initial_states: Tensor | None
+    norm_weight: Tensor
+    cu_seqlens: Tensor | None
+    nheads: int
+    ngroups: int
+    d_state: int
+    directions: int
+    shift: bool
+    low: float
+    high: float | None
+    chunk_size: int | None
+    eps: float
+    group_size: int | None
+    norm_first: bool
+    keep: bool
+    """Whether conv_and_scan returns what the backward pass would have to compute again."""
+
+    @property
+    def form(self) -> LayerForm:
+        return self.form_of(self.norm_weight.shape[0])
+
+    def form_of(self, inner: int) -> LayerForm:
+        """The layer's form, given its width."""
+        high = math.inf if self.high is None else self.high
+        headdim = inner // self.nheads
+        return LayerForm(self.nheads, headdim, self.ngroups, self.d_state, self.directions, self.shift, self.low, high)
+
+
+class LayerScan(NamedTuple):
+    """The results of matmix::conv_and_scan, typed like the projection."""
+
+    y: Tensor
+    """(batch, seqlen, nheads, headdim)"""
+    mixed: Tensor | None
+    """The convolution's output (batch, seqlen, conv width)."""
+    product: Tensor | None
+    """Its values times `diagonal_weight`, (batch, seqlen, nheads)."""
+
+
 def free_step_sizes(raw: Tensor, dt_bias: Tensor, directions: int) -> tuple[Tensor, Tensor]:
     """Returns biased raw step sizes (..., directions, nheads) and their softplus, in float32 at least: bfloat16 would
     round the decay of long memories to 1."""

@@ -7,22 +7,23 @@ graph.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels.functions import Output, outside_autocast
 from matmix.kernels.gated_norm import fused as norm
+from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.launching import launch, rows_in_place
-from matmix.kernels.scan_layer.chunked import LayerForm
+from matmix.kernels.scan_layer.chunked import LayerInputs, LayerScan
 from matmix.kernels.scan_layer.steps import clear_edges, parameter_gradients, step_gradients, step_sizes
-from matmix.kernels.semiseparable.form import ScanCall, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.short_conv import fused as conv
+from matmix.kernels.short_conv.chunked import ConvInputs
 from matmix.kernels.slots import count_documents
 
 _ROWS = 32
@@ -32,41 +33,23 @@ _PROGRAMS = 512
 """Programs that sum the gradients of step sizes at most, about."""
 
 
-class Parameters(NamedTuple):
-    """The layer's small parameters, as in `scan_layer`; `diagonal_weight` typed like the projection."""
-
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor | None
-    diagonal_weight: Tensor | None
-    initial_states: Tensor | None
+@outside_autocast
+def forward_scan(given: LayerInputs) -> LayerScan:
+    """Convolution, step sizes and scan."""
+    projected = rows_in_place(given.projected)
+    mixed, product = _mixed(projected, given)
+    call = _scan_call(projected, mixed, product, given)
+    return LayerScan(scan.forward(call, False).y, *((mixed, product) if given.keep else (None, None)))
 
 
 @outside_autocast
-def forward(
-    projected: Tensor, given: Parameters, form: LayerForm, cu_seqlens: Tensor | None, chunk_size: int | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Convolution, step sizes and scan: y (batch, seqlen, nheads, headdim), the convolution's output
-    (batch, seqlen, conv width), and the product (batch, seqlen, nheads) of its values with `diagonal_weight`, if that
-    is given, all typed like projected."""
-    mixed, product = _mixed(rows_in_place(projected), given, form, cu_seqlens)
-    v, sides, diagonal = _scan_arguments(rows_in_place(projected), mixed, product, given, form, cu_seqlens)
-    y = scan.forward(ScanCall(v, sides, diagonal, form.scan, cu_seqlens, chunk_size), False).y
-    return y, mixed, product
-
-
-@outside_autocast
-def gate(
-    projected: Tensor, y: Tensor, norm_weight: Tensor, form: LayerForm, eps: float, group: int | None, norm_first: bool
-) -> Tensor:
-    """Gate and norm of y: (batch, seqlen, inner) typed like y."""
-    return norm.forward(y.flatten(-2), norm_weight, form.split(projected)[0], eps, group, norm_first)
+def forward(given: LayerInputs) -> Tensor:
+    """Gate and norm of the scan's output: (batch, seqlen, inner) typed like that."""
+    return norm.forward(_norm_inputs(given, given.projected), given.norm_first)
 
 
 class Gradients(NamedTuple):
-    """Gradients of what `scan_layer` takes, each typed like its input; None for what was not given."""
+    """Gradients of what `scan_layer` takes."""
 
     projected: Tensor
     conv_weight: Tensor
@@ -80,81 +63,64 @@ class Gradients(NamedTuple):
 
 
 @outside_autocast
-def backward(
-    dout: Tensor,
-    projected: Tensor,
-    y: Tensor,
-    mixed: Tensor | None,
-    product: Tensor | None,
-    given: Parameters,
-    norm_weight: Tensor,
-    form: LayerForm,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    eps: float,
-    group: int | None,
-    norm_first: bool,
-) -> Gradients:
+def backward(given: LayerInputs, _: Output, cotangents: Output) -> Gradients:
     """The whole layer's backward pass. Without `mixed` the convolution and the product are computed again."""
-    projected = rows_in_place(projected)
-    if mixed is None:
-        mixed, product = _mixed(projected, given, form, cu_seqlens)
-    v, sides, diagonal = _scan_arguments(projected, mixed, product, given, form, cu_seqlens)
+    projected, form, y = rows_in_place(given.projected), given.form, given.scanned
+    mixed, product = (given.mixed, given.product) if given.mixed is not None else _mixed(projected, given)
+    call = _scan_call(projected, mixed, product, given)
     dprojected = torch.empty_like(projected, memory_format=torch.contiguous_format)
     dmixed = torch.empty_like(mixed)
-    z, x, raw = form.split(projected)
+    raw = form.split(projected)[2]
     dz, dx, draw = form.split(dprojected)
-    dy, norm_sums = norm.gradients(dout, y.flatten(-2), norm_weight, z, eps, group, dz, norm_first)
+    dy, norm_sums = norm.gradients(cotangents.y, _norm_inputs(given, projected), dz, given.norm_first)
     dv, dq, dk = form.values_and_vectors(dmixed)
     if form.scan.shift:
-        _clear_edges(dq, cu_seqlens)
-    call = ScanCall(v, sides, diagonal, form.scan, cu_seqlens, chunk_size)
+        _clear_edges(dq, given.cu_seqlens)
     _, side_gradients, ddiagonal = scan.backward(dy.view(y.shape), None, None, call, Into(dv, tuple(dq), tuple(dk)))
     projects = given.diagonal_weight is not None
     dproduct = torch.empty_like(product) if projects else None
-    step_sums = _step_gradients(side_gradients, ddiagonal if projects else None, raw, given, form, draw, dproduct)
+    step_sums = _step_gradients(side_gradients, ddiagonal if projects else None, raw, given, draw, dproduct)
     dweight = more = None
     if projects:
         # The scan no longer needs dy: its memory takes what the diagonal adds to the gradient of v.
         rows = dproduct.flatten(0, -2)
         dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2))
         more = torch.mm(rows, given.diagonal_weight, out=dy.view(-1, form.inner)).view_as(dy)
-    weight, bias = given.conv_weight, given.conv_bias
-    conv_sums, _ = conv.gradients(dmixed, x, weight, bias, form.directions == 1, "silu", cu_seqlens, dx, more_dy=more)
+    conv_sums, _ = conv.gradients(dmixed, _conv_inputs(projected, given), dx, more_dy=more)
     dnorm, dconv, dconv_bias, dbias, dA_log, dD = parameter_gradients(
-        norm_sums, conv_sums, step_sums, form.directions, norm_weight, weight, bias, given.dt_bias, given.A_log,
-        given.D if projects else None,
+        norm_sums, conv_sums, step_sums, form.directions, given.norm_weight, given.conv_weight, given.conv_bias,
+        given.dt_bias, given.A_log, given.D if projects else None,
     )  # fmt: skip
-    states = [side.initial_state for side in side_gradients]
     dstates = None
     if given.initial_states is not None:
-        dstates = sum(state.sum(0) for state in states).mT.to(given.initial_states.dtype).contiguous()
+        dstates = sum(side.initial_state.sum(0) for side in side_gradients)
+        dstates = dstates.mT.to(given.initial_states.dtype).contiguous()
     dD = dD if projects else ddiagonal
     return Gradients(dprojected, dconv, dconv_bias, dbias, dA_log, dD, dweight, dstates, dnorm)
 
 
-def _mixed(
-    projected: Tensor, given: Parameters, form: LayerForm, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _norm_inputs(given: LayerInputs, projected: Tensor) -> NormInputs:
+    z = given.form.split(projected)[0]
+    return NormInputs(given.scanned.flatten(-2), given.norm_weight, z, given.eps, given.group_size)
+
+
+def _conv_inputs(projected: Tensor, given: LayerInputs) -> ConvInputs:
+    x = given.form.split(projected)[1]
+    return ConvInputs(x, given.conv_weight, given.conv_bias, given.directions == 1, "silu", given.cu_seqlens)
+
+
+def _mixed(projected: Tensor, given: LayerInputs) -> tuple[Tensor, Tensor | None]:
     """The convolution's output, and its product with `diagonal_weight`."""
-    x = form.split(projected)[1]
-    mixed = conv.forward(x, given.conv_weight, given.conv_bias, form.directions == 1, "silu", cu_seqlens)
+    mixed = conv.forward(_conv_inputs(projected, given))
     if given.diagonal_weight is None:
         return mixed, None
-    product = torch.mm(mixed[..., : form.inner].flatten(0, -2), given.diagonal_weight.t())
-    return mixed, product.view(*mixed.shape[:-1], form.heads)
+    product = torch.mm(mixed[..., : given.form.inner].flatten(0, -2), given.diagonal_weight.t())
+    return mixed, product.view(*mixed.shape[:-1], given.nheads)
 
 
-def _scan_arguments(
-    projected: Tensor,
-    mixed: Tensor,
-    product: Tensor | None,
-    given: Parameters,
-    form: LayerForm,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, tuple[ScanSide, ...], Tensor | None]:
-    """v, the directions and the diagonal of the scan. Step sizes and decays are float32: bfloat16 would round the decay
-    of long memories to 1."""
+def _scan_call(projected: Tensor, mixed: Tensor, product: Tensor | None, given: LayerInputs) -> ScanCall:
+    """The scan's arguments. Step sizes and decays are float32: bfloat16 would round the decay of long memories to 1."""
+    form = given.form
     raw = form.split(projected)[2].flatten(0, -2)
     rows, columns = raw.shape
     shape = *projected.shape[:2], form.directions, form.heads
@@ -168,23 +134,24 @@ def _scan_arguments(
         raw, given.dt_bias.contiguous(), given.A_log.contiguous(), product, None if product is None else given.D,
         dt, log_decay, None if product is None else diagonal,
         rows, form.heads, columns, form.low, _finite(form.high), raw.stride(0), form.heads,
-        **_step_options(given, form, block), DIAGONAL=product is not None,
+        **_step_options(given, block), DIAGONAL=product is not None,
     )  # fmt: skip
     v, q, k = form.values_and_vectors(mixed)
-    state = form.scan_states(given.initial_states, count_documents(projected.shape[0], cu_seqlens))
-    return v, form.sides(q, k, dt, log_decay, state), diagonal
+    state = form.scan_states(given.initial_states, count_documents(projected.shape[0], given.cu_seqlens))
+    sides = form.sides(q, k, dt, log_decay, state)
+    return ScanCall(v, sides, diagonal, form.scan, given.cu_seqlens, given.chunk_size)
 
 
 def _step_gradients(
     side_gradients: tuple,
     ddiagonal: Tensor | None,
     raw: Tensor,
-    given: Parameters,
-    form: LayerForm,
+    given: LayerInputs,
     draw: Tensor,
     dproduct: Tensor | None,
 ) -> Tensor:
     """Writes `draw` and `dproduct`, and returns sums (programs, 3, directions nheads) for dt_bias, A_log and D."""
+    form = given.form
     raw, draw = raw.flatten(0, -2), draw.flatten(0, -2)
     rows, columns = raw.shape
     block = min(_COLUMNS, triton.next_power_of_2(columns))
@@ -198,14 +165,13 @@ def _step_gradients(
         first.input_scale, second.input_scale, first.log_decay, second.log_decay, ddiagonal,
         raw, given.dt_bias.contiguous(), given.A_log.contiguous(), draw, dproduct, sums,
         rows, walk, form.heads, columns, form.low, _finite(form.high), raw.stride(0), draw.stride(0),
-        **_step_options(given, form, block), TWO=form.directions == 2, DIAGONAL=ddiagonal is not None,
+        **_step_options(given, block), TWO=form.directions == 2, DIAGONAL=ddiagonal is not None,
     )  # fmt: skip
     return sums
 
 
-def _step_options(given: Parameters, form: LayerForm, block: int) -> dict:
-    limited = form.low > 0 or form.high < math.inf
-    shared = given.dt_bias.numel() == form.heads
+def _step_options(given: LayerInputs, block: int) -> dict:
+    limited, shared = given.low > 0 or given.high is not None, given.dt_bias.numel() == given.nheads
     return {"SHARED": shared, "LIMITED": limited, "ROWS": _ROWS, "COLUMNS": block, "num_warps": 4, "num_stages": 1}
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend, takes_triton
+from matmix.kernels.backend import check_backend, takes_triton
 from matmix.kernels.checks import (
     check_choice,
     check_chunk_size,
@@ -25,9 +24,10 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
+from matmix.kernels.functions import Operation, Output
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
-from matmix.kernels.registration import Output, register
-from matmix.kernels.scan_layer.chunked import LayerForm, LayerParts, compose_layer
+from matmix.kernels.registration import register
+from matmix.kernels.scan_layer.chunked import LayerForm, LayerInputs, LayerParts, LayerScan, compose_layer
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import no_kernel_for
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
@@ -159,166 +159,52 @@ def scan_layer(
         )  # fmt: skip
     if product_weight is not None:
         product_weight = product_weight.to(projected.dtype)
-    given = (conv_weight, conv_bias, dt_bias, A_log, D, product_weight, initial_states)
-    sizes = (nheads, ngroups, d_state, directions, shift, float(low), None if high == math.inf else float(high))
+    given = LayerInputs(
+        projected, None, None, None, conv_weight, conv_bias, dt_bias, A_log, D, product_weight, initial_states,
+        norm_weight, cu_seqlens, nheads, ngroups, d_state, directions, shift, float(low),
+        None if high == math.inf else float(high), chunk_size, float(eps), group_size, norm_first, not recompute,
+    )  # fmt: skip
     with torch.no_grad():
-        y, mixed, product = _conv_and_scan(ScanInputs(projected, *given, cu_seqlens, *sizes, chunk_size, not recompute))
-    kept = (None if recompute else mixed, None if recompute or product_weight is None else product)
-    options = (float(eps), group_size, norm_first)
-    return _scan_layer(Inputs(projected, y, *kept, *given, norm_weight, cu_seqlens, *sizes, chunk_size, *options)).y
+        y, mixed, product = _conv_and_scan(given)
+    given = given._replace(scanned=y)
+    if not recompute:
+        given = given._replace(mixed=mixed, product=None if product_weight is None else product)
+    return _scan_layer(given).y
 
 
 _PARTS = LayerParts(short_conv, semiseparable_scan, quasiseparable_scan, gated_norm)
 
 
-FORMS = Forms("scan_layer", "scan_layer.fused")
+def _scan_like(given: LayerInputs, _: bool) -> LayerScan:
+    tokens, form = given.projected.shape[:2], given.form
+    mixed = product = None
+    if given.keep:
+        mixed = given.projected.new_empty(*tokens, form.conv_width)
+        product = None if given.diagonal_weight is None else given.projected.new_empty(*tokens, form.heads)
+    return LayerScan(given.projected.new_empty(*tokens, form.heads, form.headdim), mixed, product)
 
 
-def _form(given: ScanInputs | Inputs, inner: int) -> LayerForm:
-    """The form from the options of a registered op."""
-    high = math.inf if given.high is None else given.high
-    return LayerForm(
-        given.nheads, inner // given.nheads, given.ngroups, given.d_state, given.directions, given.shift, given.low,
-        high,
-    )  # fmt: skip
-
-
-def _parameters(given: ScanInputs | Inputs) -> NamedTuple:
-    """The layer's small parameters, as its Triton form takes them."""
-    kind = FORMS.triton.Parameters
-    return kind(*(getattr(given, field) for field in kind._fields))
-
-
-class ScanInputs(NamedTuple):
-    """The arguments of matmix::conv_and_scan; see `scan_layer`."""
-
-    projected: Tensor
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor | None
-    diagonal_weight: Tensor | None
-    initial_states: Tensor | None
-    cu_seqlens: Tensor | None
-    nheads: int
-    ngroups: int
-    d_state: int
-    directions: int
-    shift: bool
-    low: float
-    high: float | None
-    chunk_size: int | None
-    keep: bool
-    """Also return what the backward pass would have to compute again."""
-
-    def inner(self, channels: int) -> int:
-        """Channels of v, of all that the convolution has."""
-        return channels - 2 * self.directions * self.ngroups * self.d_state
-
-
-class ScanOutputs(NamedTuple):
-    """The results of matmix::conv_and_scan."""
-
-    y: Tensor
-    """(batch, seqlen, nheads, headdim)"""
-    mixed: Tensor | None
-    """The convolution's output."""
-    product: Tensor | None
-    """Its values times `diagonal_weight`, (batch, seqlen, nheads)."""
-
-
-def _scan_forward(given: ScanInputs) -> ScanOutputs:
-    form = _form(given, given.inner(given.conv_weight.shape[0]))
-    y, mixed, product = FORMS.triton.forward(
-        given.projected, _parameters(given), form, given.cu_seqlens, given.chunk_size
-    )
-    return ScanOutputs(y, mixed if given.keep else None, product if given.keep else None)
-
-
-def _scan_like(given: ScanInputs) -> ScanOutputs:
-    projected, channels = given.projected, given.conv_weight.shape[0]
-    tokens = projected.shape[:2]
-    y = projected.new_empty(*tokens, given.nheads, given.inner(channels) // given.nheads)
-    mixed = projected.new_empty(*tokens, channels) if given.keep else None
-    projects = given.keep and given.diagonal_weight is not None
-    return ScanOutputs(y, mixed, projected.new_empty(*tokens, given.nheads) if projects else None)
-
-
-class Inputs(NamedTuple):
-    """The arguments of matmix::scan_layer; see `scan_layer`."""
-
-    projected: Tensor
-    scanned: Tensor
-    """The scan's output. It has no gradient; what it is made of has."""
-    mixed: Tensor | None
-    """The convolution's output, or None to compute it again for the backward pass."""
-    product: Tensor | None
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    dt_bias: Tensor
-    A_log: Tensor
-    D: Tensor | None
-    diagonal_weight: Tensor | None
-    initial_states: Tensor | None
-    norm_weight: Tensor
-    cu_seqlens: Tensor | None
-    nheads: int
-    ngroups: int
-    d_state: int
-    directions: int
-    shift: bool
-    low: float
-    high: float | None
-    chunk_size: int | None
-    eps: float
-    group_size: int | None
-    norm_first: bool
-
-
-def _forward(given: Inputs) -> Output:
-    form = _form(given, given.norm_weight.shape[0])
-    gate = FORMS.triton.gate
-    return Output(
-        gate(given.projected, given.scanned, given.norm_weight, form, given.eps, given.group_size, given.norm_first)
-    )
-
-
-def _like(given: Inputs) -> Output:
-    return Output(given.scanned.new_empty(*given.projected.shape[:2], given.scanned.shape[2] * given.scanned.shape[3]))
-
-
-def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor | None]:
-    gradients = FORMS.triton.backward(
-        cotangents.y, given.projected, given.scanned, given.mixed, given.product, _parameters(given), given.norm_weight,
-        _form(given, given.norm_weight.shape[0]), given.cu_seqlens, given.chunk_size, given.eps, given.group_size,
-        given.norm_first,
-    )  # fmt: skip
-    return gradients._asdict()
-
-
-def _scan_flops(given: ScanInputs | Inputs, inner: int, *, backward: bool, again: bool = False) -> int:
+def _scan_flops(given: LayerInputs, *, backward: bool, again: bool = False) -> int:
     """Counts convolution, product and scan of one pass; `again`: the first two are computed a second time."""
-    form = _form(given, inner)
+    form = given.form_of(given.norm_weight[0])
     batch, seqlen, _ = given.projected
-    products = math.prod(given.conv_weight) + (given.diagonal_weight is not None) * inner * given.nheads
+    products = math.prod(given.conv_weight) + (given.diagonal_weight is not None) * form.inner * given.nheads
     v, q = (batch, seqlen, given.nheads, form.headdim), (batch, seqlen, given.ngroups, given.d_state)
     scan = scan_flops(v, q, given.directions, form.scan, given.chunk_size, backward=backward)
     return scan + 2 * batch * seqlen * products * ((2 if backward else 1) + again)
 
 
-def _flops(given: Inputs, *, backward: bool) -> int:
+def _flops(given: LayerInputs, *, backward: bool) -> int:
     if not backward:
         return FORWARD_FLOPS * math.prod(given.scanned)
-    rest = _scan_flops(given, given.norm_weight[0], backward=True, again=given.mixed is None)
-    return BACKWARD_FLOPS * math.prod(given.scanned) + rest
+    return BACKWARD_FLOPS * math.prod(given.scanned) + _scan_flops(given, backward=True, again=given.mixed is None)
 
 
 _conv_and_scan = register(
-    "conv_and_scan", _scan_forward, _scan_like, ScanInputs, ScanOutputs,
-    flops=lambda given, backward: _scan_flops(given, given.inner(given.conv_weight[0]), backward=backward),
+    Operation("conv_and_scan", LayerInputs, LayerScan, backward=None), "scan_layer.fused", _scan_like,
+    flops=_scan_flops, suffix="_scan", listed=False,
 )  # fmt: skip
 _scan_layer = register(
-    "scan_layer", _forward, _like, Inputs, Output, backward=_backward, flops=_flops, without_gradient=("scanned",
-    "mixed", "product"),
+    Operation("scan_layer", LayerInputs, Output, without_gradient=("scanned", "mixed", "product")), "scan_layer.fused",
+    lambda given, _: given.scanned.new_empty(*given.projected.shape[:2], given.form.inner), flops=_flops,
 )  # fmt: skip

@@ -3,19 +3,23 @@ registration with PyTorch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend
 from matmix.kernels.checks import check_chunk_size
+from matmix.kernels.functions import working_dtype
 from matmix.kernels.registration import register
-from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
-from matmix.kernels.semiseparable.chunked.backward import scan_backward
-from matmix.kernels.semiseparable.chunked.forward import scan_forward
-from matmix.kernels.semiseparable.chunked.setup import scan_dtype, scan_flops
-from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, check_form, check_scan, no_kernel
+from matmix.kernels.semiseparable.chunked.autograd import (
+    QUASISEPARABLE,
+    SEMISEPARABLE,
+    CausalInputs,
+    CausalOutputs,
+    TwoSidedInputs,
+    TwoSidedOutputs,
+    move_gates,
+)
+from matmix.kernels.semiseparable.chunked.setup import scan_flops
+from matmix.kernels.semiseparable.form import ScanForm, check_form, check_scan, no_kernel
 
 
 def semiseparable_scan(
@@ -69,81 +73,24 @@ def semiseparable_scan(
         initial_state}, cu_seqlens,
     )  # fmt: skip
     check_chunk_size(op, chunk_size)
-    check_backend(op, backend, v, no_kernel(v, q))
-    y, final = _semiseparable(
-        CausalInputs(
-            v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size,
-            backend,
-        )
-    )  # fmt: skip
+    given = CausalInputs(
+        v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
+    )
+    y, final = _semiseparable(given, backend)
     return (y, final) if return_final_state else y
 
 
-class CausalInputs(NamedTuple):
-    """The arguments of matmix::semiseparable_scan; see `semiseparable_scan`."""
-
-    v: Tensor
-    q: Tensor
-    k: Tensor
-    log_decay: Tensor | None
-    input_scale: Tensor | None
-    diagonal: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    final_state: bool
-    chunk_size: int | None
-    backend: str
-
-    @property
-    def call(self) -> ScanCall:
-        side = ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False)
-        return ScanCall(self.v, (side,), self.diagonal, ScanForm(), self.cu_seqlens, self.chunk_size)
-
-
-class CausalOutputs(NamedTuple):
-    """The results of matmix::semiseparable_scan."""
-
-    y: Tensor
-    final: Tensor | None
-
-
-CAUSAL_FORMS = Forms("semiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
-
-
-def _causal_forward(given: CausalInputs) -> CausalOutputs:
-    why_not = no_kernel(given.v, given.q)
-    run = CAUSAL_FORMS.choose("forward", given.backend, given.v, why_not)
-    output = run(given.call, given.final_state)
-    return CausalOutputs(output.y, output.final)
-
-
-def _causal_like(given: CausalInputs) -> CausalOutputs:
+def _causal_like(given: CausalInputs, _: bool) -> CausalOutputs:
     v, bounds = given.v, given.cu_seqlens
     rows = v.shape[0] if bounds is None else bounds.shape[0] - 1
     shape = (rows, v.shape[2], given.q.shape[3], v.shape[3])
-    final = v.new_empty(shape, dtype=scan_dtype(v)) if given.final_state else None
+    final = v.new_empty(shape, dtype=working_dtype(v)) if given.final_state else None
     return CausalOutputs(torch.empty_like(v, memory_format=torch.contiguous_format), final)
 
 
-def _causal_backward(given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> dict[str, Tensor | None]:
-    why_not = no_kernel(given.v, given.q)
-    run = CAUSAL_FORMS.choose("backward", given.backend, given.v, why_not)
-    dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
-    dfinal = cotangents.final if given.final_state else None
-    dv, (side,), ddiagonal = run(dy, None, dfinal, given.call)
-    return {
-        "v": dv, "q": side.q, "k": side.k, "log_decay": side.log_decay, "input_scale": side.input_scale,
-        "diagonal": ddiagonal, "initial_state": side.initial_state,
-    }  # fmt: skip
-
-
-def _causal_flops(given: CausalInputs, *, backward: bool) -> int:
-    return scan_flops(given.v, given.q, 1, ScanForm(), given.chunk_size, backward=backward)
-
-
 _semiseparable = register(
-    "semiseparable_scan", _causal_forward, _causal_like, CausalInputs, CausalOutputs,
-    backward=_causal_backward, flops=_causal_flops,
+    SEMISEPARABLE, "semiseparable.fused.launch", _causal_like, why_not=lambda given: no_kernel(given.v, given.q),
+    flops=lambda given, backward: scan_flops(given.v, given.q, 1, ScanForm(), given.chunk_size, backward=backward),
 )  # fmt: skip
 
 
@@ -212,106 +159,28 @@ def quasiseparable_scan(
     check_form(op, shift, combine, self_term, normalize, eps, gate_offset, states)
     check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
     check_chunk_size(op, chunk_size)
-    check_backend(op, backend, v, no_kernel(v, q_forward))
     log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
-    return _quasiseparable(
-        TwoSidedInputs(
-            v, *vectors.values(), log_decay_forward, log_decay_backward, *scales.values(), diagonal, *states.values(),
-            cu_seqlens, shift, combine, self_term, normalize is not None, float(eps), chunk_size, backend,
-        )
-    ).y  # fmt: skip
+    given = TwoSidedInputs(
+        v, *vectors.values(), log_decay_forward, log_decay_backward, *scales.values(), diagonal, *states.values(),
+        cu_seqlens, shift, combine, self_term, normalize is not None, float(eps), chunk_size,
+    )  # fmt: skip
+    return _quasiseparable(given, backend).y
 
 
-class TwoSidedInputs(NamedTuple):
-    """The arguments of matmix::quasiseparable_scan; see `quasiseparable_scan`. Gates of the backward direction have
-    been moved to where its scan reads them."""
-
-    v: Tensor
-    q_forward: Tensor
-    k_forward: Tensor
-    q_backward: Tensor
-    k_backward: Tensor
-    log_decay_forward: Tensor | None
-    log_decay_backward: Tensor | None
-    input_scale_forward: Tensor | None
-    input_scale_backward: Tensor | None
-    diagonal: Tensor | None
-    initial_state_forward: Tensor | None
-    initial_state_backward: Tensor | None
-    cu_seqlens: Tensor | None
-    shift: bool
-    combine: str
-    self_term: str
-    normalize: bool
-    eps: float
-    chunk_size: int | None
-    backend: str
-
-    @property
-    def form(self) -> ScanForm:
-        return ScanForm(self.shift, self.combine, self.self_term, self.normalize, self.eps)
-
-    @property
-    def call(self) -> ScanCall:
-        forward = ScanSide(
-            self.q_forward, self.k_forward, self.log_decay_forward, self.input_scale_forward,
-            self.initial_state_forward, False,
-        )  # fmt: skip
-        backward = ScanSide(
-            self.q_backward, self.k_backward, self.log_decay_backward, self.input_scale_backward,
-            self.initial_state_backward, True,
-        )  # fmt: skip
-        return ScanCall(self.v, (forward, backward), self.diagonal, self.form, self.cu_seqlens, self.chunk_size)
-
-
-class TwoSidedOutputs(NamedTuple):
-    """The results of matmix::quasiseparable_scan; see `ScanOutput`."""
-
-    y: Tensor
-    row_sum: Tensor | None
-    rest: Tensor | None
-
-
-TWO_SIDED_FORMS = Forms("quasiseparable_scan", "semiseparable.fused.launch", scan_forward, scan_backward)
-
-
-def _two_sided_forward(given: TwoSidedInputs) -> TwoSidedOutputs:
-    run = TWO_SIDED_FORMS.choose("forward", given.backend, given.v, no_kernel(given.v, given.q_forward))
-    output = run(given.call, False)
-    return TwoSidedOutputs(output.y, output.row_sum, output.rest)
-
-
-def _two_sided_like(given: TwoSidedInputs) -> TwoSidedOutputs:
+def _two_sided_like(given: TwoSidedInputs, _: bool) -> TwoSidedOutputs:
     v = given.v
     y = v.new_empty(*v.shape[:3], v.shape[3] * (2 if given.combine == "concat" else 1))
     if not given.normalize:
         return TwoSidedOutputs(y, None, None)
-    return TwoSidedOutputs(
-        y, v.new_empty(v.shape[:3], dtype=scan_dtype(v)), torch.empty_like(y) if v.itemsize < 4 else None
-    )
-
-
-def _two_sided_backward(
-    given: TwoSidedInputs, outputs: TwoSidedOutputs, cotangents: TwoSidedOutputs
-) -> dict[str, Tensor | None]:
-    dy = torch.zeros_like(_two_sided_like(given).y) if cotangents.y is None else cotangents.y
-    why_not = no_kernel(given.v, given.q_forward)
-    forward, backward = (
-        TWO_SIDED_FORMS.choose(half, given.backend, given.v, why_not) for half in ("forward", "backward")
-    )
-    dv, (first, second), ddiagonal = combined_backward(forward, backward, dy, None, *outputs, given.call)
-    gradients = {"v": dv, "diagonal": ddiagonal}
-    for name, side in (("forward", first), ("backward", second)):
-        gradients |= {f"{field}_{name}": gradient for field, gradient in side._asdict().items()}
-    return gradients
+    row_sum = v.new_empty(v.shape[:3], dtype=working_dtype(v))
+    return TwoSidedOutputs(y, row_sum, torch.empty_like(y) if v.itemsize < 4 else None)
 
 
 def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
-    return scan_flops(given.v, given.q_forward, 2, given.form, given.chunk_size, backward=backward)
+    return scan_flops(given.v, given.q_forward, 2, given.call.form, given.chunk_size, backward=backward)
 
 
 _quasiseparable = register(
-    "quasiseparable_scan", _two_sided_forward, _two_sided_like, TwoSidedInputs, TwoSidedOutputs,
-    backward=_two_sided_backward, flops=_two_sided_flops,
-    without_gradient=("row_sum", "rest"), kept=lambda given: ("y", "row_sum", "rest") if given.normalize else (),
+    QUASISEPARABLE, "semiseparable.fused.launch", _two_sided_like, flops=_two_sided_flops,
+    why_not=lambda given: no_kernel(given.v, given.q_forward),
 )  # fmt: skip

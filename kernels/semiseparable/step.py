@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend
-from matmix.kernels.checks import (
-    check_at_most,
-    check_finite,
-    check_floating,
-    check_no_gradients,
-    check_own_memory,
-    check_same_dtype,
-    check_shape,
-    transformed,
-    wants_gradients,
-)
-from matmix.kernels.registration import Output, register
-from matmix.kernels.semiseparable.chunked.forward import semiseparable_step_torch, step_forward
+from matmix.kernels.checks import check_at_most, check_finite, check_floating, check_same_dtype, check_shape
+from matmix.kernels.functions import Form, working_dtype
+from matmix.kernels.registration import register_step
+from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs, step_forward
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
 
 
@@ -62,28 +49,6 @@ def semiseparable_step(
         ValueError: a shape, dtype, device, bound or option does not fit.
     """
     op = "semiseparable_step"
-    given = _checked(op, v, q, k, log_decay, state, input_scale, diagonal)
-    check_backend(op, backend, v)
-    check_no_gradients(op, in_place, backend, *given.values())
-    if in_place:
-        check_own_memory(op, "state", state)
-        return _step_in_place(Inputs(v, q, k, log_decay, state, input_scale, diagonal, backend)).y, state
-    if wants_gradients(*given.values()) or transformed():
-        return semiseparable_step_torch(v, q, k, log_decay, state, input_scale=input_scale, diagonal=diagonal)
-    return _step(Inputs(v, q, k, log_decay, state, input_scale, diagonal, backend))
-
-
-def _checked(
-    op: str,
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-) -> dict[str, Tensor | None]:
-    """All tensors by name, once shapes, dtypes, devices and bounds are found to fit."""
     given = {"v": v, "q": q, "k": k, "state": state}
     for name, tensor in given.items():
         if tensor is None:
@@ -107,58 +72,20 @@ def _checked(
     if input_scale is not None:
         check_shape(op, "input_scale", input_scale, (batch, heads))
     check_shape(op, "state", state, (batch, heads, d_state, headdim))
-    wanted = torch.promote_types(v.dtype, torch.float32)
+    wanted = working_dtype(v)
     if state.dtype != wanted:
         raise ValueError(f"{op}: state has dtype {state.dtype}; for v of {v.dtype} it is {wanted}: convert it")
     check_at_most(op, LARGEST_LOG_DECAY, log_decay=log_decay)
     check_finite(op, below=("log_decay",), **given)
-    return given
+    return _step(ScanStepInputs(v, q, k, log_decay, state, input_scale, diagonal), in_place, backend)
 
 
-class Inputs(NamedTuple):
-    """The arguments of matmix::semiseparable_step, and of semiseparable_step_, which writes into the state."""
-
-    v: Tensor
-    q: Tensor
-    k: Tensor
-    log_decay: Tensor | None
-    state: Tensor
-    input_scale: Tensor | None
-    diagonal: Tensor | None
-    backend: str
-
-
-class Outputs(NamedTuple):
-    """The results of matmix::semiseparable_step."""
-
-    y: Tensor
-    state: Tensor
-
-
-FORMS = Forms("semiseparable_step", "semiseparable.fused.step", step_forward)
-
-
-def _forward(given: Inputs) -> Outputs:
-    y, state = FORMS.choose("forward", given.backend, given.v)(*given[:7], False)
-    return Outputs(y.contiguous(), state.contiguous())
-
-
-def _forward_in_place(given: Inputs) -> Output:
-    return Output(FORMS.choose("forward", given.backend, given.v)(*given[:7], True)[0].contiguous())
-
-
-def _like(given: Inputs) -> Outputs:
-    return Outputs(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (given.v, given.state)))
-
-
-def _flops(given: Inputs, *, backward: bool) -> int:
+def _flops(given: ScanStepInputs, *, backward: bool) -> int:
     """The state is written and read: a multiply-add each per element, as in `scan_flops`."""
     batch, heads, headdim = given.v
     return 2 * 2 * batch * heads * headdim * given.q[2]
 
 
-_step = register("semiseparable_step", _forward, _like, Inputs, Outputs, flops=_flops)
-_step_in_place = register(
-    "semiseparable_step_", _forward_in_place, lambda given: Output(_like(given).y), Inputs, Output,
-    flops=_flops, mutates=("state",),
+_step = register_step(
+    "semiseparable_step", ScanStepInputs, Form(step_forward), "semiseparable.fused.step", _flops
 )  # fmt: skip

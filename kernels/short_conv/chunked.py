@@ -14,7 +14,64 @@ from torch import Tensor
 from torch.nn.functional import conv2d, pad, silu
 
 from matmix.kernels.documents import document_ids
-from matmix.kernels.functions import Function, cache_blocks, gradient_of, outside_autocast, working
+from matmix.kernels.functions import (
+    Form,
+    Operation,
+    Output,
+    cache_blocks,
+    in_pytorch,
+    outside_autocast,
+    working,
+    working_dtype,
+)
+
+
+class ConvInputs(NamedTuple):
+    """The arguments of matmix::short_conv."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    causal: bool
+    activation: str | None
+    cu_seqlens: Tensor | None
+
+
+class StateConvInputs(NamedTuple):
+    """The arguments of matmix::short_conv_from_state, which is causal."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    state: Tensor
+    activation: str | None
+
+    @property
+    def plain(self) -> ConvInputs:
+        """The convolution of x alone."""
+        return ConvInputs(self.x, self.weight, self.bias, True, self.activation, None)
+
+    @property
+    def joined(self) -> ConvInputs:
+        """That of the state's inputs and x, whose first outputs belong to the state."""
+        return self.plain._replace(x=torch.cat([self.state.mT.to(self.x.dtype), self.x], 1))
+
+
+class StateConvOutputs(NamedTuple):
+    """The results of matmix::short_conv_from_state."""
+
+    y: Tensor
+    state: Tensor
+
+
+class ConvStepInputs(NamedTuple):
+    """The arguments of matmix::short_conv_step."""
+
+    x: Tensor
+    state: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None
 
 
 class ConvCanvas(NamedTuple):
@@ -45,8 +102,9 @@ class ConvCanvas(NamedTuple):
         return x.index_select(1, self.tokens - before)
 
 
-def conv_canvas(x: Tensor, width: int, causal: bool, cu_seqlens: Tensor | None) -> ConvCanvas:
-    left = width - 1 if causal else width // 2
+def conv_canvas(given: ConvInputs) -> ConvCanvas:
+    x, width, cu_seqlens = given.x, given.weight.shape[1], given.cu_seqlens
+    left = width - 1 if given.causal else width // 2
     seqlen = x.shape[1]
     if cu_seqlens is None:
         return ConvCanvas(left, width - 1 - left, None, None, None, seqlen, seqlen + 2 * left)
@@ -68,16 +126,9 @@ def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @outside_autocast
-def conv_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    canvas = conv_canvas(x, weight.shape[1], causal, cu_seqlens)
+def conv_forward(given: ConvInputs) -> Tensor:
+    x, weight, bias, _, activation, _ = given
+    dtype, canvas = working_dtype(x), conv_canvas(given)
     spread = canvas.spread(x.to(dtype))
     out = depthwise_rows(spread, weight.to(dtype), None if bias is None else bias.to(dtype))
     out = canvas.gather(out, canvas.left)
@@ -86,22 +137,12 @@ def conv_forward(
 
 
 @outside_autocast
-def conv_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    width = weight.shape[1]
-    canvas = conv_canvas(x, width, causal, cu_seqlens)
-    taps = weight.to(dtype)
+def conv_backward(given: ConvInputs, _: Output, cotangents: Output) -> tuple[Tensor, Tensor, Tensor | None]:
+    x, weight, bias, _, activation, _ = given
+    dtype, canvas = working_dtype(x), conv_canvas(given)
+    width, taps = weight.shape[1], weight.to(dtype)
     spread = canvas.spread(x.to(dtype))
-    gradient = dy.to(dtype)
+    gradient = cotangents.y.to(dtype)
     if activation == "silu":
         out = depthwise_rows(spread, taps, None if bias is None else bias.to(dtype))
         gradient = silu_backward(gradient, canvas.gather(out, canvas.left))
@@ -128,53 +169,41 @@ def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s * (1 + x * (1 - s)))
 
 
-class ShortConvFunction(Function):
-    @staticmethod
-    def forward(x, weight, bias, causal, activation, cu_seqlens):
-        return conv_forward(x, weight, bias, causal, activation, cu_seqlens)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, bias, *ctx.options, cu_seqlens = inputs
-        ctx.save_for_backward(x, weight, bias, cu_seqlens)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, bias, cu_seqlens = ctx.saved_tensors
-        return *gradient_of(conv_backward, dy, x, weight, bias, *ctx.options, cu_seqlens), None, None, None
-
-
-def after_state(state: Tensor, x: Tensor) -> Tensor:
-    """x (batch, seqlen, d) with the inputs `state` (batch, d, width - 1) before it."""
-    return torch.cat([state.mT.to(x.dtype), x], 1)
+SHORT_CONV = Operation("short_conv", ConvInputs, Output, Form(conv_forward, conv_backward))
 
 
 def last_inputs(joined: Tensor, state: Tensor) -> Tensor:
-    """The state that `after_state(state, x)` leaves: a copy, or else a few rows would keep all of a long prompt in
-    memory."""
+    """The last inputs of [state | x], shaped and typed like `state`: a copy, else a few rows would keep all of a long
+    prompt in memory."""
     return joined[:, -state.shape[2] :].mT.to(state.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def conv_from_state_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """A causal convolution of x (batch, seqlen, d) after the inputs `state` (batch, d, width - 1); and the inputs of
-    the last width - 1 tokens, typed like `state`."""
-    joined = after_state(state, x)
-    y = conv_forward(joined, weight, bias, True, activation, None)[:, state.shape[2] :]
-    return y.contiguous(), last_inputs(joined, state)
+def conv_from_state_forward(given: StateConvInputs) -> tuple[Tensor, Tensor]:
+    joined, state = given.joined, given.state
+    return conv_forward(joined)[:, state.shape[2] :].contiguous(), last_inputs(joined.x, state)
 
 
 def conv_from_state_backward(
-    dy: Tensor, dfinal: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
+    given: StateConvInputs, _: StateConvOutputs, cotangents: StateConvOutputs
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of x, weight, bias and state, from those of the output and of the state that is left."""
-    held = state.shape[2]
-    joined, dy = after_state(state, x), pad(dy, (0, 0, held, 0))
-    dx, dweight, dbias = conv_backward(dy, joined, weight, bias, True, activation, None)
-    dx[:, -held:] += dfinal.mT
-    dstate = dx[:, :held].mT.to(state.dtype, memory_format=torch.contiguous_format)
+    held = given.state.shape[2]
+    dx, dweight, dbias = conv_backward(given.joined, _, Output(pad(cotangents.y, (0, 0, held, 0))))
+    dx[:, -held:] += cotangents.state.mT
+    dstate = dx[:, :held].mT.to(given.state.dtype, memory_format=torch.contiguous_format)
     return dx[:, held:].contiguous(), dweight, dbias, dstate.contiguous()
+
+
+def state_conv_backward(form: Form, given: StateConvInputs, outputs: StateConvOutputs, cotangents: StateConvOutputs):
+    """The gradients by a form; of outputs that nothing was made of they are zeros."""
+    dy = torch.zeros_like(given.x) if cotangents.y is None else cotangents.y
+    dstate = torch.zeros_like(given.state) if cotangents.state is None else cotangents.state
+    return form.backward(given, outputs, StateConvOutputs(dy, dstate))
+
+
+STATE_CONV = Operation(
+    "short_conv_from_state", StateConvInputs, StateConvOutputs, Form(conv_from_state_forward, conv_from_state_backward),
+    backward=state_conv_backward,
+)  # fmt: skip
 
 
 def short_conv_torch(
@@ -189,19 +218,19 @@ def short_conv_torch(
     return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`short_conv` in PyTorch, without argument checks; see there."""
+    convolve = in_pytorch(SHORT_CONV)
     if initial_state is None and not return_final_state:
-        return ShortConvFunction.apply(x, weight, bias, causal, activation, cu_seqlens)
+        return convolve(ConvInputs(x, weight, bias, causal, activation, cu_seqlens)).y
     state = x.new_zeros(x.shape[0], x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
-    joined = after_state(state, x)
-    y = ShortConvFunction.apply(joined, weight, bias, True, activation, None)[:, state.shape[2] :]
-    return (y, last_inputs(joined, state)) if return_final_state else y
+    joined = StateConvInputs(x, weight, bias, state, activation).joined
+    y = convolve(joined).y[:, state.shape[2] :]
+    return (y, last_inputs(joined.x, state)) if return_final_state else y
 
 
 @outside_autocast
-def conv_step_forward(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, in_place: bool
-) -> tuple[Tensor, Tensor]:
+def conv_step_forward(given: ConvStepInputs, in_place: bool) -> tuple[Tensor, Tensor]:
     """y (batch, d) typed like x, and the new state, with `in_place` in the memory of the given one."""
+    x, state, weight, bias, activation = given
     exact = working(x)
     out = exact * weight[:, -1].to(exact.dtype) + (state.to(exact.dtype) * weight[:, :-1].to(exact.dtype)).sum(-1)
     if bias is not None:
@@ -221,4 +250,4 @@ def short_conv_step_torch(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`short_conv_step` in PyTorch, without argument checks; see there."""
-    return conv_step_forward(x, state, weight, bias, activation, in_place)
+    return conv_step_forward(ConvStepInputs(x, state, weight, bias, activation), in_place)

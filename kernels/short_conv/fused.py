@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from matmix.kernels.functions import Output
 from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
+from matmix.kernels.short_conv.chunked import ConvInputs, StateConvInputs, StateConvOutputs
 from matmix.kernels.slots import count_slots, located, slot_table
 
 
@@ -233,156 +235,100 @@ def _conv_gradients(
         tl.store(at, tap_sums[index], there)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> Tensor:
-    """Shapes and dtypes as in `short_conv`: (batch, seqlen, d) typed like x, contiguous."""
-    return convolve(x, weight, bias, None, causal, activation, cu_seqlens)[0]
+def forward(given: ConvInputs) -> Tensor:
+    """See `conv_forward` of the PyTorch form."""
+    return convolve(given, None)[0]
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """`forward`; after a state (batch, d, width - 1), which needs `causal` and no packing, also the state it leaves."""
-    batch, seqlen, d = x.shape
+def forward_from_state(given: StateConvInputs) -> tuple[Tensor, Tensor]:
+    """See `conv_from_state_forward` of the PyTorch form."""
+    return convolve(given.plain, given.state)
+
+
+def convolve(given: ConvInputs, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The output and, after a state (batch, d, width - 1), which needs `causal` and no packing, the state it leaves."""
+    batch, seqlen, d = given.x.shape
     config = choose_config(batch, seqlen, d)
-    x, state = rows_in_place(x), None if state is None else state.contiguous()
+    x, state = rows_in_place(given.x), None if state is None else state.contiguous()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     final = None if state is None else torch.empty_like(state)
-    slots = count_slots(batch, seqlen, cu_seqlens, config.span)
+    slots = count_slots(batch, seqlen, given.cu_seqlens, config.span)
     launch(
-        _convolve,
-        (slots * triton.cdiv(d, config.channels),),
-        *(x, *_contiguous(weight, bias), state, y, final, slot_table(batch, seqlen, cu_seqlens, config.span)),
-        *(seqlen, triton.cdiv(seqlen, config.span), d, x.stride(0), x.stride(1)),
-        **_options(config, weight, bias, state, causal, activation, cu_seqlens),
-    )
+        _convolve, (slots * triton.cdiv(d, config.channels),),
+        x, *_contiguous(given), state, y, final, slot_table(batch, seqlen, given.cu_seqlens, config.span),
+        seqlen, triton.cdiv(seqlen, config.span), d, x.stride(0), x.stride(1),
+        **_options(config, given, state),
+    )  # fmt: skip
     return y, final
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of x, weight and bias, each typed like its input."""
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums, _ = gradients(dy, x, weight, bias, causal, activation, cu_seqlens, dx)
-    return dx, *of_parameters(sums, weight, bias)
+def backward(given: ConvInputs, _: Output, cotangents: Output) -> tuple[Tensor, Tensor, Tensor | None]:
+    """See `conv_backward` of the PyTorch form."""
+    dx = torch.empty_like(given.x, memory_format=torch.contiguous_format)
+    sums, _ = gradients(cotangents.y, given, dx)
+    return dx, *_of_parameters(sums, given)
 
 
-def of_parameters(sums: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def backward_from_state(
+    given: StateConvInputs, _: StateConvOutputs, cotangents: StateConvOutputs
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """See `conv_from_state_backward` of the PyTorch form."""
+    dx = torch.empty_like(given.x, memory_format=torch.contiguous_format)
+    sums, dstate = gradients(cotangents.y, given.plain, dx, state=given.state, dfinal=cotangents.state)
+    return dx, *_of_parameters(sums, given.plain), dstate
+
+
+def _of_parameters(sums: Tensor, given: ConvInputs) -> tuple[Tensor, Tensor | None]:
     """Gradients of weight and bias, typed like them, from what `gradients` returns."""
-    total, width = sums.sum(0), weight.shape[1]
-    dweight = total[:width].t().to(weight.dtype, memory_format=torch.contiguous_format).contiguous()
+    total, width, bias = sums.sum(0), given.weight.shape[1], given.bias
+    dweight = total[:width].t().to(given.weight.dtype, memory_format=torch.contiguous_format).contiguous()
     return dweight, None if bias is None else total[width].to(bias.dtype).clone()
 
 
 def gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-    dx: Tensor,
-    *,
-    more_dy: Tensor | None = None,
-    state: Tensor | None = None,
-    dfinal: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    dy: Tensor, given: ConvInputs, dx: Tensor, *,
+    more_dy: Tensor | None = None, state: Tensor | None = None, dfinal: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Writes the gradient of x into `dx`, strided as it may be, and returns sums (programs, width or with a bias width
     + 1, d) float32, whose sum over programs is the gradient of the taps, then of the bias; and that of the state.
 
     more_dy: (batch, seqlen, some channels), what is to be added to the gradient of as many first channels of y.
     dfinal: the gradient of the state that is left, given exactly where a state is.
     """
-    batch, seqlen, d = x.shape
-    width = weight.shape[1]
+    batch, seqlen, d = given.x.shape
     config = choose_config(batch, seqlen, d)
-    dy, x = rows_in_place(dy), rows_in_place(x)
+    dy, x = rows_in_place(dy), rows_in_place(given.x)
     dstate = None
     if state is not None:
         state, dfinal = state.contiguous(), dfinal.contiguous()
         dstate = torch.empty_like(state)
     blocks = triton.cdiv(d, config.channels)
-    slots = count_slots(batch, seqlen, cu_seqlens, config.span)
+    slots = count_slots(batch, seqlen, given.cu_seqlens, config.span)
     walk = triton.cdiv(slots, max(1, PROGRAMS // blocks))
     programs = triton.cdiv(slots, walk)
-    sums = torch.empty(programs, width + (bias is not None), d, dtype=torch.float32, device=x.device)
+    taps_and_bias = given.weight.shape[1] + (given.bias is not None)
+    sums = torch.empty(programs, taps_and_bias, d, dtype=torch.float32, device=x.device)
     more_strides = (0, 0) if more_dy is None else more_dy.stride()[:2]
     launch(
-        _conv_gradients,
-        (programs * blocks,),
-        *(dy, dfinal, more_dy, x, *_contiguous(weight, bias), state, dx, dstate, sums),
-        slot_table(batch, seqlen, cu_seqlens, config.span),
-        *(seqlen, triton.cdiv(seqlen, config.span), slots, walk, d, 0 if more_dy is None else more_dy.shape[2]),
-        *(*dy.stride()[:2], *more_strides, *x.stride()[:2], *dx.stride()[:2]),
-        **_options(config, weight, bias, state, causal, activation, cu_seqlens),
-        MORE=more_dy is not None,
-    )
+        _conv_gradients, (programs * blocks,),
+        dy, dfinal, more_dy, x, *_contiguous(given), state, dx, dstate, sums,
+        slot_table(batch, seqlen, given.cu_seqlens, config.span),
+        seqlen, triton.cdiv(seqlen, config.span), slots, walk, d, 0 if more_dy is None else more_dy.shape[2],
+        *dy.stride()[:2], *more_strides, *x.stride()[:2], *dx.stride()[:2],
+        **_options(config, given, state), MORE=more_dy is not None,
+    )  # fmt: skip
     return sums, dstate
 
 
-def forward_from_state(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """See `conv_from_state_forward` of the PyTorch form."""
-    y, final = convolve(x, weight, bias, state, True, activation, None)
-    assert final is not None
-    return y, final
+def _contiguous(given: ConvInputs) -> tuple[Tensor, Tensor | None]:
+    return given.weight.contiguous(), None if given.bias is None else given.bias.contiguous()
 
 
-def backward_from_state(
-    dy: Tensor, dfinal: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """See `conv_from_state_backward` of the PyTorch form."""
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums, dstate = gradients(dy, x, weight, bias, True, activation, None, dx, state=state, dfinal=dfinal)
-    assert dstate is not None
-    return dx, *of_parameters(sums, weight, bias), dstate
-
-
-def _contiguous(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight.contiguous(), None if bias is None else bias.contiguous()
-
-
-def _options(
-    config: ConvConfig,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: Tensor | None,
-) -> dict:
-    width = weight.shape[1]
+def _options(config: ConvConfig, given: ConvInputs, state: Tensor | None) -> dict:
+    width = given.weight.shape[1]
     return {
-        "WIDTH": width,
-        "LEFT": width - 1 if causal else width // 2,
-        "SILU": activation == "silu",
-        "BIAS": bias is not None,
-        "PACKED": cu_seqlens is not None,
-        "STATE": state is not None,
-        "SPAN": config.span,
-        "ROWS": config.rows,
-        "CHANNELS": config.channels,
-        "num_warps": config.num_warps,
+        "WIDTH": width, "LEFT": width - 1 if given.causal else width // 2, "SILU": given.activation == "silu",
+        "BIAS": given.bias is not None, "PACKED": given.cu_seqlens is not None, "STATE": state is not None,
+        "SPAN": config.span, "ROWS": config.rows, "CHANNELS": config.channels, "num_warps": config.num_warps,
         "num_stages": 1,
-    }
+    }  # fmt: skip

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from matmix.kernels.launching import launch
+from matmix.kernels.short_conv.chunked import ConvStepInputs
 
 CHANNELS = 128
 """Channels of a program: one per thread, as few programs would leave most of a GPU idle."""
@@ -50,10 +51,9 @@ def advance_window(
     tl.store(y + b * channels + c, total.to(y.dtype.element_ty), there)
 
 
-def forward(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, in_place: bool
-) -> tuple[Tensor, Tensor]:
+def forward(given: ConvStepInputs, in_place: bool) -> tuple[Tensor, Tensor]:
     """See `conv_step_forward` of the PyTorch form."""
+    x, state, weight, bias, activation = given
     batch, channels = x.shape
     out = state if in_place else torch.empty_like(state, memory_format=torch.contiguous_format)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -4,31 +4,20 @@ backend choice, registration with PyTorch."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from matmix.kernels.backend import Forms, check_backend
-from matmix.kernels.checks import (
-    check_choice,
-    check_cu_seqlens,
-    check_finite,
-    check_floating,
-    check_no_gradients,
-    check_own_memory,
-    check_shape,
-    transformed,
-    wants_gradients,
-)
-from matmix.kernels.registration import Output, register
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.functions import Form
+from matmix.kernels.registration import register, register_step
 from matmix.kernels.short_conv.chunked import (
-    conv_backward,
-    conv_forward,
-    conv_from_state_backward,
-    conv_from_state_forward,
+    SHORT_CONV,
+    STATE_CONV,
+    ConvInputs,
+    ConvStepInputs,
+    StateConvInputs,
     conv_step_forward,
-    short_conv_step_torch,
 )
 
 
@@ -91,12 +80,10 @@ def short_conv(
             raise ValueError(f"{op}: {what} and cu_seqlens are both given; give each document as a row of its own")
     if initial_state is not None:
         check_shape(op, "initial_state", initial_state, (x.shape[0], x.shape[2], width - 1))
-    check_backend(op, backend, x)
-
     if initial_state is None and not return_final_state:
-        return _short_conv(Inputs(x, weight, bias, causal, activation, cu_seqlens, backend)).y
+        return _short_conv(ConvInputs(x, weight, bias, causal, activation, cu_seqlens), backend).y
     state = x.new_zeros(x.shape[0], x.shape[2], width - 1) if initial_state is None else initial_state
-    y, final = _from_state(StateInputs(x, weight, bias, state, activation, backend))
+    y, final = _from_state(StateConvInputs(x, weight, bias, state, activation), backend)
     return (y, final) if return_final_state else y
 
 
@@ -150,128 +137,25 @@ def short_conv_step(
     check_shape(op, "state", state, (*x.shape, width - 1))
     check_choice(op, "activation", activation, (None, "silu"))
     check_finite(op, **given)
-    check_backend(op, backend, x)
-    check_no_gradients(op, in_place, backend, *given.values())
-    if in_place:
-        check_own_memory(op, "state", state)
-        return _step_in_place(StepInputs(x, state, weight, bias, activation, backend)).y, state
-    if wants_gradients(*given.values()) or transformed():
-        return short_conv_step_torch(x, state, weight, bias, activation=activation)
-    return _step(StepInputs(x, state, weight, bias, activation, backend))
+    return _step(ConvStepInputs(x, state, weight, bias, activation), in_place, backend)
 
 
-class Inputs(NamedTuple):
-    """The arguments of matmix::short_conv."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    causal: bool
-    activation: str | None
-    cu_seqlens: Tensor | None
-    backend: str
-
-
-FORMS = Forms("short_conv", "short_conv.fused", conv_forward, conv_backward)
-
-
-def _forward(given: Inputs) -> Output:
-    return Output(FORMS.choose("forward", given.backend, given.x)(*given[:6]))
-
-
-def _backward(given: Inputs, _: Output, cotangents: Output) -> dict[str, Tensor | None]:
-    dx, dweight, dbias = FORMS.choose("backward", given.backend, given.x)(cotangents.y, *given[:6])
-    return {"x": dx, "weight": dweight, "bias": dbias}
-
-
-def _like(given: Inputs) -> Output:
-    return Output(torch.empty_like(given.x, memory_format=torch.contiguous_format))
-
-
-def _flops(given: Inputs | StateInputs, *, backward: bool) -> int:
+def _flops(given: ConvInputs | StateConvInputs, *, backward: bool) -> int:
     """A multiply-add per tap; backward one for the gradient of x and one for the taps'."""
     batch, seqlen, _ = given.x
     return (2 if backward else 1) * 2 * batch * seqlen * math.prod(given.weight)
 
 
-_short_conv = register("short_conv", _forward, _like, Inputs, Output, backward=_backward, flops=_flops)
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class StateInputs(NamedTuple):
-    """The arguments of matmix::short_conv_from_state."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    state: Tensor
-    activation: str | None
-    backend: str
-
-
-class StateOutputs(NamedTuple):
-    """The results of the operations that carry a state on."""
-
-    y: Tensor
-    state: Tensor
-
-
-STATE_FORMS = Forms(
-    "short_conv_from_state", "short_conv.fused", conv_from_state_forward, conv_from_state_backward, "_from_state"
-)
-
-
-def _state_forward(given: StateInputs) -> StateOutputs:
-    return StateOutputs(*STATE_FORMS.choose("forward", given.backend, given.x)(*given[:5]))
-
-
-def _state_backward(given: StateInputs, _: StateOutputs, cotangents: StateOutputs) -> dict[str, Tensor | None]:
-    run = STATE_FORMS.choose("backward", given.backend, given.x)
-    dy, dstate = (
-        torch.zeros_like(x) if gradient is None else gradient
-        for gradient, x in zip(cotangents, (given.x, given.state), strict=True)
-    )
-    dx, dweight, dbias, dstate = run(dy, dstate, *given[:5])
-    return {"x": dx, "weight": dweight, "bias": dbias, "state": dstate}
-
-
-def _state_like(given: StateInputs | StepInputs) -> StateOutputs:
-    return StateOutputs(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (given.x, given.state)))
-
-
+_short_conv = register(SHORT_CONV, "short_conv.fused", lambda given, _: _like(given.x), flops=_flops)
 _from_state = register(
-    "short_conv_from_state", _state_forward, _state_like, StateInputs, StateOutputs,
-    backward=_state_backward, flops=_flops,
+    STATE_CONV, "short_conv.fused", lambda given, _: (_like(given.x), _like(given.state)), flops=_flops,
+    suffix="_from_state",
 )  # fmt: skip
-
-
-class StepInputs(NamedTuple):
-    """The arguments of matmix::short_conv_step, and of short_conv_step_, which writes into the state."""
-
-    x: Tensor
-    state: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    activation: str | None
-    backend: str
-
-
-STEP_FORMS = Forms("short_conv_step", "short_conv.fused_step", conv_step_forward)
-
-
-def _step_forward(given: StepInputs) -> StateOutputs:
-    y, state = STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], False)
-    return StateOutputs(y.contiguous(), state.contiguous())
-
-
-def _step_forward_in_place(given: StepInputs) -> Output:
-    return Output(STEP_FORMS.choose("forward", given.backend, given.x)(*given[:5], True)[0].contiguous())
-
-
-def _step_flops(given: StepInputs, *, backward: bool) -> int:
-    return 2 * given.x[0] * math.prod(given.weight)
-
-
-_step = register("short_conv_step", _step_forward, _state_like, StepInputs, StateOutputs, flops=_step_flops)
-_step_in_place = register(
-    "short_conv_step_", _step_forward_in_place, _like, StepInputs, Output, flops=_step_flops, mutates=("state",)
-)
+_step = register_step(
+    "short_conv_step", ConvStepInputs, Form(conv_step_forward), "short_conv.fused_step",
+    lambda given, backward: 2 * given.x[0] * math.prod(given.weight),
+)  # fmt: skip

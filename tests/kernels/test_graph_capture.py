@@ -31,17 +31,28 @@ from matmix.kernels import (
     short_conv_step,
 )
 from matmix.kernels.backend import TRITON_FORMS
+from matmix.kernels.functions import Output
 from matmix.kernels.gated_norm import fused as fused_norm
+from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.launching import record_launches
 from matmix.kernels.lion import fused as fused_lion
+from matmix.kernels.lion.chunked import LionInputs
 from matmix.kernels.scan_layer import fused as fused_layer
-from matmix.kernels.scan_layer.chunked import LayerForm
-from matmix.kernels.semiseparable.chunked.autograd import combined_backward, move_gates
+from matmix.kernels.scan_layer.chunked import LayerInputs
+from matmix.kernels.semiseparable.chunked.autograd import (
+    TwoSidedInputs,
+    TwoSidedOutputs,
+    move_gates,
+    two_sided_backward,
+    two_sided_forward,
+)
+from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.semiseparable.fused import step as fused_step
 from matmix.kernels.short_conv import fused as fused_conv
 from matmix.kernels.short_conv import fused_step as fused_conv_step
+from matmix.kernels.short_conv.chunked import ConvInputs, ConvStepInputs, StateConvInputs, StateConvOutputs
 from matmix.model import build_model
 from matmix.model.decoding import StaticStep, decode, has_static_step
 from matmix.model.initialization import initialize
@@ -50,19 +61,6 @@ from matmix.model.mixers import MIXERS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [5, 0, 130, 1]
-
-
-def sides_of(inputs, cu_seqlens, gate_offset):
-    """What the registered op hands to a backend, from the public arguments by name."""
-    sides = []
-    for direction in ("forward", "backward"):
-        decay = inputs.get(f"log_decay_{direction}")
-        if direction == "backward":
-            decay = move_gates(decay, gate_offset, cu_seqlens)
-        vectors = [inputs[f"{name}_{direction}"] for name in "qk"]
-        others = [inputs.get(f"{name}_{direction}") for name in ("input_scale", "initial_state")]
-        sides.append(ScanSide(*vectors, decay, *others, direction == "backward"))
-    return tuple(sides)
 
 
 @pytest.mark.parametrize(
@@ -99,18 +97,15 @@ def test_the_bidirectional_scan_looks_at_no_value(form, dtype, as_packed):
     with FakeTensorMode() as mode, record_launches() as launches:
         inputs = {n: mode.from_tensor(x).to(dtype if n[0] in "vqk" else torch.float32) for n, x in inputs.items()}
         bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
-        sides = sides_of(inputs, bounds, offset)
-        v, diagonal = inputs["v"], inputs["diagonal"]
-        call = ScanCall(v, sides, diagonal, choices, bounds)
-        out = fused.forward(call, False)
-        dv, gradients, ddiagonal = combined_backward(
-            fused.forward, fused.backward, torch.empty_like(out.y), None, out.y, out.row_sum, out.rest, call
-        )
-        assert (dv.shape, dv.dtype, ddiagonal.shape) == (v.shape, dtype, diagonal.shape)
-        for side, found in zip(sides, gradients, strict=True):
-            for x, gradient in zip(side[:5], found, strict=True):
-                assert (x is None) == (gradient is None)
-                assert x is None or (x.shape, x.dtype) == (gradient.shape, gradient.dtype)
+        gates = move_gates(inputs.pop("log_decay_backward", None), offset, bounds)
+        tensors = dict.fromkeys(TwoSidedInputs._fields) | inputs | {"log_decay_backward": gates, "cu_seqlens": bounds}
+        given = TwoSidedInputs(**tensors | choices._asdict())
+        outputs = two_sided_forward(fused, given)
+        cotangents = TwoSidedOutputs(torch.empty_like(outputs.y), None, None)
+        gradients = two_sided_backward(fused, given, outputs, cotangents)
+        for x, gradient in zip(given, gradients, strict=False):
+            assert (x is None) == (gradient is None)
+            assert x is None or (x.shape, x.dtype) == (gradient.shape, gradient.dtype)
     assert len(launches) >= 4
 
 
@@ -119,43 +114,45 @@ def test_the_small_ops_look_at_no_value():
         x, weight, scale = torch.empty(1, 300, 40), torch.empty(40, 7), torch.empty(40)
         cu_seqlens = torch.empty(5, dtype=torch.int32)
         for activation, bias in itertools.product((None, "silu"), (None, scale)):
-            fused_conv.forward(x, weight, bias, True, activation, cu_seqlens)
-            fused_conv.backward(x, x, weight, bias, True, activation, cu_seqlens)
-            state = torch.empty(1, 40, 6)
-            y, final = fused_conv.forward_from_state(x, weight, bias, state, activation)
-            found = fused_conv.backward_from_state(y, final, x, weight, bias, state, activation)
-            assert [y.shape, final.shape, found[0].shape, found[3].shape] == [x.shape, state.shape] * 2
-        fused_norm.forward(x, scale, x, 1e-5, 8)
-        fused_norm.backward(x, x, scale, x, 1e-5, 8)
+            given = ConvInputs(x, weight, bias, True, activation, cu_seqlens)
+            fused_conv.forward(given)
+            fused_conv.backward(given, None, Output(x))
+            given = StateConvInputs(x, weight, bias, torch.empty(1, 40, 6), activation)
+            outputs = StateConvOutputs(*fused_conv.forward_from_state(given))
+            dx, *_, dstate = fused_conv.backward_from_state(given, outputs, outputs)
+            assert [y.shape for y in (*outputs, dx, dstate)] == [x.shape, given.state.shape] * 2
+        given = NormInputs(x, scale, x, 1e-5, 8)
+        fused_norm.forward(given)
+        fused_norm.backward(given, None, Output(x))
     assert len(launches) >= 4 * 4 + 2
 
 
 @pytest.mark.parametrize(("directions", "as_packed", "seqlen"), each_value_once([1, 2], [False, True], [20, 5000, 136]))
 def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
     """All that the layers around a scan launch, and what PyTorch does between."""
-    form = LayerForm(2, 12, 1, 6, directions, True, 0.1, 2.0)
-    given = layer_inputs(seqlen, batch=1, directions=directions, states=True)
+    tensors = layer_inputs(seqlen, batch=1, directions=directions, states=True)
     with FakeTensorMode() as mode, record_launches() as launches:
-        given = {name: mode.from_tensor(x) for name, x in given.items()}
+        tensors = {name: mode.from_tensor(x) for name, x in tensors.items()}
+        tensors |= {name: tensors[name].bfloat16() for name in ("projected", "diagonal_weight")}
         bounds = torch.empty(5, dtype=torch.int32) if as_packed else None
-        projected, weight = given.pop("projected").bfloat16(), given.pop("norm_weight")
-        given["diagonal_weight"] = given["diagonal_weight"].bfloat16()
-        parameters = fused_layer.Parameters(**given)
-        y, mixed, product = fused_layer.forward(projected, parameters, form, bounds, None)
-        out = fused_layer.gate(projected, y, weight, form, 1e-5, None, True)
+        options = dict.fromkeys(LayerInputs._fields) | tensors | {"cu_seqlens": bounds, "eps": 1e-5, "norm_first": True}
+        sizes = {"nheads": 2, "ngroups": 1, "d_state": 6, "directions": directions, "shift": True}
+        given = LayerInputs(**options | sizes | {"low": 0.1, "high": 2.0, "keep": True})
+        y, mixed, product = fused_layer.forward_scan(given)
+        given = given._replace(scanned=y)
+        out = fused_layer.forward(given)
         for kept in ((mixed, product), (None, None)):
-            found = fused_layer.backward(
-                out, projected, y, *kept, parameters, weight, form, bounds, None, 1e-5, None, True
-            )
-            for name, x in {"projected": projected, "norm_weight": weight, **given}.items():
-                gradient = getattr(found, name)
+            given = given._replace(mixed=kept[0], product=kept[1])
+            gradients = fused_layer.backward(given, None, Output(out))
+            for name, x in tensors.items():
+                gradient = getattr(gradients, name)
                 assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
         qkv = torch.empty(1, seqlen, 72, dtype=torch.bfloat16)
         for gates in (None, torch.empty(2), torch.empty(1, seqlen, 2)):
-            lion = fused_lion.LionForm(2, "silu_norm", 1, 1, 1e-6)
-            *found, decays = fused_lion.forward(qkv, gates, lion, bounds)
-            for dsums in (None, found[1]):
-                dqkv, dgates = fused_lion.backward(found[0], dsums, *found, decays, qkv, gates, lion, bounds)
+            given = LionInputs(qkv, gates, bounds, 2, "silu_norm", 1, 1, 1e-6)
+            outputs = fused_lion.forward(given)
+            for dsums in (None, outputs.row_sum):
+                dqkv, dgates = fused_lion.backward(given, outputs, outputs._replace(row_sum=dsums))
                 assert (dqkv.shape, gates is None) == (qkv.shape, dgates is None)
     assert launches
 
@@ -168,11 +165,11 @@ def test_the_steps_look_at_no_value(dtype, in_place):
         memory, factors = torch.empty(3, 4, 10, 20), torch.empty(3, 4)
         for given in (factors, factors[0], None):
             scale = factors if given is factors else None
-            y, new = fused_step.forward(v, q, q, given, memory, scale, given, in_place)
+            y, new = fused_step.forward(ScanStepInputs(v, q, q, given, memory, scale, given), in_place)
             assert (y.shape, y.dtype, new.shape, new is memory) == (v.shape, dtype, memory.shape, in_place)
         x, weight, bias = (torch.empty(shape, dtype=dtype) for shape in ((3, 40), (40, 4), (40,)))
         for given, activation in ((bias, "silu"), (None, None)):
-            y, new = fused_conv_step.forward(x, state, weight, given, activation, in_place)
+            y, new = fused_conv_step.forward(ConvStepInputs(x, state, weight, given, activation), in_place)
             assert (y.shape, y.dtype, new.shape, new is state) == (x.shape, dtype, state.shape, in_place)
     assert [x.kernel.__name__ for x in launches] == ["advance_state"] * 3 + ["advance_window"] * 2
 

@@ -17,10 +17,13 @@ from torch.nn.functional import pad
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.functions import Output
 from matmix.kernels.gated_norm import fused as fused_norm
+from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.gated_norm.definition import gated_norm_definition
 from matmix.kernels.launching import record_launches
 from matmix.kernels.short_conv import fused as fused_conv
+from matmix.kernels.short_conv.chunked import ConvInputs
 from matmix.kernels.short_conv.definition import short_conv_definition
 
 TOLERANCES = {torch.float32: FLOAT32} | ({torch.bfloat16: 5e-3} if torch.cuda.is_available() else {})
@@ -183,11 +186,11 @@ def test_strided_and_expanded_cotangents(interpreter, dtype):
     whole = torch.randn(2, 40, 9, device=interpreter, dtype=dtype)
     for dy in (whole[..., 2:7], whole.transpose(1, 2)[:, :5].transpose(1, 2), whole[..., :1].expand(-1, -1, 5)):
         for activation in (None, "silu"):
-            got, wanted = (
-                fused_conv.backward(t, x, weight, None, False, activation, None)[:2] for t in (dy, dy.contiguous())
-            )
+            given = ConvInputs(x, weight, None, False, activation, None)
+            got, wanted = (fused_conv.backward(given, None, Output(t))[:2] for t in (dy, dy.contiguous()))
             assert all(map(torch.equal, got, wanted))
-        got, wanted = (fused_norm.backward(t, y, scale, gate, 1e-5, None) for t in (dy, dy.contiguous()))
+        given = NormInputs(y, scale, gate, 1e-5, None)
+        got, wanted = (fused_norm.backward(given, None, Output(t)) for t in (dy, dy.contiguous()))
         assert all(map(torch.equal, got, wanted))
 
 
@@ -217,10 +220,10 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode(), record_launches() as launches:
         x, weight, scale = torch.empty(1, 300, 40), torch.empty(40, 7), torch.empty(40)
         cu_seqlens = torch.empty(5, dtype=torch.int32)
-        fused_conv.forward(x, weight, scale, True, "silu", cu_seqlens)
-        fused_conv.backward(x, x, weight, scale, True, "silu", cu_seqlens)
-        fused_norm.forward(x, scale, x, 1e-5, 8)
-        fused_norm.backward(x, x, scale, x, 1e-5, 8)
+        conv, norm = ConvInputs(x, weight, scale, True, "silu", cu_seqlens), NormInputs(x, scale, x, 1e-5, 8)
+        for fused, given in ((fused_conv, conv), (fused_norm, norm)):
+            fused.forward(given)
+            fused.backward(given, None, Output(x))
     names = [launch.kernel.__name__ for launch in launches]
     assert [name for name in names if name != "fill_table"] == [
         "_convolve",

@@ -12,52 +12,17 @@ Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from matmix.kernels.documents import shift_left
-from matmix.kernels.functions import Function, gradient_of
+from matmix.kernels.functions import Form, Operation, in_pytorch, working_dtype
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
-from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanGradients, ScanSide
-
-
-def combined_backward(
-    forward: Callable,
-    backward: Callable,
-    dy: Tensor,
-    dfinal: Tensor | None,
-    y: Tensor | None,
-    row_sum: Tensor | None,
-    rest: Tensor | None,
-    call: ScanCall,
-) -> ScanGradients:
-    """Returns the gradients of a scan by a backend's `forward` and linear `backward`.
-
-    dfinal: of the final state, or None. y, row_sum and rest: results of the forward pass, only needed where the form
-    normalises.
-    """
-    v, _, diagonal, form, *_ = call
-    exact = torch.promote_types(v.dtype, torch.float32)
-    if form.normalize:
-        # y = n / s, so dn = dy / s and ds = -dy . y / s.
-        divided = (dy.to(exact) / (row_sum + form.eps).unsqueeze(-1)).to(v.dtype)
-        drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
-        return backward(divided, drow_sum, None, call)
-    if form.combine != "mult":
-        return backward(dy, None, dfinal, call)
-    apart = call._replace(diagonal=None, form=form._replace(combine="concat"))
-    first, second = forward(apart, False).y.chunk(2, -1)
-    gradients = backward(torch.cat([dy * second, dy * first], -1), None, None, apart)
-    if diagonal is None:
-        return gradients
-    dv = (gradients.v.to(exact) + diagonal.to(exact).unsqueeze(-1) * dy).to(v.dtype)
-    along = (dy.to(exact) * v).sum(-1)
-    return ScanGradients(dv, gradients.sides, reduce_like(along, diagonal))
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, SideGradients
 
 
 def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -69,46 +34,132 @@ def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | 
     return shift_left(log_decay, cu_seqlens)
 
 
-def scan_call(
-    form: ScanForm, chunk_size: int | None, v: Tensor, diagonal: Tensor | None, cu_seqlens: Tensor | None, *parts: Any
-) -> ScanCall:
-    """Puts a call together from its options and tensors. parts: those of the first side, then of the second, if any."""
-    sides = tuple(ScanSide(*parts[start : start + 5], start > 0) for start in range(0, len(parts), 5))
-    return ScanCall(v, sides, diagonal, form, cu_seqlens, chunk_size)
+class CausalInputs(NamedTuple):
+    """The arguments of matmix::semiseparable_scan; see `semiseparable_scan`."""
+
+    v: Tensor
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    input_scale: Tensor | None
+    diagonal: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    final_state: bool
+    chunk_size: int | None
+
+    @property
+    def call(self) -> ScanCall:
+        side = ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False)
+        return ScanCall(self.v, (side,), self.diagonal, ScanForm(), self.cu_seqlens, self.chunk_size)
 
 
-class ScanFunction(Function):
-    """`scan_forward` of the call that `scan_call` makes of all arguments but the first."""
+class CausalOutputs(NamedTuple):
+    """The results of matmix::semiseparable_scan."""
 
-    @staticmethod
-    def forward(final_state, *arguments):
-        return tuple(scan_forward(scan_call(*arguments), final_state))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        _, form, chunk_size, *tensors = inputs
-        y, row_sum, _, rest = output
-        ctx.save_for_backward(y if form.normalize else None, row_sum, rest, *tensors)
-        ctx.mark_non_differentiable(*(x for x in (row_sum, rest) if x is not None))
-        ctx.set_materialize_grads(False)
-        ctx.options = form, chunk_size
-
-    @staticmethod
-    def backward(ctx, dy, _drow_sum, dfinal, _drest):
-        y, row_sum, rest, *tensors = ctx.saved_tensors
-        return None, None, None, *gradient_of(scan_gradient, dy, dfinal, y, row_sum, rest, *ctx.options, *tensors)
+    y: Tensor
+    final: Tensor | None
 
 
-def scan_gradient(
-    dy: Tensor | None, dfinal: Tensor | None, y: Tensor | None, row_sum: Tensor | None, rest: Tensor | None, *arguments
-) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of the tensors of `scan_call`, in its order."""
-    call = scan_call(*arguments)
-    if dy is None:
-        width = 2 if call.form.combine == "concat" else 1
-        dy = call.v.new_zeros(*call.v.shape[:-1], width * call.v.shape[-1])
-    dv, sides, ddiagonal = combined_backward(scan_forward, scan_backward, dy, dfinal, y, row_sum, rest, call)
-    return dv, ddiagonal, None, *(gradient for side in sides for gradient in side)
+def causal_forward(form: Form, given: CausalInputs) -> CausalOutputs:
+    output = form.forward(given.call, given.final_state)
+    return CausalOutputs(output.y, output.final)
+
+
+def causal_backward(form: Form, given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> tuple:
+    dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
+    dfinal = cotangents.final if given.final_state else None
+    dv, (side,), ddiagonal = form.backward(dy, None, dfinal, given.call)
+    return dv, side.q, side.k, side.log_decay, side.input_scale, ddiagonal, side.initial_state
+
+
+SEMISEPARABLE = Operation(
+    "semiseparable_scan", CausalInputs, CausalOutputs, Form(scan_forward, scan_backward),
+    forward=causal_forward, backward=causal_backward,
+)  # fmt: skip
+
+
+class TwoSidedInputs(NamedTuple):
+    """The arguments of matmix::quasiseparable_scan; see `quasiseparable_scan`. Gates of the backward direction have
+    been moved to where its scan reads them."""
+
+    v: Tensor
+    q_forward: Tensor
+    k_forward: Tensor
+    q_backward: Tensor
+    k_backward: Tensor
+    log_decay_forward: Tensor | None
+    log_decay_backward: Tensor | None
+    input_scale_forward: Tensor | None
+    input_scale_backward: Tensor | None
+    diagonal: Tensor | None
+    initial_state_forward: Tensor | None
+    initial_state_backward: Tensor | None
+    cu_seqlens: Tensor | None
+    shift: bool
+    combine: str
+    self_term: str
+    normalize: bool
+    eps: float
+    chunk_size: int | None
+
+    @property
+    def call(self) -> ScanCall:
+        sides = (
+            ScanSide(*(getattr(self, f"{field}_{name}") for field in SideGradients._fields), name == "backward")
+            for name in ("forward", "backward")
+        )
+        form = ScanForm(self.shift, self.combine, self.self_term, self.normalize, self.eps)
+        return ScanCall(self.v, tuple(sides), self.diagonal, form, self.cu_seqlens, self.chunk_size)
+
+
+class TwoSidedOutputs(NamedTuple):
+    """The results of matmix::quasiseparable_scan; see `ScanOutput`."""
+
+    y: Tensor
+    row_sum: Tensor | None
+    rest: Tensor | None
+
+
+def two_sided_forward(form: Form, given: TwoSidedInputs) -> TwoSidedOutputs:
+    output = form.forward(given.call, False)
+    return TwoSidedOutputs(output.y, output.row_sum, output.rest)
+
+
+def two_sided_backward(
+    form: Form, given: TwoSidedInputs, outputs: TwoSidedOutputs, cotangents: TwoSidedOutputs
+) -> tuple:
+    """The gradients by a form whose `backward` is that of a linear scan."""
+    v, diagonal, call, dy = given.v, given.diagonal, given.call, cotangents.y
+    exact = working_dtype(v)
+    if given.normalize:
+        # y = n / s, so dn = dy / s and ds = -dy . y / s.
+        y, row_sum, rest = outputs
+        divided = (dy.to(exact) / (row_sum + given.eps).unsqueeze(-1)).to(v.dtype)
+        drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
+        dv, (first, second), ddiagonal = form.backward(divided, drow_sum, None, call)
+    elif given.combine == "mult":
+        apart = call._replace(diagonal=None, form=call.form._replace(combine="concat"))
+        halves = form.forward(apart, False).y.chunk(2, -1)
+        dv, (first, second), ddiagonal = form.backward(
+            torch.cat([dy * halves[1], dy * halves[0]], -1), None, None, apart
+        )
+        if diagonal is not None:
+            dv = (dv.to(exact) + diagonal.to(exact).unsqueeze(-1) * dy).to(v.dtype)
+            ddiagonal = reduce_like((dy.to(exact) * v).sum(-1), diagonal)
+    else:
+        dv, (first, second), ddiagonal = form.backward(dy, None, None, call)
+    return (
+        dv, first.q, first.k, second.q, second.k, first.log_decay, second.log_decay, first.input_scale,
+        second.input_scale, ddiagonal, first.initial_state, second.initial_state,
+    )  # fmt: skip
+
+
+QUASISEPARABLE = Operation(
+    "quasiseparable_scan", TwoSidedInputs, TwoSidedOutputs, Form(scan_forward, scan_backward),
+    without_gradient=("row_sum", "rest"), kept=lambda given: ("y", "row_sum", "rest") if given.normalize else (),
+    forward=two_sided_forward, backward=two_sided_backward,
+)  # fmt: skip
 
 
 def semiseparable_chunked(
@@ -125,8 +176,11 @@ def semiseparable_chunked(
     chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`semiseparable_scan` in PyTorch, without argument checks; see there."""
-    side = (q, k, log_decay, input_scale, initial_state)
-    y, _, final, _ = ScanFunction.apply(return_final_state, ScanForm(), chunk_size, v, diagonal, cu_seqlens, *side)
+    y, final = in_pytorch(SEMISEPARABLE)(
+        CausalInputs(
+            v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
+        )
+    )
     return (y, final) if return_final_state else y
 
 
@@ -155,8 +209,10 @@ def quasiseparable_chunked(
 ) -> Tensor:
     """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
     log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
-    return ScanFunction.apply(
-        False, ScanForm(shift, combine, self_term, normalize is not None, eps), chunk_size, v, diagonal, cu_seqlens,
-        q_forward, k_forward, log_decay_forward, input_scale_forward, initial_state_forward,
-        q_backward, k_backward, log_decay_backward, input_scale_backward, initial_state_backward,
-    )[0]  # fmt: skip
+    return in_pytorch(QUASISEPARABLE)(
+        TwoSidedInputs(
+            v, q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward, input_scale_forward,
+            input_scale_backward, diagonal, initial_state_forward, initial_state_backward, cu_seqlens, shift, combine,
+            self_term, normalize is not None, eps, chunk_size,
+        )
+    ).y  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels.functions import outside_autocast, working_dtype
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
 from matmix.kernels.semiseparable.chunked.forward import (
     block_mask,
@@ -27,7 +27,6 @@ from matmix.kernels.semiseparable.chunked.setup import (
     grouped_rows,
     pass_states,
     reduce_like,
-    scan_dtype,
     set_up_scan,
     spread_heads,
     ungrouped_rows,
@@ -83,7 +82,7 @@ def scan_backward(
         return ScanGradients(first.v + second.v, first.sides + second.sides, ddiagonal)
     if drow_sum is None:
         return linear_backward(dy, dfinal, call)
-    exact = scan_dtype(call.v)
+    exact = working_dtype(call.v)
     dy = torch.cat([dy.to(exact), drow_sum.to(exact).unsqueeze(-1)], -1)
     gradients = linear_backward(dy, dfinal, call._replace(v=with_ones(call.v)))
     return gradients._replace(v=gradients.v[..., :-1].to(call.v.dtype, memory_format=torch.contiguous_format))

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.functions import outside_autocast
+from matmix.kernels.functions import outside_autocast, working_dtype
 from matmix.kernels.semiseparable.chunked.setup import (
     ScanSetup,
     chunk_blocks,
     entering_states,
-    scan_dtype,
     set_up_scan,
     spread_heads,
     ungrouped_rows,
@@ -129,7 +128,7 @@ def scan_forward(call: ScanCall, final_state: bool) -> ScanOutput:
     if form.combine == "concat":
         halves = [linear_forward(call._replace(sides=(side,)), False)[0] for side in sides]
         return ScanOutput(torch.cat(halves, -1), None, None)
-    exact = v.to(scan_dtype(v))
+    exact = v.to(working_dtype(v))
     alone = call._replace(v=exact, diagonal=None)
     y, other = (linear_forward(alone._replace(sides=(side,)), False)[0] for side in sides)
     y.mul_(other)
@@ -140,7 +139,7 @@ def scan_forward(call: ScanCall, final_state: bool) -> ScanOutput:
 
 def with_ones(v: Tensor) -> Tensor:
     """Values with a column of ones, whose output is the sum of each row of the mixer."""
-    v = v.to(scan_dtype(v))
+    v = v.to(working_dtype(v))
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
 
 
@@ -174,18 +173,22 @@ def linear_forward(call: ScanCall, final_state: bool) -> tuple[Tensor, Tensor | 
     return layout.join(y), final
 
 
+class ScanStepInputs(NamedTuple):
+    """The arguments of matmix::semiseparable_step."""
+
+    v: Tensor
+    q: Tensor
+    k: Tensor
+    log_decay: Tensor | None
+    state: Tensor
+    input_scale: Tensor | None
+    diagonal: Tensor | None
+
+
 @outside_autocast
-def step_forward(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    in_place: bool,
-) -> tuple[Tensor, Tensor]:
+def step_forward(given: ScanStepInputs, in_place: bool) -> tuple[Tensor, Tensor]:
     """y (batch, nheads, headdim) typed like v, and the new state, with `in_place` in the memory of the given one."""
+    v, q, k, log_decay, state, input_scale, diagonal = given
     groups, exact = q.shape[1], state.dtype
     values = v.to(exact)
     written = values if input_scale is None else values * input_scale.to(exact).unsqueeze(-1)
@@ -214,4 +217,4 @@ def semiseparable_step_torch(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_step` in PyTorch, without argument checks; see there."""
-    return step_forward(v, q, k, log_decay, state, input_scale, diagonal, in_place)
+    return step_forward(ScanStepInputs(v, q, k, log_decay, state, input_scale, diagonal), in_place)

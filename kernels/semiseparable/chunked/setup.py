@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
+from matmix.kernels.functions import working_dtype
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, growth, side_decay
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
@@ -38,11 +39,6 @@ class ScanSetup(NamedTuple):
     """Chunks worked on at a time, so that chunk matrices stay in the cache."""
 
 
-def scan_dtype(v: Tensor) -> torch.dtype:
-    """The dtype of sums and states."""
-    return torch.float64 if v.dtype == torch.float64 else torch.float32
-
-
 def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
     """Chunk length where the work inside chunks and the work on states balance; short sequences are one
     chunk.
@@ -59,7 +55,7 @@ def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
     exclusive, both = form.shift, len(sides) == 2
     own_weight = 0.0 if exclusive or not both else 0.5 if form.self_term == "mean" else 1.0
     groups, d_state = sides[0].q.shape[2:]
-    dtype = scan_dtype(v)
+    dtype = working_dtype(v)
     chunk = chunk_size or default_scan_chunk(seqlen, d_state, headdim)
     given = any(side.initial_state is not None for side in sides)
     layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state)

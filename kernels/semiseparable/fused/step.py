@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
+from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs
 
 HIGHEST: tl.constexpr = tl.constexpr(0.01)
 """LARGEST_LOG_DECAY: values on the device cannot be refused without waiting for it."""
@@ -90,17 +91,9 @@ def advance_state(
     tl.store(y + unit * HEADDIM + p, total.to(y.dtype.element_ty), p < HEADDIM)
 
 
-def forward(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    input_scale: Tensor | None,
-    diagonal: Tensor | None,
-    in_place: bool,
-) -> tuple[Tensor, Tensor]:
+def forward(given: ScanStepInputs, in_place: bool) -> tuple[Tensor, Tensor]:
     """See `step_forward` of the PyTorch form."""
+    v, q, k, log_decay, state, input_scale, diagonal = given
     batch, heads, headdim = v.shape
     groups, d_state = q.shape[1:]
     config = choose_config(batch * heads)

@@ -18,6 +18,7 @@ from triton_on_cpu import PoisonedTorch
 from matmix.kernels import matrix_product_scan
 from matmix.kernels.launching import record_launches
 from matmix.kernels.matrix_product import fused
+from matmix.kernels.matrix_product.chunked import ProductInputs
 from matmix.kernels.matrix_product.definition import matrix_product_definition
 
 
@@ -141,8 +142,9 @@ def test_no_value_is_looked_at(packed_row):
     x = torch.empty(1, 100_000, 6, 8, 8, device="meta")
     cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta") if packed_row else None
     with record_launches() as launches:
-        h, final, products = fused.forward(x, None, cu_seqlens, None)
-        fused.backward(torch.empty_like(h), final, x, h, products, None, cu_seqlens, None)
+        given = ProductInputs(x, None, cu_seqlens, None)
+        outputs = fused.forward(given)
+        fused.backward(given, outputs, outputs._replace(h=torch.empty_like(outputs.h)))
     assert len(launches) == 4 + 7
 
 

@@ -17,7 +17,7 @@ from matmix.kernels import mru_mixer, mru_step
 from matmix.kernels.launching import record_launches
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.mru import fused
-from matmix.kernels.mru.chunked import made_elements
+from matmix.kernels.mru.chunked import MixerInputs, made_elements
 from matmix.kernels.mru.constructions import build_state_matrices, state_elements
 from matmix.kernels.mru.definition import mru_mixer_definition
 
@@ -272,14 +272,15 @@ def test_no_value_is_looked_at_and_no_state_stored(construction, packed_row, chu
     w_down = torch.empty(6, 8, 8, device="meta", dtype=torch.bfloat16)
     cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta") if packed_row else None
     with record_launches() as launches:
-        y, final, _, edges = fused.forward(elements, w_down, w_up, None, cu_seqlens, construction)
-        fused.backward(torch.empty_like(y), final, elements, w_down, w_up, edges, None, cu_seqlens, construction)
+        given = MixerInputs(elements, w_down, w_up, None, cu_seqlens, construction)
+        outputs = fused.forward(given)
+        fused.backward(given, outputs, outputs._replace(y=torch.empty_like(outputs.y)))
     cayley = construction == "cayley"
     assert len(launches) == 5 + 6 + (4 if cayley else 0)
     states = 100_000 * 6 * 64 * 4
     # Elements, outputs and their gradients are bfloat16. Cayley's X is there while a pass runs.
     tensors = [x for launch in launches for x in launch.arguments if torch.is_tensor(x) and x.dtype == torch.float32]
-    kept_from_forward = edges.numel() * 4
+    kept_from_forward = outputs.edges.numel() * 4
     sizes = {x.numel() * x.element_size() for x in tensors}
     assert max(sizes - ({states} if cayley else set())) <= 0.28 * states
     assert kept_from_forward < 0.04 * states

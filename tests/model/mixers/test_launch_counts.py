@@ -16,7 +16,7 @@ from matmix.model.mixers.scans import lion, scan_block
 
 LAYER = "matmix.kernels.scan_layer.fused"
 LION = "matmix.kernels.lion.fused"
-INSIDE = [(LAYER, "forward"), (LAYER, "gate"), (LAYER, "backward"), (LION, "forward"), (LION, "backward")]
+INSIDE = [(LAYER, "forward_scan"), (LAYER, "forward"), (LAYER, "backward"), (LION, "forward"), (LION, "backward")]
 FORBIDDEN = {"cat", "addmm_", "copy_", "clone"}
 SMALL = {"headdim": 16, "d_state": 16}
 
