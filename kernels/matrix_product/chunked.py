@@ -12,6 +12,9 @@ With that known at every chunk, the recurrence runs in all of them at once. Kept
 output and the P_t, float32. A packed document restarts the product: its first state is written over whatever
 reached it and the states after it are the P_t as they are, so nothing of its neighbour, not even an overflow,
 comes through.
+
+Matrices of order 16 and more gain nothing from lying side by side and would only be moved about more. For them both
+second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +26,13 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.functions import Form, Operation, cache_blocks, in_pytorch, outside_autocast, working_dtype
-from matmix.kernels.matrix_product.spans import ProductDocuments, ProductSpan, product_spans, products_like
+from matmix.kernels.matrix_product.spans import (
+    ProductDocuments,
+    ProductSpan,
+    multiplies_wide,
+    product_spans,
+    products_like,
+)
 
 
 class ProductInputs(NamedTuple):
@@ -51,7 +60,7 @@ def product_forward(given: ProductInputs) -> ProductOutputs:
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     starts = given_states(initial_state, rows, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    products = products_like(x)
+    products = products_like(x, chunk_size)
     firsts, final = starts, starts.clone()
     if documents.starts:
         tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
@@ -63,7 +72,10 @@ def product_forward(given: ProductInputs) -> ProductOutputs:
     for span in product_spans(x, chunk_size, documents):
         unrounded = None if out.dtype == dtype else final
         entering = product_entries(span, state, firsts, products)
-        state = product_states(span, entering, products, span.view(out), unrounded)
+        if multiplies_wide(x):
+            state = product_states(span, entering, products, span.view(out), unrounded)
+        else:
+            state = recurrent_states(span, entering, firsts, span.view(out), unrounded)
     if cu_seqlens is None:
         final = state.contiguous()
     elif out.dtype == dtype and documents.ends:
@@ -81,20 +93,27 @@ def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
 
 
 def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: Tensor) -> Tensor:
-    """Write the running products of each chunk; returns the state that enters each, (batch, count, nheads, o, o)."""
+    """Write the running products of each chunk, or the last of them alone; returns the state that enters each, (batch,
+    count, nheads, o, o)."""
+    wide = multiplies_wide(span.x)
+    if span.count == 1 and not wide:
+        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format)
     factors = span.buffers()
     current, spare = span.buffer().view(span.flat), span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.by_lane(span.load(span.x, block.start, block.stop, factors))
-        slots = span.wide(products, block).flatten(0, 2).unbind(2)
-        for step, right, slot in zip(block, rights, slots, strict=True):
+        slots = span.wide(products, block).flatten(0, 2).unbind(2) if wide else ()
+        for step, right in zip(block, rights, strict=True):
             if step:
                 torch.bmm(current, right, out=spare)
                 current, spare = spare, current
             else:
                 current.copy_(right)
             restart_product(span, step, current, firsts)
-            slot.copy_(current)
+            if wide:
+                slots[step - block.start].copy_(current)
+    if not wide:
+        products.copy_(current.view(span.lanes))
     return entering_products(span, state, current)
 
 
@@ -132,6 +151,23 @@ def product_states(span: ProductSpan, entering: Tensor, products: Tensor, out: T
             rows, documents = span.ends[step]
             final[documents] = states[0, rows, :, :, step - block.start]
     return states[:, -1, :, :, -1]
+
+
+def recurrent_states(span: ProductSpan, state: Tensor, firsts: Tensor, out: Tensor, final: Tensor | None) -> Tensor:
+    """The same by the recurrence in all chunks, for large matrices."""
+    factors, states = span.buffers(), span.buffers()
+    slots, state = span.by_lane(states), state.view(span.flat)
+    for block in span.blocks():
+        rights = span.by_lane(span.load(span.x, block.start, block.stop, factors))
+        # The state before a block's first step lies in the buffer's last slot: never in the one written to.
+        for step, right, slot in zip(block, rights, slots[: len(block)], strict=True):
+            state = torch.bmm(state, right, out=slot)
+            restart_product(span, step, state, firsts)
+            if final is not None and step in span.ends:
+                rows, documents = span.ends[step]
+                final[documents] = span.rows(state)[rows]
+        span.store(states[: len(block)], out, block.start)
+    return state.view(span.lanes)[:, -1]
 
 
 @outside_autocast
@@ -212,7 +248,7 @@ class BackwardRecurrence:
         self.factors, self.sums = span.buffers(), span.buffers()
         self.above = span.buffer().view(span.flat)
 
-    def run(self, block: range, arriving: Tensor) -> Tensor:
+    def run(self, block: range, arriving: Tensor | None) -> Tensor:
         """B_t of the block's steps, (steps, *lanes); `arriving` is what the last step of all gets from its right."""
         span = self.span
         last = block.stop == span.chunk
@@ -223,7 +259,7 @@ class BackwardRecurrence:
         for number in reversed(range(len(block))):
             if number < len(factors):
                 self.pass_left(above, factors[number], block[number] + 1, slots[number])
-            else:
+            elif arriving is not None:
                 sums[number] += arriving
             above = slots[number]
         self.above.copy_(above)
@@ -262,7 +298,15 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
 
 def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what each chunk sends left if nothing reaches it, and its product. The first is the sum of G_t P_t^T,
-    where P_t is the product of its matrices up to t: one wide product per block of steps."""
+    where P_t is the product of its matrices up to t: one wide product per block of steps, or the recurrence."""
+    if not multiplies_wide(span.x):
+        recurrence = BackwardRecurrence(span, gradient, None)
+        for block in reversed(span.blocks()):
+            recurrence.run(block, None)
+        local = torch.bmm(recurrence.above, span.buffer().copy_(span.x[:, :, 0]).view(span.flat).mT)
+        if 0 in span.starts:
+            span.rows(local)[span.starts[0][0]] = 0
+        return local, products
     local = span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.wide(products, block)

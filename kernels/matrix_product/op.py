@@ -89,7 +89,7 @@ def _like(given: ProductInputs, fused: bool) -> ProductOutputs:
 
         products = products_of_kernels(x, cu_seqlens)
     else:
-        products = products_like(x)
+        products = products_like(x, given.chunk_size)
     return ProductOutputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
 
 

@@ -21,22 +21,29 @@ STEPS_AT_ONCE = 4
 """Steps whose matrices are copied together into a buffer, or more to make a wide product: few enough to stay small."""
 
 
-def default_product_chunk(seqlen: int) -> int:
-    """About the square root of the length: as many steps inside chunks as there are chunks to scan over."""
-    chunk = 1
-    while 2 * chunk * chunk < seqlen:
+def chunk_length(seqlen: int, chunk_size: int | None) -> int:
+    """As wished, or about the square root of the length: as many steps inside chunks as there are chunks to scan."""
+    chunk = chunk_size or 1
+    while chunk_size is None and 2 * chunk * chunk < seqlen:
         chunk *= 2
-    return chunk
+    return min(chunk, seqlen)
 
 
-def products_like(x: Tensor) -> Tensor:
-    """An empty tensor for the products that `product_forward` returns for x: one matrix per token, its product since
-    the chunk's start.
+def multiplies_wide(x: Tensor) -> bool:
+    """Whether products inside chunks are kept, and multiplied side by side. Large matrices gain nothing by it."""
+    return x.shape[-1] < 16
 
-    In memory: spans, blocks of steps, then (lanes, o, steps of the block, o), so that a block's matrices lie side by
-    side.
+
+def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
+    """An empty tensor for the products that `product_forward` returns for x.
+
+    Wide: one matrix per token, its product since the chunk's start. In memory: spans, blocks of steps, then (lanes, o,
+    steps of the block, o), so that a block's matrices lie side by side. Else one per chunk, of several chunks.
     """
-    return x.new_empty(x.numel(), dtype=working_dtype(x))
+    if multiplies_wide(x):
+        return x.new_empty(x.numel(), dtype=working_dtype(x))
+    count = x.shape[1] // chunk_length(x.shape[1], chunk_size)
+    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=working_dtype(x))
 
 
 class ProductDocuments:
@@ -144,7 +151,7 @@ class ProductSpan:
 def product_spans(x: Tensor, chunk_size: int | None, documents: ProductDocuments) -> list[ProductSpan]:
     """Whole chunks first, then what is left at the end as one short chunk."""
     seqlen = x.shape[1]
-    chunk = min(chunk_size or default_product_chunk(seqlen), seqlen)
+    chunk = chunk_length(seqlen, chunk_size)
     count, left = divmod(seqlen, chunk)
     spans = [ProductSpan(x, documents, 0, count, chunk)]
     if left:
