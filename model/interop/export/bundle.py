@@ -11,10 +11,12 @@ name of its module in the second.
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from matmix.kernels import PYTORCH_FORMS
@@ -69,35 +71,45 @@ _KERNELS = _installed_kernels()
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A top-level statement of a module, and the names that it binds."""
+    """A top-level statement of a module: the names that it binds, and its source."""
 
     names: tuple[str, ...]
     text: str
-    position: int
 
 
-@dataclass(slots=True)
-class Module:
-    """Holds what a source file defines and imports."""
+class Source:
+    """Holds what a module of the project defines and imports."""
 
-    name: str
-    definitions: list[Definition] = field(default_factory=list)
-    by_name: dict[str, Definition] = field(default_factory=dict)
-    imports: dict[str, Place] = field(default_factory=dict)
-    """Name here -> what it stands for, of the project and of libraries."""
+    def __init__(self, name: str) -> None:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, f"no module {name}"
+        assert spec.origin is not None, f"{name} is not a file"
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        self.name = name
+        self.definitions: dict[str, Definition] = {}
+        self.imports: dict[str, Place] = {}
+        """Name here -> what it stands for, of the project and of libraries."""
+        lines, body = text.splitlines(), ast.parse(text).body
+        for node, following in itertools.zip_longest(body, body[1:]):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                self.imports |= _imported(node)
+            elif names := _bound_names(node):
+                documented = isinstance(node, ast.Assign | ast.AnnAssign) and _is_text(following)
+                text = _segment(lines, node, following if documented else node)
+                self.define(Definition(tuple(names), text))
+
+    def define(self, definition: Definition) -> None:
+        self.definitions |= dict.fromkeys(definition.names, definition)
 
     def mentions(self, definition: Definition) -> Iterator[tuple[ast.Name, Place]]:
         """Yields the names in a definition, as parsed from its own text, that stand for something at top level."""
-        tree = ast.parse(definition.text)
-        imports = dict(self.imports)
-        for node in ast.walk(tree):
-            if _is_of_project(node):
-                imports |= _imported(node)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and node.id in imports:
-                yield node, imports[node.id]
-            elif isinstance(node, ast.Name) and node.id in self.by_name:
-                yield node, (self.name, node.id)
+        nodes = list(ast.walk(ast.parse(definition.text)))
+        known = {name: (self.name, name) for name in self.definitions} | self.imports
+        for node in filter(_is_of_project, nodes):
+            known |= _imported(node)
+        for node in nodes:
+            if isinstance(node, ast.Name) and node.id in known:
+                yield node, known[node.id]
 
 
 def bundle(
@@ -117,40 +129,40 @@ def bundle(
         registries: dicts at module level, by name, and the keys of them to keep.
         siblings: modules that become files of their own beside the bundle -> the name to import them by.
     """
-    collector = _Collector(registries or {}, siblings or {})
-    roots = list(roots)
-    for module, name in roots:
-        collector.reserve((module, name), name)
-    for module, name in roots:
-        collector.need(module, name, name)
-    return collector.write(header, version)
+    made, roots = _Bundle(registries or {}, siblings or {}), list(roots)
+    for place in roots:
+        made.reserve(place, place[1])
+    for place in roots:
+        made.need(place, place[1])
+    return made.write(header, version)
 
 
-class _Collector:
+class _Bundle:
     def __init__(self, registries: dict[str, frozenset[str]], siblings: dict[str, str]) -> None:
         self.registries, self.siblings = registries, siblings
-        self.modules: dict[str, Module] = {}
-        self.wanted: dict[str, set[int]] = {}
-        self.order: list[str] = []
+        self.sources: dict[str, Source] = {}
+        self.wanted: dict[str, set[Definition]] = {}
+        """Module -> its definitions that the bundle takes over."""
         self.names: dict[Place, str] = {}
         """What the bundle holds or imports -> its name there."""
         self.ops: dict[str, str] = {}
         """Operation -> the PyTorch form that it is where matmix is not installed."""
 
-    def module(self, name: str) -> Module:
-        if name not in self.modules:
-            self.modules[name] = read_module(name)
-        return self.modules[name]
+    def source(self, name: str) -> Source:
+        if name not in self.sources:
+            self.sources[name] = Source(name)
+        return self.sources[name]
 
-    def find(self, module_name: str, name: str | None) -> Place:
-        """Follows imports of the project to where a name is defined, or to what is imported of others."""
-        while name and self.is_source(module_name) and name in (imports := self.module(module_name).imports):
-            module_name, name = imports[name]
-        return module_name, name
-
-    def is_source(self, module_name: str) -> bool:
+    def is_source(self, module: str) -> bool:
         """Returns True for modules whose definitions the bundle takes over."""
-        return module_name.split(".")[0] == PROJECT and module_name not in self.siblings and module_name != KERNELS
+        return module.split(".")[0] == PROJECT and module not in self.siblings and module != KERNELS
+
+    def find(self, place: Place) -> Place:
+        """Follows imports of the project to where a name is defined, or to what is imported of others."""
+        module, name = place
+        while name and self.is_source(module) and name in (imports := self.source(module).imports):
+            module, name = imports[name]
+        return module, name
 
     def reserve(self, place: Place, wanted: str) -> None:
         """Gives what the bundle holds or imports a name that nothing else there has, `wanted` if that is free."""
@@ -161,97 +173,82 @@ class _Collector:
             wanted = f"{wanted}_{place[0].rpartition('.')[2]}"
         self.names[place] = wanted
 
-    def need(self, module_name: str, name: str | None, wanted: str) -> None:
+    def need(self, place: Place, wanted: str) -> None:
         """Takes the definition of a name, and follows what it mentions. wanted: what it is called where it is used."""
-        module_name, name = self.find(module_name, name)
-        if not self.is_source(module_name):
-            self.reserve((module_name, name), wanted)
-            if module_name == KERNELS:
-                self._need_operation(name)
+        module, name = place = self.find(place)
+        if not self.is_source(module):
+            self.reserve(place, wanted)
+            if module == KERNELS and name not in self.ops:
+                assert name in TORCH_FORMS, f"{KERNELS}.{name} has no PyTorch form in TORCH_FORMS"
+                self.ops[name] = "_never_fused"
+                if form := TORCH_FORMS[name]:
+                    self.need(form, form[1])
+                    self.ops[name] = f"_outside_graphs({self.names[self.find(form)]})"
             return
-        module = self.module(module_name)
-        assert name in module.by_name, f"{module_name} does not define {name}"
-        definition = module.by_name[name]
-        taken = self.wanted.setdefault(module_name, set())
-        if definition.position in taken:
+        source = self.source(module)
+        assert name in source.definitions, f"{module} does not define {name}"
+        definition, taken = source.definitions[name], self.wanted.setdefault(module, set())
+        if definition in taken:
             return
-        taken.add(definition.position)
         if name in self.registries:
             definition = _cut_registry(definition, self.registries[name])
-            module.by_name[name] = module.definitions[definition.position] = definition
+            source.define(definition)
+        taken.add(definition)
         for own in definition.names:
-            self.reserve((module_name, own), own)
-        for place, used in sorted({(place, node.id) for node, place in module.mentions(definition)}, key=str):
-            self.need(*place, used)
-        if module_name not in self.order:
-            self.order.append(module_name)
-
-    def _need_operation(self, name: str | None) -> None:
-        assert name in TORCH_FORMS, f"{KERNELS}.{name} has no PyTorch form in TORCH_FORMS"
-        if name in self.ops:
-            return
-        self.ops[name] = "_never_fused"
-        if form := TORCH_FORMS[name]:
-            self.need(*form, form[1])
-            self.ops[name] = f"_outside_graphs({self.names[self.find(*form)]})"
+            self.reserve((module, own), own)
+        for mentioned, used in sorted({(place, node.id) for node, place in source.mentions(definition)}, key=str):
+            self.need(mentioned, used)
 
     def write(self, header: str, version: str) -> str:
-        parts, kernels_done = [], not self.ops
-        for module_name in self._module_order():
-            if not kernels_done and not module_name.startswith(f"{KERNELS}."):
-                parts.append(self._kernel_choice(version))
-                kernels_done = True
-            definitions = self.module(module_name).definitions
-            texts = [self._renamed(module_name, definitions[at]) for at in sorted(self.wanted[module_name])]
-            parts.append(f"# ---- {module_name}\n\n" + "\n\n\n".join(texts))
-        assert kernels_done or not self.ops
+        series = ".".join(version.split(".")[:2])
+        choice = _PREFER_INSTALLED.format(project=PROJECT, series=series, kernels=KERNELS).strip()
+        lines = [f'{op} = getattr(_KERNELS, "{op}", {form})' for op, form in sorted(self.ops.items())]
+        kernels, others = [], []
+        for module in self._module_order():
+            texts = [
+                self._renamed(module, definition)
+                for definition in dict.fromkeys(self.source(module).definitions.values())
+                if definition in self.wanted[module]
+            ]
+            part = f"# ---- {module}\n\n" + "\n\n\n".join(texts)
+            (kernels if module.startswith(f"{KERNELS}.") else others).append(part)
+        parts = [*kernels, "\n".join([choice, *lines]) if lines else "", *others]
         sections = [header.rstrip(), "from __future__ import annotations", self._import_block(), *parts]
         return "\n\n\n".join(section for section in sections if section) + "\n"
 
     def _module_order(self) -> list[str]:
-        """Returns imported modules before those that import them; kernels first, as nothing below them is project
-        code."""
-        order: list[str] = []
+        """Returns imported modules before those that import them; imports may lead through modules that give
+        nothing."""
+        graph: dict[str, list[str]] = {}
+        waiting = list(self.wanted)
+        while waiting:
+            if (name := waiting.pop()) not in graph:
+                imports = self.source(name).imports.values()
+                forms = (TORCH_FORMS[op] for place, op in imports if place == KERNELS and op in self.ops)
+                used = dict.fromkeys(module for module, _ in (*imports, *filter(None, forms)))
+                graph[name] = [module for module in used if self.is_source(module)]
+                waiting += graph[name]
+        return [name for name in graphlib.TopologicalSorter(graph).static_order() if name in self.wanted]
 
-        def visit(name: str, path: tuple[str, ...] = ()) -> None:
-            if name in order or not self.is_source(name):
-                return
-            assert name not in path, f"import cycle: {' -> '.join((*path, name))}"
-            for imported, attribute in self.module(name).imports.values():
-                form = TORCH_FORMS.get(attribute or "") if imported == KERNELS and attribute in self.ops else None
-                visit(form[0] if form else imported, (*path, name))
-            order.append(name)
-
-        for name in self.order:
-            visit(name)
-        wanted = [name for name in order if name in self.wanted]
-        return sorted(wanted, key=lambda name: not name.startswith(f"{KERNELS}."))
-
-    def _renamed(self, module_name: str, definition: Definition) -> str:
+    def _renamed(self, module: str, definition: Definition) -> str:
         """Returns the text of a definition with the names of the bundle, without imports of the project."""
         edits = []
-        for node, place in self.module(module_name).mentions(definition):
-            if (name := self.names[self.find(*place)]) != node.id:
+        for node, place in self.source(module).mentions(definition):
+            if (name := self.names[self.find(place)]) != node.id:
                 edits.append((node, name))
         tree = ast.parse(definition.text)
+        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+        clash = arguments & {node.id for node, _ in edits}
+        assert not clash, f"{module}: {clash} are arguments of {definition.names[0]} and names at top level"
         for node in ast.walk(tree):
             for block in (getattr(node, name, ()) for name in ("body", "orelse", "finalbody")):
                 ours = [inner for inner in block if _is_of_project(inner)] if isinstance(block, list) else []
                 edits += [(inner, "pass" if len(ours) == len(block) else "") for inner in ours]
-        arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-        clash = arguments & {node.id for node, _ in edits if isinstance(node, ast.Name)}
-        assert not clash, f"{module_name}: {clash} are arguments of {definition.names[0]} and names at top level"
         text = _replaced(definition.text, edits)
         for own in definition.names:
-            if (name := self.names[module_name, own]) != own:
+            if (name := self.names[module, own]) != own:
                 text = re.sub(rf"^(class|def) {own}\b", rf"\1 {name}", text, count=1, flags=re.MULTILINE)
         return text
-
-    def _kernel_choice(self, version: str) -> str:
-        series = ".".join(version.split(".")[:2])
-        lines = [_PREFER_INSTALLED.format(project=PROJECT, series=series, kernels=KERNELS).strip()]
-        lines += [f'{op} = getattr(_KERNELS, "{op}", {form})' for op, form in sorted(self.ops.items())]
-        return "\n".join(lines)
 
     def _import_block(self) -> str:
         plain, grouped = [], {}
@@ -265,26 +262,6 @@ class _Collector:
                 grouped.setdefault(origin, []).append(attribute if name == attribute else f"{attribute} as {name}")
         froms = [f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped)]
         return "\n".join([*sorted(plain), *sorted(froms, key=lambda line: line.startswith("from ."))])
-
-
-def read_module(module_name: str) -> Module:
-    """Parses a module of the project into definitions and imports."""
-    spec = importlib.util.find_spec(module_name)
-    assert spec is not None, f"no module {module_name}"
-    assert spec.origin is not None, f"{module_name} is not a file"
-    text = Path(spec.origin).read_text(encoding="utf-8")
-    module = Module(module_name)
-    lines, body = text.splitlines(), ast.parse(text).body
-    for index, node in enumerate(body):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module.imports |= _imported(node)
-        elif names := _bound_names(node):
-            following = body[index + 1] if index + 1 < len(body) else None
-            documented = following if isinstance(node, ast.Assign | ast.AnnAssign) and _is_text(following) else None
-            definition = Definition(tuple(names), _segment(lines, node, documented), len(module.definitions))
-            module.definitions.append(definition)
-            module.by_name |= dict.fromkeys(names, definition)
-    return module
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> dict[str, Place]:
@@ -318,13 +295,12 @@ def _is_text(node: ast.stmt | None) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _segment(lines: list[str], node: ast.stmt, documented: ast.stmt | None) -> str:
-    """Returns the source of a statement as it stands, with decorators, the comment right above and the docstring
-    below."""
+def _segment(lines: list[str], node: ast.stmt, last: ast.stmt) -> str:
+    """Returns the source from a statement to the end of `last`, with decorators and the comment right above."""
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
     while first > 0 and lines[first - 1].startswith("#"):
         first -= 1
-    return "\n".join(lines[first : (documented or node).end_lineno])
+    return "\n".join(lines[first : last.end_lineno])
 
 
 def _replaced(text: str, edits: list[tuple[ast.expr | ast.stmt, str]]) -> str:
@@ -345,4 +321,4 @@ def _cut_registry(definition: Definition, keep: frozenset[str]) -> Definition:
     pairs = [(k, v) for k, v in zip(node.value.keys, node.value.values, strict=True) if k.value in keep]
     assert len(pairs) == len(keep), f"{definition.names[0]} lacks one of {sorted(keep)}"
     node.value.keys, node.value.values = [k for k, _ in pairs], [v for _, v in pairs]
-    return Definition(definition.names, ast.unparse(node), definition.position)
+    return Definition(definition.names, ast.unparse(node))

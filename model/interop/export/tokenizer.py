@@ -14,20 +14,9 @@ from tokenizers.models import BPE, Unigram
 CUT_MARK = "(?#special tokens)"
 """How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.tokenizer` knows it."""
 
-# Our names of special tokens -> those of transformers.
-_TOKEN_NAMES = {
-    "pad": "pad_token",
-    "unk": "unk_token",
-    "bos": "bos_token",
-    "eos": "eos_token",
-    "cls": "cls_token",
-    "sep": "sep_token",
-    "mask": "mask_token",
-}
-
 
 def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> Tokenizer:
-    """The `tokenizers.Tokenizer` of a sentencepiece model or a tokenizer.json.
+    """Reads a sentencepiece model or a tokenizer.json.
 
     special: ids of pad, unk, bos, eos, cls, sep, mask, None (or left out) where there is no such token. With
     `encode_special_tokens` it reads a text that spells special tokens as text, also where a tokenizer.json lists them
@@ -37,29 +26,29 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer at {path}")
-    if path.suffix == ".json":
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from None
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        if getattr(tokenizer.model, "dropout", None):  # with it, a text has other tokens each time
-            tokenizer.model.dropout = None
-        _cut_in_special_tokens(tokenizer, special)
+    if path.suffix != ".json":
+        tokenizer = sentencepiece_to_fast(path)
+        if special.get("mask") is not None:
+            tokenizer = sentencepiece_to_fast(path, mask=tokenizer.id_to_token(special["mask"]))
+        names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+        different = first_difference(tokenizer, path, [*PROBE_TEXTS, *names])
+        if different is not None:
+            raise ValueError(f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}")
         return tokenizer
-    tokenizer = sentencepiece_to_fast(path)
-    if special.get("mask") is not None:
-        tokenizer = sentencepiece_to_fast(path, mask=tokenizer.id_to_token(special["mask"]))
-    names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-    different = first_difference(tokenizer, path, [*PROBE_TEXTS, *names])
-    if different is not None:
-        raise ValueError(f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json that can be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):  # with it, a text has other tokens each time
+        tokenizer.model.dropout = None
+    _cut_in_special_tokens(tokenizer, special)
     return tokenizer
 
 
 def _cut_in_special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> None:
-    """Cut the first letter off where a text spells a special token that the model lists as a piece, as it would find
+    """Cuts the first letter off where a text spells a special token that the model lists as a piece, as it would find
     it there whatever the library is told about special tokens."""
     file = json.loads(tokenizer.to_str())
     if CUT_MARK in json.dumps(file["pre_tokenizer"]):  # that of an export
@@ -88,7 +77,7 @@ def write_tokenizer(
     padding_side: str,
     token_types: bool,
 ) -> None:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json.
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
     Args:
         special: as for `load_fast_tokenizer`.
@@ -100,17 +89,12 @@ def write_tokenizer(
     tokenizer.post_processor = special_tokens_around(tokenizer, prefix, suffix)
     tokenizer.encode_special_tokens = False
     tokenizer.save(str(directory / "tokenizer.json"))
-    names = {
-        _TOKEN_NAMES[name]: tokenizer.id_to_token(index)
-        for name, index in special.items()
-        if name in _TOKEN_NAMES and index is not None
-    }
-    inputs = ["input_ids", "token_type_ids", "attention_mask"] if token_types else ["input_ids", "attention_mask"]
-    config: dict[str, Any] = {
+    names = {f"{name}_token": tokenizer.id_to_token(index) for name, index in special.items() if index is not None}
+    config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
         "padding_side": padding_side,
-        "model_input_names": inputs,
+        "model_input_names": ["input_ids", *(["token_type_ids"] if token_types else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
         **names,
     }
@@ -129,10 +113,9 @@ def special_tokens_around(
     tokens = {index: tokenizer.id_to_token(index) for index in (prefix, suffix) if index is not None}
     before = f"{tokens[prefix]} " if prefix is not None else ""
     after = f" {tokens[suffix]}" if suffix is not None else ""
-    second = f" $B:1{after}:1" if suffix is not None else " $B:1"
     return processors.TemplateProcessing(
         single=f"{before}$A{after}",
-        pair=f"{before}$A{after}{second}",
+        pair=f"{before}$A{after} $B:1{after}{':1' if after else ''}",
         special_tokens=[(token, index) for index, token in tokens.items()],
     )
 
@@ -166,21 +149,8 @@ PROBE_TEXTS = (
 )
 
 
-def _read_proto(path: Path):
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
-    try:
-        proto.ParseFromString(path.read_bytes())
-    except Exception as error:  # protobuf's DecodeError; its class differs between protobuf's implementations
-        raise ValueError(f"{path} is not a sentencepiece model: {error}") from None
-    if not proto.pieces:
-        raise ValueError(f"{path} is not a sentencepiece model: it holds no pieces")
-    return proto
-
-
 def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Tokenizer:
-    """A `tokenizers.Tokenizer` whose ids equal those of the sentencepiece model at `path`.
+    """Returns a fast tokenizer whose ids equal those of the sentencepiece model at `path`.
 
     Handles BPE and unigram models, byte fallback, any normalisation table, dummy prefix and whitespace
     options, control and user-defined symbols. Control symbols become special tokens: they are found in
@@ -190,28 +160,42 @@ def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Token
     Raises FileNotFoundError if there is no such file, ValueError for a file that is no sentencepiece model or
     uses an option that has no counterpart (model type word, whitespace as suffix, unused pieces).
     """
+    from sentencepiece import sentencepiece_model_pb2
+
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no sentencepiece model at {path}")
-    proto = _read_proto(path)
-    _refuse_unsupported(proto, path)
-    pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
-    model = _unigram(proto, pieces) if proto.trainer_spec.model_type == 1 else _bpe(proto, pieces)
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's DecodeError; its class differs between protobuf's implementations
+        raise ValueError(f"{path} is not a sentencepiece model: {error}") from None
+    if not proto.pieces:
+        raise ValueError(f"{path} is not a sentencepiece model: it holds no pieces")
+    spec, without = proto.normalizer_spec, "has no fast tokenizer counterpart"
+    if proto.trainer_spec.model_type not in (1, 2, 4):  # unigram, bpe, char: a bpe without merges
+        raise ValueError(f"{path}: a sentencepiece model of words {without}")
+    if proto.trainer_spec.treat_whitespace_as_suffix or not spec.escape_whitespaces:
+        raise ValueError(f"{path}: whitespace as suffix or left unescaped {without}")
+    if _of_type(proto, _UNUSED):
+        raise ValueError(f"{path}: a sentencepiece model with unused pieces {without}")
+    model = _unigram(proto) if proto.trainer_spec.model_type == 1 else _bpe(proto)
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = _normalizer(proto.normalizer_spec)
-    tokenizer.pre_tokenizer = _pre_tokenizer(
-        proto.normalizer_spec, pieces, whole=isinstance(model, Unigram) or model.ignore_merges
-    )
-    tokenizer.decoder = _decoder(proto.normalizer_spec)
+    tokenizer.normalizer = _normalizer(spec)
+    tokenizer.pre_tokenizer = _pre_tokenizer(proto, whole=isinstance(model, Unigram) or model.ignore_merges)
+    tokenizer.decoder = _decoder(spec)
     tokenizer.add_special_tokens(
         [
             AddedToken(piece, special=True, normalized=False, lstrip=piece == mask)
-            for piece, _, kind in pieces
-            if kind in (_UNKNOWN, _CONTROL)
+            for piece in _of_type(proto, _UNKNOWN, _CONTROL)
         ]
     )
-    assert tokenizer.get_vocab_size() == len(pieces), "adding the special tokens must not make new ids"
+    assert tokenizer.get_vocab_size() == len(proto.pieces), "adding the special tokens must not make new ids"
     return tokenizer
+
+
+def _of_type(proto: Any, *types: int) -> list[str]:
+    return [piece.piece for piece in proto.pieces if piece.type in types]
 
 
 def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS) -> str | None:
@@ -231,53 +215,40 @@ def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str
     return None
 
 
-def _refuse_unsupported(proto, path: Path) -> None:
-    if proto.trainer_spec.model_type not in (1, 2, 4):  # unigram, bpe, char: a bpe without merges
-        raise ValueError(f"{path}: a sentencepiece model of words has no fast tokenizer counterpart")
-    if proto.trainer_spec.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        raise ValueError(f"{path}: whitespace as suffix or left unescaped has no fast tokenizer counterpart")
-    if any(piece.type == _UNUSED for piece in proto.pieces):
-        raise ValueError(f"{path}: a sentencepiece model with unused pieces has no fast tokenizer counterpart")
-
-
-def _bpe(proto, pieces: list[tuple[str, float, int]]) -> BPE:
+def _bpe(proto: Any) -> BPE:
     """BPE with merges recovered from the scores: sentencepiece stores no merges, it joins any two neighbours
     whose concatenation is a piece, best score first."""
-    mergeable = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
-    ids = {piece: index for index, (piece, _, _) in enumerate(pieces)}
+    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
+    ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
     merges = []
-    for piece, score in mergeable.items():
-        for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in mergeable and right in mergeable:
+    for piece, score in scores.items():
+        for left, right in ((piece[:cut], piece[cut:]) for cut in range(1, len(piece))):
+            if left in scores and right in scores:
                 merges.append((-score, ids[piece], ids[left], ids[right], (left, right)))
-    merges.sort(key=lambda merge: merge[:4])
     return BPE(
         ids,
-        [merge[-1] for merge in merges],
-        unk_token=next((piece for piece, _, kind in pieces if kind == _UNKNOWN), None),
+        [merge[-1] for merge in sorted(merges)],
+        unk_token=next(iter(_of_type(proto, _UNKNOWN)), None),
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,
         # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up
         # whole.
-        ignore_merges=any(kind == _USER_DEFINED and len(piece) > 1 for piece, _, kind in pieces),
+        ignore_merges=any(len(piece) > 1 for piece in _of_type(proto, _USER_DEFINED)),
     )
 
 
-def _unigram(proto, pieces: list[tuple[str, float, int]]) -> Unigram:
+def _unigram(proto: Any) -> Unigram:
     """Unigram with the pieces that text must not produce (control, unknown, bytes) priced out of every path:
     in the fast tokenizer all pieces are candidates, in sentencepiece only normal and user-defined ones."""
-    lowest = min((score for _, score, kind in pieces if kind == _NORMAL), default=0.0)
-    never = 1000.0 * (lowest - 10.0)
-    vocabulary = []
-    for piece, score, kind in pieces:
-        # Sentencepiece never splits a user-defined symbol; at zero no sum of log-probabilities beats it.
-        vocabulary.append((piece, score if kind == _NORMAL else 0.0 if kind == _USER_DEFINED else never))
-    unknown = next((index for index, (_, _, kind) in enumerate(pieces) if kind == _UNKNOWN), None)
+    lowest = min((piece.score for piece in proto.pieces if piece.type == _NORMAL), default=0.0)
+    # Sentencepiece never splits a user-defined symbol; at zero no sum of log-probabilities beats it.
+    fixed = {_USER_DEFINED: 0.0, **dict.fromkeys((_UNKNOWN, _CONTROL, _BYTE), 1000.0 * (lowest - 10.0))}
+    vocabulary = [(piece.piece, fixed.get(piece.type, piece.score)) for piece in proto.pieces]
+    unknown = next((index for index, piece in enumerate(proto.pieces) if piece.type == _UNKNOWN), None)
     return Unigram(vocabulary, unk_id=unknown, byte_fallback=proto.trainer_spec.byte_fallback)
 
 
-def _normalizer(spec) -> normalizers.Normalizer:
+def _normalizer(spec: Any) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:
         # The fast tokenizer applies the table to whole graphemes and takes the first entry that is a
@@ -293,56 +264,53 @@ def _normalizer(spec) -> normalizers.Normalizer:
         # Only spaces (and, at the end, marks) count, so no Strip(), which would take newlines along. With
         # a dummy prefix one leading space stays and stands for it; a literal mark at the start does not,
         # so it gets a space of its own.
-        steps.append(normalizers.Replace(Regex(rf"[ {SPACE_MARK}]+\z"), ""))
-        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-        start, replacement = (rf"\A{SPACE_MARK}", f" {SPACE_MARK}") if spec.add_dummy_prefix else (r"\A ", "")
-        steps.append(normalizers.Replace(Regex(start), replacement))
-    steps.append(normalizers.Replace(" ", SPACE_MARK))
-    return normalizers.Sequence(steps)
+        start = (rf"\A{SPACE_MARK}", f" {SPACE_MARK}") if spec.add_dummy_prefix else (r"\A ", "")
+        for pattern, words in ((rf"[ {SPACE_MARK}]+\z", ""), (" {2,}", " "), start):
+            steps.append(normalizers.Replace(Regex(pattern), words))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE_MARK)])
 
 
-def _pre_tokenizer(spec, pieces: list[tuple[str, float, int]], *, whole: bool) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(proto: Any, *, whole: bool) -> pre_tokenizers.PreTokenizer:
     """whole: whether the model may look up several characters at once, and so find pieces that text must not give."""
     steps: list[pre_tokenizers.PreTokenizer] = []
-    if spec.add_dummy_prefix:
+    if proto.normalizer_spec.add_dummy_prefix:
         # "first" prepends its mark unless the text starts with it. Sentencepiece with whitespace kept
         # prepends always: hence a mark (a space) that the normaliser has removed, made the usual one by
         # the next step.
-        mark = SPACE_MARK if spec.remove_extra_whitespaces else " "
+        mark = SPACE_MARK if proto.normalizer_spec.remove_extra_whitespaces else " "
         steps.append(pre_tokenizers.Metaspace(replacement=mark, prepend_scheme="first", split=False))
-    normal = [piece for piece, _, kind in pieces if kind == _NORMAL]
-    user_defined = sorted((piece for piece, _, kind in pieces if kind == _USER_DEFINED), key=len, reverse=True)
+    normal, user_defined = _of_type(proto, _NORMAL), _of_type(proto, _USER_DEFINED)
     # Words are cut before each mark if no piece spans such a cut: then cutting changes nothing and is faster.
     split = not any(SPACE_MARK in piece[1:] for piece in normal + user_defined)
     steps.append(pre_tokenizers.Metaspace(replacement=SPACE_MARK, prepend_scheme="never", split=split))
-    patterns = [re.escape(piece) for piece in user_defined]
+    patterns = [re.escape(piece) for piece in sorted(user_defined, key=len, reverse=True)]
     if whole:
-        patterns += _cuts_in_forbidden_pieces(pieces, set("".join(normal)))
+        patterns += _cuts_in_forbidden_pieces(proto, set("".join(normal)))
     if patterns:
         steps.append(pre_tokenizers.Split(Regex("|".join(patterns)), behavior="isolated"))
     return pre_tokenizers.Sequence(steps)
 
 
-def _cuts_in_forbidden_pieces(pieces: list[tuple[str, float, int]], known: set[str]) -> list[str]:
+def _cuts_in_forbidden_pieces(proto: Any, known: set[str]) -> list[str]:
     """Patterns that cut one character out of text that spells a control, unknown or byte piece ("<0x41>").
 
     Only characters that are part of no normal piece, so that the cut changes nothing else; pieces without
     such a character need no cut, as `_unigram` has priced them out of reach.
     """
     patterns = []
-    for piece in [piece for piece, _, kind in pieces if kind in (_UNKNOWN, _CONTROL)]:
+    for piece in _of_type(proto, _UNKNOWN, _CONTROL):
         at = next((index for index, character in enumerate(piece) if character not in known), None)
         if at is not None:
             before = f"(?<={re.escape(piece[:at])})" if at else ""
             after = f"(?={re.escape(piece[at + 1 :])})" if piece[at + 1 :] else ""
             patterns.append(before + re.escape(piece[at]) + after)
-    if any(kind == _BYTE for _, _, kind in pieces):
+    if _of_type(proto, _BYTE):
         forms = {"<": "<(?=0x[0-9A-F]{2}>)", "x": "(?<=<0)x(?=[0-9A-F]{2}>)", ">": "(?<=<0x[0-9A-F]{2})>"}
         patterns += [form for character, form in forms.items() if character not in known][:1]
     return patterns
 
 
-def _decoder(spec) -> decoders.Decoder:
+def _decoder(spec: Any) -> decoders.Decoder:
     steps = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if spec.remove_extra_whitespaces:
         steps.append(decoders.Replace(Regex(r"\A +"), ""))
