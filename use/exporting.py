@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from matmix.data.artifacts import artifact_name, artifact_path, shell_line
 from matmix.data.storage.files import sync_directory
@@ -14,21 +14,14 @@ from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint
-from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files
-from matmix.train.checkpoint.manifest import (
-    GENERATORS,
-    describe_files,
-    list_files,
-    read_manifest,
-    sha256,
-    write_manifest,
-)
+from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files, new_directory
+from matmix.train.checkpoint import manifest
 from matmix.train.engine.full_state import layout_of_moments
 from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
 from matmix.train.engine.kinds import open_full
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.trained import Trained, open_trained
+from matmix.train.run.trained import open_trained
 from matmix.train.state import Weights
 from matmix.train.tasks import TASKS
 from matmix.use.model_card import notes_on
@@ -41,12 +34,9 @@ def export_run(
     *,
     step: int | None = None,
     weights: Weights = "raw",
-    dtype: str = "float32",
-    max_shard_bytes: int = 5 * 10**9,
-    licence: str = "",
-    languages: Sequence[str] = (),
     controls: Sequence[str] = (),
     onnx: bool = False,
+    **options: Any,
 ) -> Path:
     """Writes the weights of a run as a directory that transformers loads without matmix, or, for an architecture that
     transformers has no form for, as weights and configuration.
@@ -55,12 +45,9 @@ def export_run(
         source: a run that was opened, or its folder or URL: its newest valid checkpoint is taken, or that of `step`.
         out_dir: must not exist, or be empty; appears whole or not at all.
         weights: of a run by its name: "raw", or "ema", the average that a run with [ema] keeps.
-        dtype: "float32", "bfloat16" or "float16".
-        max_shard_bytes: largest size of a file of weights, and what bounds the memory this needs.
-        licence: of the weights, for the model card; "" = unknown.
-        languages: of the texts, for the model card, such as "en"; () = unknown.
         controls: runs whose validation losses the model card puts beside that of the model.
         onnx: also write model.onnx.
+        options: dtype, max_shard_bytes, licence and languages, as of `export_model`.
     Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
     """
     check_target(Path(out_dir))
@@ -68,50 +55,34 @@ def export_run(
     if (trained := opened.run) is None:
         raise ValueError(f"{opened.name} is no run: matmix export takes the weights of one")
     config = trained.config
-    tokenizer = trained.tokenizer if config.model.model_class.inputs == "tokens" else None
-    # A task from outside is not imported: it has to be known already.
-    outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
     if onnx:
         print("Writing model.onnx as well, which takes a minute or more ...", flush=True)
     out = export_model(
         config.model,
         trained.weights(),
-        None if tokenizer is None else tokenizer.path,
-        out_dir,
-        special={} if tokenizer is None else tokenizer.special,
+        **_with_tokenizer(trained.tokenizer if config.model.model_class.inputs == "tokens" else None),
+        out_dir=out_dir,
         prefix=config.data.prefix,
         suffix=config.data.suffix,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
         max_length=config.data.seqlen,
         notes=notes_on(trained, controls),
-        licence=licence,
-        languages=languages,
-        outputs=outputs,
+        # A task from outside is not imported: it has to be known already.
+        outputs=config.task().outputs(config.data) if config.objective.name in TASKS else Outputs(),
         images=image_inputs(config),
         onnx=onnx,
+        **options,
     )
     which = ", averaged weights," if opened.averaged else ""
     print(f"Exported {trained.checkpoint.name} of {opened.name}{which} to {out} ({_size(out)}).")
-    if hint := other_weights(trained):
-        print(hint)
-    return out
-
-
-def other_weights(trained: Trained) -> str:
-    """Returns a line that says so where the weights that were not chosen had the lower loss in the checkpoint's
-    evaluation, else ""."""
     evaluation = trained.manifest["extra"].get("evaluation") or {}
     losses = {"raw": evaluation.get("loss"), "ema": evaluation.get("ema_loss")}
-    if not all(isinstance(loss, float) for loss in losses.values()):
-        return ""
     other = "raw" if trained.which == "ema" else "ema"
-    if losses[other] >= losses[trained.which]:
-        return ""
-    return (
-        f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} in "
-        f"place of {losses[trained.which]:.4f}: {shell_line('--weights', other)} takes those."
-    )
+    if all(isinstance(loss, float) for loss in losses.values()) and losses[other] < losses[trained.which]:
+        print(
+            f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} "
+            f"in place of {losses[trained.which]:.4f}: {shell_line('--weights', other)} takes those."
+        )
+    return out
 
 
 def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
@@ -132,9 +103,8 @@ def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
     out = export_model(
         config,
         state,
-        None if tokenizer is None else tokenizer.path,
-        out_dir,
-        special={} if tokenizer is None else tokenizer.special,
+        **_with_tokenizer(tokenizer),
+        out_dir=out_dir,
         # The encoders of that project were trained on [CLS] text [SEP]; its language models on bare text.
         prefix="none" if config.causal else "cls",
         suffix="none" if config.causal else "sep",
@@ -143,6 +113,10 @@ def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
     what = "without a tokenizer" if tokenizer is None else "with its tokenizer"
     print(f"Imported {file} to {out} ({_size(out)}), {what}.")
     return out
+
+
+def _with_tokenizer(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    return {"tokenizer": None} if tokenizer is None else {"tokenizer": tokenizer.path, "special": tokenizer.special}
 
 
 def check_export(directory: str | Path) -> None:
@@ -167,7 +141,7 @@ def check_export(directory: str | Path) -> None:
         path = artifact_path(directory, name, sums, nested=True)
         if not path.is_file():
             raise ValueError(f"{directory} lacks {name}")
-        if sha256(path) != value:
+        if manifest.sha256(path) != value:
             raise ValueError(f"{path} is not as it was written: its SHA-256 differs; export again")
     print(f"{directory}: {len(listed)} files ({_size(directory)}), all as they were written.")
 
@@ -191,11 +165,7 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def convert_run(
-    run_dir: str | Path,
-    out_dir: str | Path,
-    *,
-    step: int | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    run_dir: str | Path, out_dir: str | Path, *, step: int | None = None, max_file_bytes: int = MAX_FILE_BYTES
 ) -> Path:
     """Writes a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
     the data, whichever engine wrote them.
@@ -211,41 +181,30 @@ def convert_run(
     if is_url(str(out_dir)):
         raise ValueError(f"converted runs are made in a folder, not at a URL such as {out_dir}")
     out = Path(out_dir)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not an empty directory; choose another one, or remove it")
+    check_target(out)
     trained = open_trained(run_dir, step, weights_only=False)
-    run, config, source = trained.run, trained.config, trained.checkpoint
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".tmp-{out.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    target = RunDirectory(temporary).checkpoints / source.name
-    try:
-        convert_checkpoint(source, target, max_file_bytes=max_file_bytes)
-        write_config(dataclasses.replace(config, run_dir=str(out)), RunDirectory(temporary).config_path)
-        if (run.path / "tokenizer").is_dir():
-            shutil.copytree(run.path / "tokenizer", temporary / "tokenizer")
-        if (run.path / "metrics.jsonl").is_file():
-            shutil.copy(run.path / "metrics.jsonl", temporary)
-        # Onto an empty directory, or into nothing: what came there in the meantime stays, and this fails.
-        temporary.rename(out)
-        sync_directory(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    print(f"Converted {source.name} of {run_dir} to {out}; `{shell_line('matmix', 'train', out)}` goes on from there.")
-    return RunDirectory(out).checkpoints / source.name
+    run, name = trained.run.path, trained.checkpoint.name
+    with new_directory(out) as folder:
+        made = RunDirectory(folder)
+        convert_checkpoint(trained.checkpoint, made.checkpoints / name, max_file_bytes=max_file_bytes)
+        write_config(dataclasses.replace(trained.config, run_dir=str(out)), made.config_path)
+        if (run / "tokenizer").is_dir():
+            shutil.copytree(run / "tokenizer", folder / "tokenizer")
+        if (run / "metrics.jsonl").is_file():
+            shutil.copy(run / "metrics.jsonl", folder)
+    sync_directory(out.parent)
+    print(f"Converted {name} of {run_dir} to {out}; `{shell_line('matmix', 'train', out)}` goes on from there.")
+    return RunDirectory(out).checkpoints / name
 
 
 def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Writes one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads."""
-    manifest = read_manifest(source)
-    layout = manifest["layout"]
+    before = manifest.read_manifest(source)
+    layout = before["layout"]
     state = open_full(source, layout)
     write_full(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
-    shutil.copytree(source / GENERATORS, target / GENERATORS)
+    shutil.copytree(source / manifest.GENERATORS, target / manifest.GENERATORS)
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
-    changed = {
-        "layout": {"engine": KIND, **kept, **layout_of_moments(state.moments(), layout["shapes"])},
-        "files": describe_files(target, list_files(target)),
-    }
-    write_manifest(target, {**manifest, **changed})
+    after = {"engine": KIND, **kept, **layout_of_moments(state.moments(), layout["shapes"])}
+    files = manifest.describe_files(target, manifest.list_files(target))
+    manifest.write_manifest(target, {**before, "layout": after, "files": files})

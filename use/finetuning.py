@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +54,26 @@ def finetuning_config(
     values, kind = read_task(task, overrides)
     start = open_model(source, step=step or None).origin
     on_images = issubclass(kind, ImageClassification)
-    if not on_images:
-        kind = on_examples(kind, values, source, start.model)
+    if on_images:
+        _take_images(values, start, overrides)
+    else:
+        _take_texts(values, on_examples(kind, values, source, start.model), start.model, start.words)
+        _take_tokenizer(values["data"], start)
     if from_scratch:
         values.pop("init", None)
     else:
         values["init"] = {**values.get("init", {}), "from": source, "step": step}
-    data = values.setdefault("data", {})
-    if on_images:
-        values["model"] = _image_model(start, values.get("model", {}))
-        _fill_images(values, start, overrides)
-    else:
-        values["model"] = _model(start.model, start.words, kind, values.get("model", {}))
-        _fill_tokens(data, start)
-        _fill_lengths(data, start.model)
-    _fit_rate(values, start.model.d_model, on_images=on_images)
     name = source.rstrip("/").rpartition("/")[2]
     run_dir = values.pop("run_dir", "") or f"runs/{name}-{Path(task).stem}{'-from-scratch' if from_scratch else ''}"
     config = resolved_config(plain(values), task, overrides, run_dir)
     if config.model.head.outputs == 0:
-        config = _with_outputs(config)
+        facts = config.modality.facts(config.data, **config.task().asks("train"))
+        if facts.outputs is not None:  # as many as the data has classes or values
+            config = dataclasses.replace(config, model=with_outputs(config.model, facts))
     typed = {word.partition("=")[0] for word in overrides}
-    return _with_fitted_steps(config, values, typed, on_images=on_images)
+    if any(name in values or f"--{name}" in typed for name in ("epochs", "steps")):
+        return config
+    return _with_fitted_epochs(config, EPOCHS_OF_IMAGES if on_images else EPOCHS)
 
 
 def counted(config: RunConfig) -> RunConfig:
@@ -97,10 +95,7 @@ def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequenc
     Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
     """
     values, kind = read_task(task, overrides)
-    kind = on_examples(kind, values, words, model)
-    values["model"] = _model(model, words, kind, values.get("model", {}))
-    _fill_lengths(values.setdefault("data", {}), model)
-    _fit_rate(values, model.d_model, on_images=False)
+    _take_texts(values, on_examples(kind, values, words, model), model, words)
     return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
 
 
@@ -110,8 +105,8 @@ def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type
     Raises FileNotFoundError or ValueError (one line) where there is no such recipe or task.
     """
     usual = {"image_classification": _OF_IMAGES}.get(task, _OF_TASKS)
-    values = read_toml(find_recipe(usual if task in TASKS else task))
-    objective = values.setdefault("objective", {})
+    values = {"model": {}, "data": {}, "objective": {}, **read_toml(find_recipe(usual if task in TASKS else task))}
+    objective = values["objective"]
     if task in TASKS:
         objective["name"] = task
     objective["name"] = _typed(overrides, "--objective.name") or objective.get("name", "")
@@ -177,11 +172,18 @@ def judging_config(opened: TrainedModel, task: str) -> RunConfig:
             f"{needed}; {shell_line('matmix', 'finetune', 'ENCODER', name)} makes one"
         )
     else:
-        own = values.get("model", {}).get("head", {})
-        values["model"] = _model(start.model, start.words, kind, {"head": {"pooling": "mean", **own}})
-    _fill_tokens(values.setdefault("data", {}), start)
-    _fill_lengths(values["data"], start.model)
+        head = {"pooling": "mean", **values["model"].get("head", {})}
+        values["model"] = _model(start.model, start.words, kind, {"head": head})
+    _take_tokenizer(values["data"], start)
+    _fit_lengths(values["data"], start.model)
     return config_from_dict(plain(values), task)
+
+
+def _take_texts(values: dict[str, Any], kind: type[ExampleTask], model: ModelConfig, words: str) -> None:
+    """Fits model, lengths and rate of a recipe to a pretrained model of texts."""
+    values["model"] = _model(model, words, kind, values["model"])
+    _fit_lengths(values["data"], model)
+    values.setdefault("optimizer", {}).setdefault("lr", fitted_rate(model.d_model))
 
 
 def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[str, Any]) -> dict[str, Any]:
@@ -191,17 +193,21 @@ def _model(model: ModelConfig, words: str, kind: type[ExampleTask], own: dict[st
             f"{words} is a {model.architecture}, which sees no later tokens: give an encoder; "
             + _tasks_of(model, "SOURCE")
         )
-    values = model_config_to_dict(model)
-    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    values, head, own = _tables(model, own, _OF_RECIPES)
     if not model.model_class.takes_head:
         # Of the whole text the first position of an encoder holds nothing that training on masked tokens put there.
         head["pooling"] = "mean"
-    architecture = {"architecture": kind.architectures[0]}
-    own = {name: value for name, value in own.items() if name in _OF_RECIPES}
-    return {**values, **own, **architecture, "head": {**head, **own.get("head", {})}}
+    return {**values, **own, "architecture": kind.architectures[0], "head": {**head, **own.get("head", {})}}
 
 
-def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
+def _tables(model: ModelConfig, own: dict[str, Any], fields: Sequence[str]) -> tuple[dict[str, Any], ...]:
+    """Returns the source's [model] and its head, without the number of outputs, and those `fields` of a recipe's."""
+    values = model_config_to_dict(model)
+    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
+    return values, head, {name: value for name, value in own.items() if name in fields}
+
+
+def _take_tokenizer(data: dict[str, Any], start: InitSource) -> None:
     """Sets tokenizer and special tokens to the source's, unless a recipe sets them."""
     if start.tokenizer is None and "tokenizer" not in data.get("examples", {}):
         raise ValueError(f"{start.words} has no tokenizer: set data.examples.tokenizer")
@@ -213,20 +219,16 @@ def _fill_tokens(data: dict[str, Any], start: InitSource) -> None:
     data.setdefault("suffix", start.suffix)
 
 
-def _image_model(start: InitSource, own: dict[str, Any]) -> dict[str, Any]:
-    """Returns the table [model]: the source's as a classifier of images, with the recipe's head and dropout."""
+def _take_images(values: dict[str, Any], start: InitSource, overrides: Sequence[str]) -> None:
+    """Makes [model] the source's as a classifier of images, with the recipe's dropout, and fits the rate. Sets size,
+    channels, mean and spread of the images to the source's, unless a recipe or the command line gives others; the model
+    sees images as large as those that are read."""
     if start.model.model_class.inputs != "images":
         raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no images: give a model that does")
-    values = model_config_to_dict(start.model)
-    head = {name: value for name, value in values.pop("head", {}).items() if name != "outputs"}
-    own = {name: value for name, value in own.items() if name in (*_OF_RECIPES, "drop_path")}
+    table, head, own = _tables(start.model, values["model"], (*_OF_RECIPES, "drop_path"))
     # What the source has of a head is kept, so that its layers but for the last one can be taken.
-    return {**values, **own, "architecture": "image_classifier", "head": {**own.get("head", {}), **head}}
-
-
-def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[str]) -> None:
-    """Sets size, channels, mean and spread of the images to the source's, unless a recipe or the command line gives
-    others; the model sees images as large as those that are read."""
+    head = {**own.get("head", {}), **head}
+    values["model"] = {**table, **own, "architecture": "image_classifier", "head": head}
     images, seen = values["data"].setdefault("images", {}), values["model"].setdefault("image", {})
     typed = _typed(overrides, "--data.images.size") or _typed(overrides, "--model.image.size")
     size = typed if typed and typed.isdecimal() else images.get("size", start.model.image.size)
@@ -235,28 +237,16 @@ def _fill_images(values: dict[str, Any], start: InitSource, overrides: Sequence[
     if start.images is not None:
         for name in ("mean", "std"):
             images.setdefault(name, list(getattr(start.images, name)))
+    values.setdefault("optimizer", {}).setdefault("lr", fitted_rate(start.model.d_model, on_images=True))
 
 
-def _with_outputs(config: RunConfig) -> RunConfig:
-    """Returns `config` with as many outputs as the data has classes or values."""
-    facts = config.modality.facts(config.data, **config.task().asks("train"))
-    if facts.outputs is None:
-        return config
-    return dataclasses.replace(config, model=with_outputs(config.model, facts))
-
-
-def _fill_lengths(data: dict[str, Any], model: ModelConfig) -> None:
+def _fit_lengths(data: dict[str, Any], model: ModelConfig) -> None:
     """Sets the lengths that the model can have."""
     longest = model.max_seqlen
     if model.fixed_length_mixers():
         data["packing"], data["seqlen"] = "rows", longest
     elif model.position_embeddings:
         data["seqlen"] = min(data.get("seqlen", longest), longest)
-
-
-def _fit_rate(values: dict[str, Any], width: int, *, on_images: bool) -> None:
-    """Sets optimizer.lr, unless a recipe does: small models need larger rates."""
-    values.setdefault("optimizer", {}).setdefault("lr", fitted_rate(width, on_images=on_images))
 
 
 def fitted_rate(width: int, *, on_images: bool = False) -> float:
@@ -266,16 +256,11 @@ def fitted_rate(width: int, *, on_images: bool = False) -> float:
     return float(f"{min(rate, _HIGHEST):.2g}")
 
 
-def _with_fitted_steps(
-    config: RunConfig, recipe: Mapping[str, Any], typed: Container[str], *, on_images: bool
-) -> RunConfig:
-    """Returns `config` with as many epochs as give `LEAST_STEPS` steps, or with the usual number of epochs if that is
-    more; unchanged where the recipe or the command line (its options, `typed`) gives epochs or steps."""
-    if any(name in recipe or f"--{name}" in typed for name in ("epochs", "steps")):
-        return config
+def _with_fitted_epochs(config: RunConfig, usual: float) -> RunConfig:
+    """Returns `config` with as many epochs as give `LEAST_STEPS` steps, or with the usual number if that is more."""
     loader = make_loader(config, "train", 0, 1)
     loader.close()
-    examples, usual = loader.samples_per_epoch, EPOCHS_OF_IMAGES if on_images else EPOCHS
+    examples = loader.samples_per_epoch
     needed = math.ceil(10 * LEAST_STEPS * config.global_batch_size / examples) / 10
     if needed > usual:
         logger.info(
