@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -18,7 +17,6 @@ from matmix.use.opening import TrainedModel
 
 Pooling = Literal["mean", "cls"]
 _PACK = 1 << 14  # tokens in one forward pass, except for a single longer text
-_TEXTS = 256  # that are tokenised at a time
 
 
 class Embedder:
@@ -32,7 +30,7 @@ class Embedder:
         Raises ValueError (one line) for models that are no encoders, or take texts of one length only.
         """
         config = opened.config
-        self._reader, self._device = opened.reader, opened.device
+        self._reader, self._packed = opened.reader, opened.packed
         if config.causal:
             raise ValueError(f"{opened.path} is a {config.architecture}, which sees no later tokens: give an encoder")
         if fixed := config.fixed_length_mixers():
@@ -48,27 +46,22 @@ class Embedder:
     def batches(self, texts: Iterable[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Yields some texts and their vectors (n, d_model), float32 on the CPU, in order; many texts are packed
         documents of one forward pass."""
-        rest, texts = True, iter(texts)
         waiting: list[tuple[str, list[int]]] = []
-        while rest:
-            some = list(itertools.islice(texts, _TEXTS))
-            rest = len(some) == _TEXTS
-            for text in some:
-                read = self._reader.ids(text, self.max_length)
-                if waiting and sum(len(ids) for _, ids in waiting) + len(read) > _PACK:
-                    yield self._vectors(waiting)
-                    waiting = []
-                waiting.append((text, read))
+        tokens = 0
+        for text in texts:
+            ids = self._reader.ids(text, self.max_length)
+            if waiting and tokens + len(ids) > _PACK:
+                yield self._vectors(waiting)
+                waiting, tokens = [], 0
+            waiting.append((text, ids))
+            tokens += len(ids)
         if waiting:
             yield self._vectors(waiting)
 
     @torch.inference_mode()
-    def _vectors(self, encoded: Sequence[tuple[str, list[int]]]) -> tuple[list[str], torch.Tensor]:
-        lengths = [len(ids) for _, ids in encoded]
-        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device)
-        read = torch.tensor([list(itertools.chain.from_iterable(ids for _, ids in encoded))], device=self._device)
-        vectors = self.model(read, cu_seqlens=bounds, max_seqlen=max(lengths))
-        return [text for text, _ in encoded], vectors.float().cpu()
+    def _vectors(self, encoded: Iterable[tuple[str, list[int]]]) -> tuple[list[str], torch.Tensor]:
+        texts, ids = zip(*encoded, strict=True)
+        return list(texts), self.model(**self._packed(ids)).float().cpu()
 
 
 def embed(

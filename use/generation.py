@@ -67,12 +67,8 @@ class TextStream:
     def __init__(
         self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = (), stop: Sequence[str] = ()
     ) -> None:
-        """
-        Args:
-            decode: text of token ids.
-            before: the tokens that come before the text.
-            stop: strings, not empty, that end the text; they are not part of it.
-        """
+        """decode: text of token ids; before: the tokens that come before the text; stop: strings, not empty, that end
+        the text and are not part of it."""
         self._decode, self._stop = decode, tuple(stop)
         self._ids = list(before[-8:])
         self._anchor, self._done = 0, len(self._ids)
@@ -83,18 +79,19 @@ class TextStream:
     def push(self, token: int) -> str:
         """Returns the text that is certain now that one more token has come."""
         self._ids.append(token)
-        known, text = self._decode(self._ids[self._anchor : self._done]), self._decode(self._ids[self._anchor :])
-        if len(text) <= len(known) or text.endswith("\ufffd"):
+        new = self._undecided()
+        if not new or new.endswith("\ufffd"):
             return ""
         self._anchor, self._done = self._done, len(self._ids)
-        return self._let_out(text[len(known) :])
+        return self._let_out(new)
 
     def close(self) -> str:
         """Returns the text that is left when no more tokens come."""
-        if self.stopped_by is not None:
-            return ""
-        known, text = self._decode(self._ids[self._anchor : self._done]), self._decode(self._ids[self._anchor :])
-        return self._let_out(text[len(known) :]) + self._take_held()
+        return "" if self.stopped_by is not None else self._let_out(self._undecided()) + self._take_held()
+
+    def _undecided(self) -> str:
+        known = self._decode(self._ids[self._anchor : self._done])
+        return self._decode(self._ids[self._anchor :])[len(known) :]
 
     def _let_out(self, more: str) -> str:
         text = self._take_held() + more
@@ -157,7 +154,9 @@ def generate(
     reader = opened.reader
     check_writes(opened)
     sampling = sampling or Sampling()
-    ids = [_prompt_ids(opened, prompt) for prompt in prompts]
+    ids = [reader.ids(prompt) or ([] if reader.start is None else [reader.start]) for prompt in prompts]
+    if not all(ids):
+        raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
     continuations = [Continuation() for _ in prompts]
     streams = [TextStream(reader.marking.decode, before, stop) for before in ids]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or [0] * len(ids)]
@@ -206,21 +205,11 @@ def check_writes(opened: TrainedModel) -> None:
 
 
 def banned_tokens(opened: TrainedModel) -> torch.Tensor:
-    """Marks the tokens that are never generated: special ones, and ids that the tokenizer does not have.
-
-    Returns: (vocab_size,) bool.
-    """
+    """Marks the tokens that are never generated, special ones and ids that the tokenizer lacks: (vocab_size,) bool."""
     known = opened.reader.marking.get_vocab_size()
     banned = torch.arange(opened.config.vocab_size, device=opened.device) >= known
     banned[[index for index in opened.reader.special.values() if index is not None]] = True
     return banned
-
-
-def _prompt_ids(opened: TrainedModel, prompt: str) -> list[int]:
-    ids, start = opened.reader.ids(prompt), opened.reader.start
-    if not ids and start is None:
-        raise ValueError("this tokenizer has no token that starts a text; give a --prompt")
-    return ids or [start]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,8 +246,7 @@ def fill_masks(opened: TrainedModel, text: str) -> Filled:
     select = torch.tensor(places, device=opened.device)
     logits = opened.model(torch.tensor([ids], device=opened.device), select=select)
     probabilities = logits.float().softmax(-1).masked_fill(banned_tokens(opened), 0.0)
-    likeliest = probabilities.topk(min(_CANDIDATES, probabilities.shape[-1]))
-    masks = []
+    likeliest, masks = probabilities.topk(min(_CANDIDATES, probabilities.shape[-1])), []
     for place, shares, tokens in zip(places, likeliest.values.tolist(), likeliest.indices.tolist(), strict=True):
         masks.append([(tokenizer.decode([token]), share) for token, share in zip(tokens, shares, strict=True)])
         ids[place] = tokens[0]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,13 +19,7 @@ from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig
 from matmix.model.images.config import ImageInputs
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, special_tokens_around
-from matmix.model.interop.importing.exported import (
-    PROCESSOR,
-    load_weights,
-    read_image_inputs,
-    read_labels,
-    read_length,
-)
+from matmix.model.interop.importing import exported
 from matmix.train.checkpoint.steps import step_of
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.init import InitSource, source_of
@@ -125,7 +122,7 @@ class TrainedModel:
     def model(self) -> Backbone:
         """The model on `device`, in evaluation mode. Raises ValueError (one line) for weights that do not fit."""
         model = build_model(self.config)
-        load_weights(model, self.origin.state.weights(), self.path)
+        exported.load_weights(model, self.origin.state.weights(), self.path)
         return model.to(self.device).eval()
 
     @functools.cached_property
@@ -141,13 +138,22 @@ class TrainedModel:
             raise ValueError(f"{self.path} has no tokenizer to turn a prompt into tokens; give its model token ids")
         return TextReader.of(tokenizer, prefix=origin.prefix, suffix=origin.suffix, causal=self.config.causal)
 
+    def packed(self, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """Returns the arguments of `model` that read the tokens of some texts as documents of one row."""
+        lengths = [len(text) for text in texts]
+        return {
+            "inputs": torch.tensor([list(itertools.chain.from_iterable(texts))], device=self.device),
+            "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device),
+            "max_seqlen": max(lengths),
+        }
+
     @property
     def seqlen(self) -> int:
         """Tokens of a sequence in training; of an export, the length that its configuration says to keep to."""
         if self.run is not None:
             return self.run.config.data.seqlen
-        exported = self.path.is_dir() and (self.path / "config.json").is_file()
-        return (read_length(self.path) if exported else None) or self.config.max_seqlen
+        known = exported.read_length(self.path) if (self.path / "config.json").is_file() else None
+        return known or self.config.max_seqlen
 
     @functools.cached_property
     def image_inputs(self) -> ImageInputs:
@@ -163,8 +169,10 @@ class TrainedModel:
         if self.run is not None:
             if (inputs := image_inputs(self.run.config)) is None:
                 raise ValueError(f"{self.name} was not trained on pictures, and does not say how to read them")
-        elif (inputs := read_image_inputs(self.path)) is None:
-            raise ValueError(f"{self.path} has no {PROCESSOR}, which says how to read pictures; export the run again")
+        elif (inputs := exported.read_image_inputs(self.path)) is None:
+            raise ValueError(
+                f"{self.path} has no {exported.PROCESSOR}, which says how to read pictures; export the run again"
+            )
         return inputs
 
     @functools.cached_property
@@ -175,7 +183,7 @@ class TrainedModel:
         if self.run is not None:
             data = self.run.config.data
             return self.run.config.modality.class_names(data) if takes_images else data.examples.labels
-        names = read_labels(self.path)
+        names = exported.read_labels(self.path)
         if takes_images and len(names or range(outputs)) != outputs:
             raise ValueError(f"{self.path}/config.json names {len(names)} classes, but the model has {outputs} outputs")
         return names or tuple(f"class {number}" for number in range(outputs if takes_images else 0))

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
@@ -51,24 +50,21 @@ def read_pictures(files: Sequence[str | Path], inputs: ImageInputs) -> Tensor:
     Pictures of any mode and size are read as `decode` describes. Raises FileNotFoundError or ValueError (one line) for
     a file that is not there, or gives no picture.
     """
-    images = ImagesConfig(
-        size=inputs.size, channels=len(inputs.mean), crop=inputs.crop, interpolation=inputs.interpolation
-    )
+    channels, pictures = len(inputs.mean), []
+    images = ImagesConfig(size=inputs.size, channels=channels, crop=inputs.crop, interpolation=inputs.interpolation)
     transform = make_transform(images, inputs.mean, inputs.std, training=False)
-    return torch.stack([transform(_decoded(Path(file), images.channels)) for file in files])
-
-
-def _decoded(file: Path, channels: int) -> Image.Image:
-    if file.is_dir():
-        raise ValueError(f"{file} is a folder; name the pictures in it, such as {file}/*.png")
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no picture at {file}")
-    try:
-        return decode(file.read_bytes(), channels=channels)
-    except UnreadablePicture as error:
-        raise ValueError(f"{file} gives no picture: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    for file in map(Path, files):
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder; name the pictures in it, such as {file}/*.png")
+        if not file.is_file():
+            raise FileNotFoundError(f"there is no picture at {file}")
+        try:
+            pictures.append(transform(decode(file.read_bytes(), channels=channels)))
+        except UnreadablePicture as error:
+            raise ValueError(f"{file} gives no picture: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    return torch.stack(pictures)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,15 +101,14 @@ class ImageScores:
         others are most often taken for (None where there are no others), and how often."""
         rows = []
         for number, name in enumerate(self.classes):
-            taken = self.likeliest[self.labels == number, 0]
-            if not len(taken):
+            counts = np.bincount(self.likeliest[self.labels == number, 0], minlength=len(self.classes))
+            if not (images := int(counts.sum())):
                 continue
-            counts = np.bincount(taken, minlength=len(self.classes))
             right, counts[number] = int(counts[number]), 0
             most = int(counts.argmax())
-            for_other = self.classes[most] if counts[most] else None
-            row = {"class": name, "images": len(taken), "accuracy": right / len(taken)}
-            rows.append({**row, "taken_for": for_other, "times": int(counts[most])})
+            taken_for = self.classes[most] if counts[most] else None
+            row = {"class": name, "images": images, "accuracy": right / images}
+            rows.append({**row, "taken_for": taken_for, "times": int(counts[most])})
         return rows
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -139,13 +134,13 @@ def score_images(opened: TrainedModel, dataset: str = "", *, split: str = "valid
 
     Raises FileNotFoundError or ValueError (one line).
     """
-    inputs, classes = opened.image_inputs, opened.classes
+    inputs, classes, seed = opened.image_inputs, opened.classes, 0
     if opened.run is not None:
         data, seed = opened.run.config.data, opened.run.config.seed
     else:
-        named, seed = classes if read_labels(opened.path) else (), 0
-        images = ImagesConfig(**dataclasses.asdict(inputs), channels=opened.config.image.channels, classes=named)
-        data = DataConfig(images=images)
+        named = classes if read_labels(opened.path) else ()
+        channels = opened.config.image.channels
+        data = DataConfig(images=ImagesConfig(**dataclasses.asdict(inputs), channels=channels, classes=named))
     if not (dataset or data.images.datasets):
         raise ValueError(
             f"{opened.name} is an export, which knows no pictures: name a dataset of matmix prepare-images"

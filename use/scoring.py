@@ -86,37 +86,32 @@ def score_texts(opened: TrainedModel, texts: Iterable[str], *, window: int = 0, 
     Raises ValueError (one line) for a model that is no language model, sizes that it cannot have, and texts without a
     token to predict.
     """
-    _check_gives_probabilities(opened)
     window = window or opened.seqlen
     stride = stride or max(1, window // 2)
     opened.config.check_seqlen(window)
     if not 1 <= stride <= window:
         raise ValueError(f"--stride must lie between 1 and the window of {window} tokens, got {stride}")
     score, waiting = Score(method=f"windows of {window:,} tokens, moved by {stride:,}"), []
-    for windows in (windows_of(ids, window, stride) for ids in _encoded(opened, texts, score)):
-        for tokens, predicted in windows:
-            waiting.append((tokens, predicted))
-            if sum(len(tokens) for tokens, _ in waiting) >= _PACK:
-                score.nats += _packed_nats(opened, waiting)
-                waiting.clear()
+    windows = (windows_of(ids, window, stride) for ids in _encoded(opened, texts, score))
+    for tokens, predicted in itertools.chain.from_iterable(windows):
+        waiting.append((tokens, predicted))
+        if sum(len(tokens) for tokens, _ in waiting) >= _PACK:
+            score.nats += _packed_nats(opened, waiting)
+            waiting.clear()
     if waiting:
         score.nats += _packed_nats(opened, waiting)
-    return _checked(score)
+    return score
 
 
 def _packed_nats(opened: TrainedModel, windows: Sequence[tuple[Sequence[int], int]]) -> float:
-    lengths = [len(tokens) - 1 for tokens, _ in windows]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    flat = itertools.chain.from_iterable
-    read = torch.tensor([list(flat(tokens[:-1] for tokens, _ in windows))], device=opened.device)
-    targets = torch.tensor(list(flat(tokens[-predicted:] for tokens, predicted in windows)), device=opened.device)
-    ends = bounds[1:].tolist()
-    at = flat(range(end - predicted, end) for end, (_, predicted) in zip(ends, windows, strict=True))
+    read = opened.packed([tokens[:-1] for tokens, _ in windows])
+    targets = [token for tokens, predicted in windows for token in tokens[-predicted:]]
+    ends = zip(read["cu_seqlens"][1:].tolist(), windows, strict=True)
+    places = [place for end, (_, predicted) in ends for place in range(end - predicted, end)]
+    targets = torch.tensor(targets, device=opened.device)
     rows = opened.model(
-        read,
-        cu_seqlens=bounds.to(opened.device),
-        max_seqlen=max(lengths),
-        select=torch.tensor(list(at), device=opened.device),
+        **read,
+        select=torch.tensor(places, device=opened.device),
         readout=lambda *arguments: row_cross_entropy(*arguments, targets),
     )
     return rows.loss.double().sum().item()
@@ -125,7 +120,6 @@ def _packed_nats(opened: TrainedModel, windows: Sequence[tuple[Sequence[int], in
 @torch.inference_mode()
 def score_with_state(opened: TrainedModel, texts: Iterable[str]) -> Score:
     """Scores as `score_texts` does, but predicts each token from all before it, by states that are carried along."""
-    _check_gives_probabilities(opened)
     score = Score(method="state carried through each document")
     for ids in _encoded(opened, texts, score):
         state, row = opened.model.initial_state(1), torch.tensor([ids], device=opened.device)
@@ -137,11 +131,17 @@ def score_with_state(opened: TrainedModel, texts: Iterable[str]) -> Score:
                 raise ValueError(f"{error}; score the text in windows, without carried state") from None
             targets = row[0, begin + 1 : begin + 1 + read.shape[1]]
             score.nats += F.cross_entropy(logits[0].float(), targets, reduction="none").double().sum().item()
-    return _checked(score)
+    return score
 
 
 def _encoded(opened: TrainedModel, texts: Iterable[str], score: Score) -> Iterator[list[int]]:
-    """Yields the tokens of each text with the one that it starts from, and counts them in `score`."""
+    """Yields the tokens of each text with the one that it starts from, and counts them in `score`. Raises ValueError
+    (one line) for a model that gives no probabilities, and where no token is predicted."""
+    if not opened.config.causal:
+        raise ValueError(
+            f"{opened.path} is an {opened.config.architecture}, which gives no text a probability: name a task on "
+            "labelled examples, --task"
+        )
     for text in texts:
         ids = opened.reader.tokenizer.encode(text)
         ids = ids if opened.reader.start is None else [opened.reader.start, *ids]
@@ -150,20 +150,8 @@ def _encoded(opened: TrainedModel, texts: Iterable[str], score: Score) -> Iterat
         score.words += len(text.split())
         score.tokens += max(0, len(ids) - 1)
         yield ids
-
-
-def _check_gives_probabilities(opened: TrainedModel) -> None:
-    if not opened.config.causal:
-        raise ValueError(
-            f"{opened.path} is an {opened.config.architecture}, which gives no text a probability: name a task on "
-            "labelled examples, --task"
-        )
-
-
-def _checked(score: Score) -> Score:
     if not score.tokens:
         raise ValueError("there is no text to score: every document is empty, or a single token that nothing precedes")
-    return score
 
 
 _BATCH = 32
@@ -232,12 +220,15 @@ def score_examples(
             of an export's classes come before those of a recipe.
     Raises FileNotFoundError or ValueError (one line).
     """
-    config, model = _fine_tuned(opened) if not task else _fitting(opened, task, columns or {}, labels, max_length)
-    files = dataclasses.replace(config.data.examples, test=file)
-    data = dataclasses.replace(config.data, examples=files, workers=0)
-    kind = config.task()
+    config, model = _fitting(opened, task, columns or {}, labels, max_length) if task else _fine_tuned(opened)
+    kind, files = config.task(), dataclasses.replace(config.data.examples, test=file)
     loader = kind.make_loader(
-        data, split="test", global_batch_size=_BATCH, micro_batch_size=_BATCH, one_pass=True, seed=config.seed
+        dataclasses.replace(config.data, examples=files, workers=0),
+        split="test",
+        global_batch_size=_BATCH,
+        micro_batch_size=_BATCH,
+        one_pass=True,
+        seed=config.seed,
     )
     examples, outputs = loader.facts.examples, config.model.head.count
     if examples.outputs not in (None, outputs):
@@ -253,9 +244,9 @@ def score_examples(
 def _fine_tuned(opened: TrainedModel) -> tuple[RunConfig, Backbone]:
     if not task_of(opened):
         raise ValueError(f"{opened.name} was not fine-tuned on labelled examples: name a task")
-    config = opened.run.config
-    examples = dataclasses.replace(config.data.examples, tokenizer=str(opened.reader.tokenizer.path))
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, examples=examples)), opened.model
+    data = opened.run.config.data
+    examples = dataclasses.replace(data.examples, tokenizer=str(opened.reader.tokenizer.path))
+    return dataclasses.replace(opened.run.config, data=dataclasses.replace(data, examples=examples)), opened.model
 
 
 def _fitting(
