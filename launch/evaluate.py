@@ -96,13 +96,10 @@ class Evaluate:
             raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
-        options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "scoring"}
         xz = _Xz()
-        texts = map(xz.add, filter(None, read_texts(self.texts, **options)))
-        if self.carry_state:
-            score = score_with_state(opened, texts)
-        else:
-            score = score_texts(opened, texts, window=self.window, stride=self.stride)
+        texts = map(xz.add, filter(None, read_texts(self.texts, "scoring", self.text_field, self.text_documents)))
+        windows = {} if self.carry_state else {"window": self.window, "stride": self.stride}
+        score = (score_with_state if self.carry_state else score_texts)(opened, texts, **windows)
         step = "" if opened.step is None else f", {opened.state}"
         say_texts(f"{opened.path}{step}", score, xz.bits_per_byte, self.out)
         return 0
@@ -164,8 +161,7 @@ class Embed:
             raise ValueError(f"--out {self.out} exists; choose another file, or remove it")
         opened = open_model(self.source, step=self.step)
         embedder = Embedder(opened, pooling=self.pooling, max_length=self.max_length)
-        options = {"text_field": self.text_field, "text_documents": self.text_documents, "doing": "embedding"}
-        texts = read_texts(self.texts, **options)
+        texts = read_texts(self.texts, "embedding", self.text_field, self.text_documents)
         count = write_vectors(self.out, embedder, texts, normalize=self.normalize)
         print(f"{self.out}: {count:,} vectors of {embedder.width}, {self.pooling} of {opened.path}")
         return 0
@@ -218,7 +214,9 @@ TextFiles = Annotated[
 TextDocuments = Literal["file", "paragraph", "line"]
 
 
-def read_texts(files: Sequence[str], *, text_field: str, text_documents: TextDocuments, doing: str) -> Iterator[str]:
+def read_texts(
+    files: Sequence[str], doing: str, text_field: str = "text", text_documents: TextDocuments = "line"
+) -> Iterator[str]:
     """Yields every document of the files in order, "" for one of white space only; terminals show a progress bar.
 
     text_field, text_documents: the options of `matmix prepare`; doing: the words of the bar. Raises ValueError and

@@ -39,17 +39,8 @@ def confusion_picture(labels: Sequence[int], predicted: Sequence[int], classes: 
 
     size = 3.5 + 0.32 * len(classes)
     figure = Figure(figsize=(size, size), layout="constrained", dpi=110)
-    axes = figure.subplots()
-    ConfusionMatrixDisplay.from_predictions(
-        labels,
-        predicted,
-        labels=range(len(classes)),
-        display_labels=classes,
-        xticks_rotation="vertical",
-        cmap="Blues",
-        colorbar=False,
-        ax=axes,
-    )
-    axes.set(title=title, xlabel="predicted")
-    axes.set_ylabel("label")
+    axes, look = figure.subplots(), {"xticks_rotation": "vertical", "cmap": "Blues", "colorbar": False}
+    names = {"labels": range(len(classes)), "display_labels": classes}
+    ConfusionMatrixDisplay.from_predictions(labels, predicted, **names, **look, ax=axes)
+    axes.set(title=title, xlabel="predicted", ylabel="label")
     return png_of(figure)

@@ -68,7 +68,8 @@ class Finetune:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Trains and returns the exit code (`matmix.train.process.exits`)."""
-        from matmix.launch.many.runs import check_alone, is_one_of_several
+        from matmix.launch.many.runs import check_alone, check_parallel, is_one_of_several
+        from matmix.launch.many.scores import tasks_of_seeds, train_seeds
         from matmix.train.command import train_phases
         from matmix.train.process import logs
         from matmix.train.process.distributed import rank_and_world_size
@@ -82,29 +83,22 @@ class Finetune:
         with logs.shown("info", rank=rank_and_world_size()[0]):
             config = finetuning_config(self.source, self.recipe, list(rest), **options)
         if self.seeds:
-            return self._train_seeds(config, rest)
+            if any(word.partition("=")[0] == "--seed" for word in rest):
+                raise ValueError("--seed and --seeds are both given: keep one of them")
+            if self.write_recipe is not None:
+                raise ValueError("--write-recipe writes the recipe of one run: give it without --seeds")
+            check_parallel(self.parallel)
+            tasks = tasks_of_seeds(config, self.seeds)
+            if not self.dry_run:
+                return train_seeds(tasks, Path(config.run_dir), self.parallel)
+            return train_phases([tasks[0].config], dry_run=True)
         if "--seeds" in typed:
             raise ValueError("--seeds is given without a seed")
         if self.parallel != 1:
             raise ValueError("--parallel belongs to --seeds: give both")
-        if self.write_recipe is not None:
-            return _write(config, self.write_recipe)
-        return train_phases([config], dry_run=self.dry_run)
-
-    def _train_seeds(self, config: RunConfig, rest: Sequence[str]) -> int:
-        from matmix.launch.many.runs import check_parallel
-        from matmix.launch.many.scores import tasks_of_seeds, train_seeds
-        from matmix.train.command import train_phases
-
-        if any(word.partition("=")[0] == "--seed" for word in rest):
-            raise ValueError("--seed and --seeds are both given: keep one of them")
-        if self.write_recipe is not None:
-            raise ValueError("--write-recipe writes the recipe of one run: give it without --seeds")
-        check_parallel(self.parallel)
-        tasks = tasks_of_seeds(config, self.seeds)
-        if self.dry_run:
-            return train_phases([tasks[0].config], dry_run=True)
-        return train_seeds(tasks, Path(config.run_dir), self.parallel)
+        if self.write_recipe is None:
+            return train_phases([config], dry_run=self.dry_run)
+        return _write(config, self.write_recipe)
 
 
 def _write(config: RunConfig, path: Path) -> int:

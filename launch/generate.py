@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import sys
 import textwrap
@@ -63,7 +64,7 @@ class Generate:
         would be alone. Standard error says where a text ended at the end token or at a stop string.
         """
         prompts = [*self.prompt, *(() if self.prompt_file is None else prompts_of(self.prompt_file))] or [""]
-        self.print(prompts, _write_now)
+        self.print(prompts, functools.partial(print, end="", flush=True))
         return 0
 
     def print(self, prompts: Sequence[str], write: Callable[[str], object]) -> None:
@@ -134,10 +135,7 @@ def prompts_of(file: str) -> list[str]:
 
     Raises ValueError and FileNotFoundError (one line) for a file that cannot be read or has none.
     """
-    if file == "-":
-        texts = read_lines(sys.stdin.buffer, "standard input")
-    else:
-        texts = read_texts([file], text_field="text", text_documents="line", doing="reading")
+    texts = read_lines(sys.stdin.buffer, "standard input") if file == "-" else read_texts([file], "reading")
     prompts = [text for text in texts if text.strip()]
     if not prompts:
         raise ValueError(f"--prompt-file {file} holds no prompt; write one on each line")
@@ -156,8 +154,3 @@ def _tell_end(text: Continuation, which: str) -> None:
     )
     if where is not None:
         print(f"({which}{where}, after {len(text.tokens)} tokens)", file=sys.stderr, flush=True)
-
-
-def _write_now(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -58,9 +58,8 @@ class Checkpoints:
 
             if self.source:
                 raise ValueError(f"convert takes one run, got {self.source} before it")
-            convert_run(
-                self.other.source, self.other.out, step=self.other.step, max_file_bytes=self.other.max_file_bytes
-            )
+            other = self.other
+            convert_run(other.source, other.out, step=other.step, max_file_bytes=other.max_file_bytes)
             return 0
         if not self.source:
             raise ValueError("no run given: matmix checkpoints RUN, or matmix checkpoints convert RUN --out OTHER_RUN")
@@ -79,22 +78,21 @@ class Checkpoints:
 
 def render(listing: Listing, *, verified: bool) -> str:
     """Writes the listing as text: a table, the checkpoint that a resume would use, and leftovers of saves."""
-    if not listing.checkpoints:
-        lines = ["no checkpoints yet"]
-    else:
-        unit = listing.checkpoints[-1].unit
-        lines = _table(
-            [tuple(name or unit for name in _HEAD), *(_row(facts, verified) for facts in listing.checkpoints)]
-        )
-        lines += ["", _resume(listing, verified)]
+    lines = ["no checkpoints yet"]
+    if listing.checkpoints:
+        head = ("step", listing.checkpoints[-1].unit, "size", "engine", "ranks", "written", "state")
+        rows = [head, *(_row(facts, verified) for facts in listing.checkpoints)]
+        widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        sides = [f"{side}{width}" for side, width in zip(">>><><<", widths, strict=True)]
+        lines = ["  ".join(map(format, row, sides)).rstrip() for row in rows]
+        hint = "" if verified else " if its checksums are right (--verify reads them)"
+        resumed = listing.resumed and f"a resume would use {listing.resumed.path.name}{hint}"
+        lines += ["", resumed or "a resume would stop: none of them is valid"]
     lines += [
         f"leftover: {name} (a save or removal that is under way or was cut off; the next save clears it away)"
         for name in listing.leftovers
     ]
     return "".join(f"{line}\n" for line in lines)
-
-
-_HEAD = ("step", "", "size", "engine", "ranks", "written", "state")
 
 
 def _row(facts: CheckpointFacts, verified: bool) -> tuple[str, ...]:
@@ -109,27 +107,6 @@ def _row(facts: CheckpointFacts, verified: bool) -> tuple[str, ...]:
         written,
         good if facts.problem is None else facts.problem.removeprefix(f"checkpoint {facts.path} "),
     )
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = {0, 1, 2, 4}
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _resume(listing: Listing, verified: bool) -> str:
-    if listing.resumed is None:
-        return "a resume would stop: none of them is valid"
-    hint = "" if verified else " if its checksums are right (--verify reads them)"
-    return f"a resume would use {listing.resumed.path.name}{hint}"
 
 
 def format_size(size: float) -> str:
@@ -161,13 +138,11 @@ class Recipes:
 
 def grouped() -> dict[str, dict[str, Path]]:
     """Groups the bundled recipes by the command that takes them: command -> name -> path."""
-    recipes = bundled_recipes()
-    fine_tuning = {name: path for name, path in recipes.items() if _fine_tunes(path)}
-    return {
-        "matmix train NAME": {name: path for name, path in recipes.items() if name not in fine_tuning},
-        "matmix compare NAME": bundled_comparisons(),
-        "matmix finetune RUN NAME": fine_tuning,
-    }
+    groups = {"matmix train NAME": {}, "matmix compare NAME": bundled_comparisons(), "matmix finetune RUN NAME": {}}
+    for name, path in bundled_recipes().items():
+        fine_tunes = path.stem.startswith("finetune") or path.parent.name in ("finetuning", "glue")
+        groups["matmix finetune RUN NAME" if fine_tunes else "matmix train NAME"][name] = path
+    return groups
 
 
 def listed() -> str:
@@ -176,10 +151,8 @@ def listed() -> str:
     for command, recipes in grouped().items():
         width = max(map(len, recipes)) + 4
         lines.append(f"{command}\n")
-        lines += [
-            f"  {name:{width - 2}}{textwrap.shorten(about(path), _WIDTH - width, placeholder=' ...')}"
-            for name, path in recipes.items()
-        ]
+        for name, path in recipes.items():
+            lines.append(f"  {name:{width - 2}}{textwrap.shorten(about(path), _WIDTH - width, placeholder=' ...')}")
         lines.append("")
     return "\n".join([*lines, "matmix recipes NAME prints one.", ""])
 
@@ -188,7 +161,3 @@ def about(path: Path) -> str:
     """Returns the first sentence of the comment that a recipe begins with."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
     return " ".join(line.lstrip("# ") for line in lines).split(". ")[0].rstrip(".")
-
-
-def _fine_tunes(path: Path) -> bool:
-    return path.stem.startswith("finetune") or path.parent.name in ("finetuning", "glue")

@@ -59,10 +59,12 @@ class _Verb:
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Prepares or joins; returns the exit code. Raises ValueError (one line) for the user's mistakes."""
+        usage = f"{self.options.described.verb} --merge --out DIR"
         if self.merge:
-            return self._merge()
+            self._merge(usage)
+            return 0
         if self.dry_run:
-            raise ValueError(f"--dry-run shows the parts that a merge would join: {self._usage(merge=True)} --dry-run")
+            raise ValueError(f"--dry-run shows the parts that a merge would join: {usage} --dry-run")
         try:
             self.prepare(self.config())
         except RuntimeError as error:  # a working process was killed, for lack of memory for example
@@ -78,33 +80,27 @@ class _Verb:
 
     def config(self, usage: str = "") -> PrepareOptions:
         """Returns the wanted preparation. Raises ValueError (one line). usage: how the command is used."""
-        usage = usage or f"{self._usage()} [--option value ...]"
+        usage = usage or f"{self.options.described.verb} INPUT ... --out DIR [--option value ...]"
         for what, given in (("input", self.inputs), ("output folder", self.out)):
             if not given:
                 raise ValueError(f"no {what} given: {usage}")
         return self.options.described(inputs=self.inputs, out=self.out, **self.options)
 
-    def _usage(self, merge: bool = False) -> str:
-        return f"{self.options.described.verb} {'--merge' if merge else 'INPUT ...'} --out DIR"
-
-    def _merge(self) -> int:
+    def _merge(self, usage: str) -> None:
         from matmix.data.prepare.merge import merge
 
-        described, usage = self.options.described, self._usage(merge=True)
         if self.inputs:
             raise ValueError(f"the parts know their input, leave it out: {usage}")
         if not self.out:
             raise ValueError(f"no output folder given: {usage}")
-        kind = described.kind()
-        standard = {field.name: field.default for field in dataclasses.fields(described)}
-        for name, value in self.options.items():
-            if value != standard[name] and name != kind.most_broken:
-                flag = name.replace("_", "-")
+        kind = self.options.described.kind()
+        for field in dataclasses.fields(self.options.described):
+            name, flag = field.name, field.name.replace("_", "-")
+            if name in self.options and name != kind.most_broken and self.options[name] != field.default:
                 raise ValueError(f"the parts were made with options of their own, leave --{flag} out: {usage}")
         if is_url(self.out):
             raise ValueError(f"parts are joined in the folder where they were made, not at a URL such as {self.out}")
         merge(self.out, kind, dry_run=self.dry_run, most_broken=self.options[kind.most_broken])
-        return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import MOST_CLASSES, confusion_picture
@@ -35,14 +37,15 @@ def say_texts(where: str, score: Score, xz_bits_per_byte: float, out: Path | Non
         write_atomic(out, json.dumps({**numbers, **counts, "method": score.method}, indent=2) + "\n")
 
 
-def say_examples(scores: ExampleScores, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
-    """Prints the metrics, and writes the files that are named: metrics (.json), predictions (.jsonl), picture (.png).
+def say_examples(scores: ExampleScores, **files: Path | None) -> None:
+    """Prints the metrics, and writes the files that are named: out, the metrics (.json), predictions (.jsonl), and
+    confusion, a picture (.png).
 
     Raises ValueError for a picture where there are no classes, no labels, or too many classes.
     """
     metrics, controls = scores.metrics(), scores.controls()
     known = {metric.name: metric for metric in scores.task.metrics}
-    if confusion is not None and (not scores.classes or not metrics or len(scores.classes) > MOST_CLASSES):
+    if files["confusion"] is not None and (not scores.classes or not metrics or len(scores.classes) > MOST_CLASSES):
         raise ValueError(
             f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
         )
@@ -54,27 +57,20 @@ def say_examples(scores: ExampleScores, *, out: Path | None, predictions: Path |
         print(f"  {line}")
     if not metrics:
         print("  no example has a label, so there is nothing to score")
-    if out is not None:
-        write_atomic(out, json.dumps({**metrics, **controls, "examples": len(scores.examples.rows)}, indent=2) + "\n")
-    if predictions is not None:
-        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows()))
-    if confusion is not None:
-        write_atomic(confusion, _picture(scores))
-
-
-def _picture(scores: ExampleScores) -> bytes:
     values, labels = with_labels(scores.predicted)
     title = f"{scores.where}\n{len(labels):,} examples of {scores.examples.config.test}"
-    return confusion_picture(labels, values.argmax(1), scores.classes, title)
+    numbers = {**metrics, **controls, "examples": len(scores.examples.rows)}
+    _write(numbers, scores.rows(), lambda: (labels, values.argmax(1), scores.classes, title), **files)
 
 
-def say_images(scores: ImageScores, *, out: Path | None, predictions: Path | None, confusion: Path | None) -> None:
-    """Prints the scores, and writes the files that are named: all scores (.json), a JSON object for each picture
-    (.jsonl), the confusion matrix (.png). Raises ValueError for a picture of too many classes."""
-    if confusion is not None and len(scores.classes) > MOST_CLASSES:
+def say_images(scores: ImageScores, **files: Path | None) -> None:
+    """Prints the scores, and writes the files that are named, as `say_examples`: out holds those of the classes, too.
+    Raises ValueError for a picture of too many classes."""
+    if files["confusion"] is not None and len(scores.classes) > MOST_CLASSES:
         raise ValueError(f"--confusion draws at most {MOST_CLASSES} classes, and there are {len(scores.classes)}")
     metrics, classes = scores.metrics() | scores.controls(), scores.by_class()
-    print(f"{scores.where}: {len(scores.labels):,} images of {scores.pictures}")
+    images = f"{len(scores.labels):,} images of {scores.pictures}"
+    print(f"{scores.where}: {images}")
     for metric in (ImageClassification.loss_metric, *ImageClassification.metrics):
         print(f"  {metric.title:<28}{metric.number(metrics[metric.name])}")
     for line in control_lines(ImageClassification.metrics, metrics):
@@ -82,16 +78,28 @@ def say_images(scores: ImageScores, *, out: Path | None, predictions: Path | Non
     if len(classes) > 1:
         mean = sum(row["accuracy"] for row in classes) / len(classes)
         print(f"  {'mean over the classes':<28}{mean:.2%}")
-    worst = sorted(classes, key=lambda row: row["accuracy"])[:_SHOWN]
     print(f"{'The classes' if len(classes) <= _SHOWN else f'The {_SHOWN} classes that are recognised least'}:")
-    for row in worst:
+    for row in sorted(classes, key=lambda row: row["accuracy"])[:_SHOWN]:
         other = f"  most often taken for {row['taken_for']} ({row['times']:,})" if row["taken_for"] else ""
         print(f"  {row['class']:<28}{row['accuracy']:>8.2%} of {row['images']:,}{other}")
+    numbers = {**metrics, "images": len(scores.labels), "classes": classes}
+    drawn = scores.labels, scores.likeliest[:, 0], scores.classes, f"{scores.where}\n{images}"
+    _write(numbers, scores.rows(), lambda: drawn, **files)
+
+
+def _write(
+    numbers: dict[str, Any],
+    rows: Iterable[dict[str, Any]],
+    drawn: Callable[[], tuple[Any, ...]],
+    *,
+    out: Path | None,
+    predictions: Path | None,
+    confusion: Path | None,
+) -> None:
+    """Writes the files that are named. drawn: gives the arguments of `confusion_picture`."""
     if out is not None:
-        values = {**metrics, "images": len(scores.labels), "classes": classes}
-        write_atomic(out, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        write_atomic(out, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
     if predictions is not None:
-        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in scores.rows()))
+        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     if confusion is not None:
-        title = f"{scores.where}\n{len(scores.labels):,} images of {scores.pictures}"
-        write_atomic(confusion, confusion_picture(scores.labels, scores.likeliest[:, 0], scores.classes, title))
+        write_atomic(confusion, confusion_picture(*drawn()))
