@@ -96,77 +96,47 @@ EXPORT = "matmix.model.interop.export"
 class TransformersForm:
     """The classes by which transformers loads the models of an architecture."""
 
-    model_type: str
-    config_class: str
-    auto_classes: dict[str, str]
-    """Class of transformers -> "module:class" in `EXPORT`."""
-    main: str
-    """Which of them loads the model as it was trained."""
+    config_class: type[MatmixConfig]
+    source: str
+    """The module in `EXPORT` that they are in."""
+    body: str
+    """The class of AutoModel."""
+    heads: tuple[str, ...]
+    """X of each AutoModelForX, which is MatmixForX; the first one, or else AutoModel, loads the model as it was
+    trained."""
     pipeline: str
     library: str = "transformers"
 
-
-_HEADS = {
-    "AutoModelForSequenceClassification": "encoder:MatmixForSequenceClassification",
-    "AutoModelForTokenClassification": "encoder:MatmixForTokenClassification",
-    "AutoModelForQuestionAnswering": "encoder:MatmixForQuestionAnswering",
-    "AutoModelForMultipleChoice": "encoder:MatmixForMultipleChoice",
-}
+    @property
+    def classes(self) -> dict[str, str]:
+        """Class of transformers -> ours, the main one first but for AutoModel."""
+        return {"AutoModel": self.body, **{f"AutoModelFor{head}": f"MatmixFor{head}" for head in self.heads}}
 
 
-def _encoder_form(
-    *names: str, pipeline: str, masked_lm: bool = False, library: str = "transformers"
-) -> TransformersForm:
-    """The form of an architecture with an encoder's body: AutoModel, and `names` of `_HEADS`, the main one first."""
-    heads = {"AutoModelForMaskedLM": "encoder:MatmixForMaskedLM"} if masked_lm else {}
-    heads |= {name: _HEADS[name] for name in names}
-    return TransformersForm(
-        model_type="matmix-encoder",
-        config_class="MatmixEncoderConfig",
-        auto_classes={"AutoModel": "encoder:MatmixEncoderModel", **heads},
-        main=next(iter(heads), "AutoModel"),
-        pipeline=pipeline,
-        library=library,
-    )
-
+_OF_TEXTS = (MatmixEncoderConfig, "encoder", "MatmixEncoderModel")
+_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice")
 
 FORMS = {
-    "language_model": TransformersForm(
-        model_type="matmix",
-        config_class="MatmixConfig",
-        auto_classes={
-            "AutoModel": "language_model:MatmixModel",
-            "AutoModelForCausalLM": "language_model:MatmixForCausalLM",
-        },
-        main="AutoModelForCausalLM",
-        pipeline="text-generation",
+    "language_model": TransformersForm(MatmixConfig, "language_model", "MatmixModel", ("CausalLM",), "text-generation"),
+    "encoder": TransformersForm(*_OF_TEXTS, ("MaskedLM", *_HEADS), "fill-mask"),
+    "sequence_classifier": TransformersForm(
+        *_OF_TEXTS, ("SequenceClassification", "MultipleChoice"), "text-classification"
     ),
-    "encoder": _encoder_form(*_HEADS, masked_lm=True, pipeline="fill-mask"),
-    "sequence_classifier": _encoder_form(
-        "AutoModelForSequenceClassification", "AutoModelForMultipleChoice", pipeline="text-classification"
-    ),
-    "token_classifier": _encoder_form("AutoModelForTokenClassification", pipeline="token-classification"),
-    "span_classifier": _encoder_form("AutoModelForQuestionAnswering", pipeline="question-answering"),
+    "token_classifier": TransformersForm(*_OF_TEXTS, ("TokenClassification",), "token-classification"),
+    "span_classifier": TransformersForm(*_OF_TEXTS, ("QuestionAnswering",), "question-answering"),
     "image_classifier": TransformersForm(
-        model_type="matmix-image",
-        config_class="MatmixImageConfig",
-        auto_classes={
-            "AutoModel": "images:MatmixImageModel",
-            "AutoModelForImageClassification": "images:MatmixForImageClassification",
-        },
-        main="AutoModelForImageClassification",
-        pipeline="image-classification",
+        MatmixImageConfig, "images", "MatmixImageModel", ("ImageClassification",), "image-classification"
     ),
-    "text_embedder": _encoder_form(pipeline="sentence-similarity", library="sentence-transformers"),
+    "text_embedder": TransformersForm(*_OF_TEXTS, (), "sentence-similarity", "sentence-transformers"),
 }
 """Architecture -> its form. Others are exported as weights and configuration, which `read_export` reads."""
 
 
 def main_class(config: ModelConfig, outputs: Outputs) -> str:
-    """The class of transformers that loads a model as it was trained."""
+    """Returns the class of transformers that loads a model as it was trained."""
     if config.architecture == "sequence_classifier" and outputs.multiple_choice:
         return "AutoModelForMultipleChoice"
-    return FORMS[config.architecture].main
+    return "".join(["AutoModel", *(f"For{head}" for head in FORMS[config.architecture].heads[:1])])
 
 
 def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
@@ -179,14 +149,8 @@ def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
         raise ValueError(f"there are {len(labels)} names of labels for a model with {head.count} outputs")
     fields: dict[str, Any] = {}
     if config.model_class.inputs != "images":  # of which the head is in the configuration of the model alone
-        fields = {
-            "classifier_pooling": head.pooling,
-            "classifier_hidden": head.hidden,
-            "classifier_dropout": head.dropout,
-        }
+        fields |= {f"classifier_{name}": getattr(head, name) for name in ("pooling", "hidden", "dropout")}
     if config.architecture in ("sequence_classifier", "token_classifier", "image_classifier"):
         fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
         fields["label2id"] = {label: index for index, label in enumerate(labels)}
-    if outputs.problem_type is not None:
-        fields["problem_type"] = outputs.problem_type
-    return fields
+    return fields if outputs.problem_type is None else {**fields, "problem_type": outputs.problem_type}

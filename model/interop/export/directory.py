@@ -198,12 +198,11 @@ def config_file(
     """Returns the content of config.json."""
     fields: dict[str, Any] = {}
     if form := FORMS.get(config.architecture):
-        classes = {name: target.partition(":")[2] for name, target in form.auto_classes.items()}
-        modules = {name: f"modeling_matmix.{target}" for name, target in classes.items()}
+        modules = {name: f"modeling_matmix.{own}" for name, own in form.classes.items()}
         fields = {
-            "model_type": form.model_type,
-            "architectures": [classes[main_class(config, outputs)]],
-            "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class}", **modules},
+            "model_type": form.config_class.model_type,
+            "architectures": [form.classes[main_class(config, outputs)]],
+            "auto_map": {"AutoConfig": f"configuration_matmix.{form.config_class.__name__}", **modules},
             **head_fields(config, outputs),
         }
     fields |= {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings, "dtype": dtype}
@@ -221,12 +220,11 @@ def longest_text(config: ModelConfig, max_length: int) -> int:
 def write_code(directory: Path, config: ModelConfig) -> None:
     """Writes modeling_matmix.py and configuration_matmix.py."""
     form, kind = FORMS[config.architecture], config.architecture.replace("_", " ")
-    places = [target.split(":") for target in form.auto_classes.values()]
     # The configuration names the architecture, which must be known even where AutoModel needs less than all of it.
     own = (config.model_class.__module__, config.model_class.__qualname__)
     modeling = _bundled(
         directory / "modeling_matmix.py",
-        [own, *((f"{EXPORT}.{module}", name) for module, name in places)],
+        [own, *((f"{EXPORT}.{form.source}", name) for name in form.classes.values())],
         f"A matmix {kind} for transformers, in PyTorch alone.",
         registries={"MIXERS": used_mixers(config)},
         siblings={_CONFIG_SOURCE: ".configuration_matmix"},
@@ -236,7 +234,7 @@ def write_code(directory: Path, config: ModelConfig) -> None:
     fingerprint = hashlib.sha256(modeling.encode()).hexdigest()[:16]
     _bundled(
         directory / "configuration_matmix.py",
-        [(_CONFIG_SOURCE, form.config_class)],
+        [(_CONFIG_SOURCE, form.config_class.__name__)],
         "Configuration of a matmix model for transformers.",
         f"\nFor modeling_matmix.py {fingerprint}.",
     )
