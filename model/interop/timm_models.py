@@ -68,46 +68,35 @@ class TimmImageClassifier(nn.Module):
         return self.model.classifier.output
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new last layer; 0 classes = none. Raises ValueError for another pooling than the model's."""
+        """Makes a new last layer; 0 classes = none. Raises ValueError for another pooling than the model's."""
         if global_pool is not None:
             raise ValueError("the pooling is part of a matmix model (model.image.pooling): leave global_pool out")
-        weight = self.model.norm.weight if isinstance(self.model.norm, nn.LayerNorm) else next(self.model.parameters())
-        self.model.classifier.output = new_classifier(self.num_features, num_classes).to(weight.device)
+        layer: nn.Module = nn.Identity()
+        if num_classes:
+            layer = nn.Linear(self.num_features, num_classes, device=next(self.model.parameters()).device)
+            nn.init.normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
+        self.model.classifier.output = layer
 
     def no_weight_decay(self) -> set[str]:
         """Names of parameters that timm's optimizers leave undecayed."""
         return {"model.embeddings.positions", "model.embeddings.class_token"}
 
 
-def new_classifier(width: int, num_classes: int) -> nn.Module:
-    """A last layer with initial weights, or nothing for 0 classes."""
-    if not num_classes:
-        return nn.Identity()
-    layer = nn.Linear(width, num_classes)
-    nn.init.normal_(layer.weight, std=0.02)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[str, Any]:
     """Returns what `timm.data.resolve_model_data_config` reads; without the inputs of an export, timm's own
     defaults."""
     image = config.image
+    size = image.size if inputs is None else inputs.size
     known = {
         "architecture": "matmix_image_classifier",
         "num_classes": config.head.count,
-        "input_size": (image.channels, image.size, image.size),
+        "input_size": (image.channels, size, size),
         "fixed_input_size": bool(config.fixed_length_mixers()),
         "classifier": "model.classifier.output",
     }
     if inputs is not None:
-        known |= {
-            "input_size": (image.channels, inputs.size, inputs.size),
-            "mean": inputs.mean,
-            "std": inputs.std,
-            "crop_pct": inputs.crop,
-            "interpolation": inputs.interpolation,
-        }
+        known |= {name: getattr(inputs, name) for name in ("mean", "std", "interpolation")} | {"crop_pct": inputs.crop}
     return known
 
 
@@ -143,25 +132,25 @@ def matmix_image_classifier(
         raise ValueError(
             'matmix_image_classifier: say which export, pretrained_cfg_overlay={"file": "EXPORT"}, or give config alone'
         )
+    directory = inputs = None
     if file is None:
-        found = config if isinstance(config, ModelConfig) else model_config_from_dict(config)
-        inputs, directory = None, None
+        wanted = config if isinstance(config, ModelConfig) else model_config_from_dict(config)
     else:
         directory = Path(file) if Path(file).is_dir() else Path(file).parent
-        found, inputs = read_export_config(directory), read_image_inputs(directory)
-    if found.model_class.inputs != "images":
-        raise ValueError(f"{directory or 'config'} is a {found.architecture}, not an image_classifier")
-    if in_chans not in (None, found.image.channels):
-        raise ValueError(f"in_chans = {in_chans}, but the model reads images of {found.image.channels} channels")
+        wanted, inputs = read_export_config(directory), read_image_inputs(directory)
+    if wanted.model_class.inputs != "images":
+        raise ValueError(f"{directory or 'config'} is a {wanted.architecture}, not an image_classifier")
+    if in_chans not in (None, wanted.image.channels):
+        raise ValueError(f"in_chans = {in_chans}, but the model reads images of {wanted.image.channels} channels")
     if pretrained:
         model = read_export(directory)
     else:
-        model = build_model(found)
+        model = build_model(wanted)
         initialize(model, torch.initial_seed() & 0xFFFF)
     if drop_path_rate is not None:
         for index, block in enumerate(model.blocks):
             block.drop_path.rate = drop_path_rate * index / max(len(model.blocks) - 1, 1)
     timm_model = TimmImageClassifier(model, inputs)
-    if num_classes not in (None, found.head.count):
+    if num_classes not in (None, wanted.head.count):
         timm_model.reset_classifier(num_classes)
     return timm_model

@@ -26,84 +26,68 @@ def model_card(
     licence: str = "",
     languages: Sequence[str] = (),
 ) -> str:
-    """The text of the card; arguments as for `export_model`, and whether there are a tokenizer and an image
-    processor."""
-    form = FORMS.get(config.architecture)
-    vocabulary = f", {config.vocab_size:,} tokens" if config.model_class.inputs == "tokens" else ""
-    fixed = [] if config.model_class.inputs == "images" else config.fixed_length_mixers()
+    """Returns the text of the card. Arguments are as for `export_model`."""
+    reads = config.model_class.inputs
+    vocabulary = f", {config.vocab_size:,} tokens" if reads == "tokens" else ""
+    fixed, known = ", ".join(config.fixed_length_mixers()), config.architecture in FORMS
+    mixers = sorted(used_mixers(config))
     paragraphs = [
-        _front_matter(config, licence, languages) if form else "",
         f"# matmix {config.architecture.replace('_', ' ')}",
-        f"{config.n_layers} layers ({', '.join(sorted(used_mixers(config))) or 'no mixer'}), width {config.d_model}"
-        f"{vocabulary}, "
+        f"{config.n_layers} layers ({', '.join(mixers) or 'no mixer'}), width {config.d_model}{vocabulary}, "
         f"{count_parameters(config):,} parameters.",
-        f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
-        f"position ({', '.join(fixed)}): cut or fill texts to that length."
-        if fixed
-        else "",
-        _images(config),
-        _head(config, outputs),
-        notes.strip(),
-        _loading(config, has_tokenizer, has_processor, outputs),
-        _rights(config, licence, languages),
     ]
+    if known:
+        form = FORMS[config.architecture]
+        front = ModelCardData(
+            library_name=form.library,
+            pipeline_tag=form.pipeline,
+            license=licence or UNKNOWN,
+            language=list(languages) or None,
+            tags=["matmix", config.architecture, *mixers],
+        )
+        paragraphs.insert(0, f"---\n{front.to_yaml()}\n---")
+    if reads == "images":
+        image = config.image
+        sizes = f"of any size in multiples of {image.patch} pixels; it was trained on {image.size} x {image.size}"
+        sizes = f"of exactly {image.size} x {image.size} pixels ({fixed})" if fixed else sizes
+        patches = f"in patches of {image.patch} x {image.patch}"
+        paragraphs.append(f"It reads images of {image.channels} channels, {sizes}, {patches}.")
+    elif fixed:
+        paragraphs.append(
+            f"It takes sequences of exactly {config.max_seqlen} tokens and no padding, having parameters for every\n"
+            f"position ({fixed}): cut or fill texts to that length."
+        )
+    rights = [f"Licence of the weights: {licence or UNKNOWN}."]
+    if known:
+        rights.append("The code beside them is under the Apache License 2.0 (`LICENSE`).")
+    if reads == "tokens":
+        rights.append(f"Language of the texts: {', '.join(languages) or UNKNOWN}.")
+    rights.append(f"Written by matmix {version('matmix')}.")
+    loading = _loading(config, has_tokenizer, has_processor, outputs)
+    paragraphs += [_head(config, outputs), notes.strip(), loading, "\n".join(rights)]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
-
-
-def _front_matter(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
-    """The YAML that the hub reads."""
-    form = FORMS[config.architecture]
-    data = ModelCardData(
-        library_name=form.library,
-        pipeline_tag=form.pipeline,
-        license=licence or UNKNOWN,
-        language=list(languages) or None,
-        tags=["matmix", config.architecture, *sorted(used_mixers(config))],
-    )
-    return f"---\n{data.to_yaml()}\n---"
-
-
-def _rights(config: ModelConfig, licence: str, languages: Sequence[str]) -> str:
-    """Languages and licences, which are said also where they are not known."""
-    lines = [f"Licence of the weights: {licence or UNKNOWN}."]
-    if config.architecture in FORMS:
-        lines.append("The code beside them is under the Apache License 2.0 (`LICENSE`).")
-    if config.model_class.inputs == "tokens":
-        lines.append(f"Language of the texts: {', '.join(languages) or UNKNOWN}.")
-    return "\n".join([*lines, f"Written by matmix {version('matmix')}."])
 
 
 def _head(config: ModelConfig, outputs: Outputs) -> str:
     """Tells what the outputs of a classifier or an embedder are computed from, and what they stand for."""
     if not config.model_class.takes_head:
         return ""
-    source = "every position of a text"
     if config.model_class.inputs == "images":
         source = "the class token" if config.image.pooling == "cls" else "all patches of an image (their mean)"
     elif config.model_class.per_document:
-        source = (
-            "the first position of a text" if config.head.pooling == "cls" else "all positions of a text (their mean)"
-        )
+        first = config.head.pooling == "cls"
+        source = "the first position of a text" if first else "all positions of a text (their mean)"
+    else:
+        source = "every position of a text"
     if not config.model_class.new_parameters:
         return f"It gives one vector for each text: the features of {source}."
     count = f"{config.head.count} outputs" if config.head.count > 1 else "one output"
     return f"It has {count}, computed from {source}{': ' * bool(outputs.labels)}{', '.join(outputs.labels)}."
 
 
-def _images(config: ModelConfig) -> str:
-    """Tells what images the model reads."""
-    if config.model_class.inputs != "images":
-        return ""
-    image, fixed = config.image, config.fixed_length_mixers()
-    sizes = f"of any size in multiples of {image.patch} pixels; it was trained on {image.size} x {image.size}"
-    if fixed:
-        sizes = f"of exactly {image.size} x {image.size} pixels ({', '.join(fixed)})"
-    return f"It reads images of {image.channels} channels, {sizes}, in patches of {image.patch} x {image.patch}."
-
-
 def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outputs: Outputs) -> str:
-    """How the model is loaded, and what that needs."""
-    folder = '"PATH/TO/THIS/DIRECTORY"'
+    """Tells how the model is loaded, and what that needs."""
+    folder, trust = '"PATH/TO/THIS/DIRECTORY"', "trust_remote_code=True"
     if config.architecture not in FORMS:
         code = ["from matmix.model.interop import read_export", "", f"model = read_export({folder}).eval()"]
         needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
@@ -113,13 +97,13 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
     code += [
         f"from transformers import {main}{', AutoTokenizer' * has_tokenizer}{', AutoImageProcessor' * has_processor}",
         "",
-        f"model = {main}.from_pretrained({folder}, trust_remote_code=True)",
+        f"model = {main}.from_pretrained({folder}, {trust})",
     ]
     if has_tokenizer:
-        code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder}, trust_remote_code=True)")
+        code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder}, {trust})")
     if has_processor:
         code += [
-            f"processor = AutoImageProcessor.from_pretrained({folder}, trust_remote_code=True)",
+            f"processor = AutoImageProcessor.from_pretrained({folder}, {trust})",
             'image = Image.open("photo.jpg")',
             'logits = model(**processor(image, return_tensors="pt")).logits',
         ]
@@ -137,7 +121,7 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
             "# One vector for each text:",
             "from sentence_transformers import SentenceTransformer",
             "",
-            f"encoder = SentenceTransformer({folder}, trust_remote_code=True)",
+            f"encoder = SentenceTransformer({folder}, {trust})",
             'embeddings = encoder.encode(["one text", "and another"])',
         ]
     needs = (

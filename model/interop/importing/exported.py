@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -29,7 +29,9 @@ def read_export(directory: str | Path) -> Backbone:
     """
     directory = Path(directory)
     model = build_model(read_export_config(directory))
-    load_weights(model, _exported_weights(directory), directory)
+    files = (read_safetensors(file)[0].items() for file in weight_files(directory))
+    weights = ((name.removeprefix("model."), tensor) for tensors in files for name, tensor in tensors)
+    load_weights(model, weights, directory)
     return model
 
 
@@ -73,12 +75,6 @@ def weight_files(directory: Path) -> list[Path]:
         if not file.is_file():
             raise ValueError(f"{directory} is not complete: it lacks {file.name}")
     return files
-
-
-def _exported_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in weight_files(directory):
-        for name, tensor in read_safetensors(file)[0].items():
-            yield name.removeprefix("model."), tensor
 
 
 @torch.no_grad()

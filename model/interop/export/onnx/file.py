@@ -13,12 +13,7 @@ import torch
 
 from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.backbone import Backbone
-from matmix.model.interop.export.onnx.forms import (
-    OnnxForm,
-    diagonal_scatter_form,
-    gated_norm_form,
-    short_conv_form,
-)
+from matmix.model.interop.export.onnx import forms
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 TOLERANCE = 1e-3
@@ -46,7 +41,7 @@ def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
     """
     check_packages()
     config = model.config
-    form = OnnxForm(model, longest or config.max_seqlen)
+    form = forms.OnnxForm(model, longest or config.max_seqlen)
     names = ["input_ids"]
     if isinstance(model, EncoderTrunk) and config.type_vocab_size > 1:
         names.append("token_type_ids")
@@ -56,23 +51,16 @@ def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
     lengths = (most, most) if fixed else (12, 29) if most >= 29 else (most, max(1, most // 2))
     with _quiet(), torch.no_grad():
         try:
-            program = torch.export.export(
-                form, _example(model, names, 2, lengths[0]), dynamic_shapes=(dynamic,) * len(names)
-            )
-            onnx = torch.onnx.export(
-                program.run_decompositions(_decompositions()),
-                (),
-                dynamo=True,
-                verbose=False,
-                input_names=names,
-                output_names=["outputs"],
-            )
+            given = _example(model, names, 2, lengths[0])
+            program = torch.export.export(form, given, dynamic_shapes=(dynamic,) * len(names))
+            # torch's own table, without in-place writing to diagonals, and with ops of this project.
+            program = program.run_decompositions({**torch.export.default_decompositions(), **forms.of_ops()})
+            named = {"input_names": names, "output_names": ["outputs"]}
+            onnx = torch.onnx.export(program, (), dynamo=True, verbose=False, **named)
             size = sum(parameter.numel() * 4 for parameter in form.parameters())
             onnx.save(path, external_data=size >= 1.5e9)
-            difference = max(
-                _difference(model, path, _example(model, names, batch, length))
-                for batch, length in zip((1, 3), lengths, strict=True)
-            )
+            examples = (_example(model, names, batch, n) for batch, n in zip((1, 3), lengths, strict=True))
+            difference = max(_difference(model, path, example) for example in examples)
         except OSError:
             raise
         except Exception as error:  # of many kinds, and of many lines
@@ -89,17 +77,15 @@ def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the packages say of their own steps."""
-    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx")]
-    levels = [logger.level for logger in loggers]
+    """Drops what the packages say of their own steps."""
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("onnx_ir", "onnxscript", "torch.onnx"))}
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in loggers.items():
             logger.setLevel(level)
 
 
@@ -110,23 +96,13 @@ def _example(model: Backbone, names: list[str], batch: int, length: int) -> tupl
     return tuple(torch.randint(limits[name], (batch, length), generator=generator) for name in names)
 
 
-def _decompositions() -> dict:
-    """torch's own table, without in-place writing to diagonals, and with ops of this project."""
-    table = torch.export.default_decompositions()
-    table[torch.ops.matmix.short_conv.default] = short_conv_form
-    table[torch.ops.matmix.gated_norm.default] = gated_norm_form
-    table[torch.ops.aten.diagonal_scatter.default] = diagonal_scatter_form
-    return table
-
-
 def _difference(model: Backbone, path: Path, inputs: tuple[torch.Tensor, ...]) -> float:
     """Returns how far onnxruntime and the model differ on the same inputs, as a share of the largest output."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    given = dict(zip([value.name for value in session.get_inputs()], inputs, strict=True))
-    given_by_onnx = torch.from_numpy(session.run(None, {name: value.numpy() for name, value in given.items()})[0])
-    more = {} if len(inputs) == 1 else {"token_type_ids": inputs[1]}
+    names = [value.name for value in session.get_inputs()]
+    (outputs,) = session.run(None, {name: value.numpy() for name, value in zip(names, inputs, strict=True)})
     with torch.no_grad():
-        expected = model.eval()(inputs[0], **more)
-    return ((given_by_onnx - expected).abs().max() / expected.abs().max()).item()
+        expected = model.eval()(inputs[0], **dict(zip(("token_type_ids",), inputs[1:], strict=False)))
+    return ((torch.from_numpy(outputs) - expected).abs().max() / expected.abs().max()).item()

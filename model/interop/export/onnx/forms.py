@@ -8,6 +8,8 @@ the length; the MRU's states are products by doubling, which does not.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -180,3 +182,13 @@ def diagonal_scatter_form(x: Tensor, source: Tensor, offset: int = 0, dim1: int 
     assert offset == 0
     assert {dim1 % x.dim(), dim2 % x.dim()} == {x.dim() - 2, x.dim() - 1}
     return torch.where(torch.eye(x.shape[-1], dtype=torch.bool, device=x.device), source.unsqueeze(-1), x)
+
+
+def of_ops() -> dict[Any, Callable[..., Tensor]]:
+    """Returns op -> the form that stands in for it."""
+    ours, aten = torch.ops.matmix, torch.ops.aten
+    return {
+        ours.short_conv.default: short_conv_form,
+        ours.gated_norm.default: gated_norm_form,
+        aten.diagonal_scatter.default: diagonal_scatter_form,
+    }
