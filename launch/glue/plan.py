@@ -55,8 +55,7 @@ def look(folder: Path, tasks: Sequence[GlueTask] = tuple(TASKS.values())) -> lis
 
 
 def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[TaskFiles]:
-    """The files of these tasks, or of all that `folder` has. Raises FileNotFoundError or ValueError (one line) where
-    some are missing or cannot be read."""
+    """As `look`, of these tasks or all that `folder` has. Raises ValueError (one line) where something is wrong."""
     files = look(folder, tasks or [task for task in TASKS.values() if (folder / task.name).is_dir()])
     problems = [problem for one in files for problem in one.problems]
     if problems or not files:
@@ -121,8 +120,8 @@ class GlueRun(PlannedRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Says what is fine-tuned, on what, and how. What it knows of runs raises FileNotFoundError or ValueError (one
-    line) for a source, examples or options that cannot be used."""
+    """Says what is fine-tuned, on what, and how. `runs` raises FileNotFoundError or ValueError (one line) for a source,
+    examples or options that cannot be used."""
 
     source: str
     name: str
@@ -181,8 +180,7 @@ class Plan:
 
 
 def as_begun(config: RunConfig) -> RunConfig:
-    """`config` with what its run, which was moved since then, began with: it read that when it began, and never
-    again."""
+    """`config` with what its run read when it began, and never again: it may lie elsewhere now."""
     run = RunDirectory(config.run_dir)
     if not run.config_path.is_file():
         return config
@@ -200,8 +198,7 @@ def check_options(words: Sequence[str], instead: Mapping[str, str]) -> None:
 
 
 def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
-    """The run of a task with a seed as it lies in `out`, whatever its settings; None where there is none. One that
-    began with the weights of a run on MNLI comes before one that did not."""
+    """The run of a task with a seed as it lies in `out`, first of all one that began with the weights of MNLI."""
     for folder in (task.name, f"{task.name}{_ALONE}"):
         if (config := config_at(RunDirectory(out / folder / f"seed-{seed}"))) is not None:
             return GlueRun(entry=task.name, seed=seed, config=config, task=task)

@@ -90,13 +90,12 @@ def missing_tasks(results: Sequence[TaskScores]) -> list[str]:
 def average(
     results: Sequence[TaskScores], score: Callable[[TaskScores], float | None] = lambda result: result.score
 ) -> float | None:
-    """The mean over the eight tasks of their scores, the means over metrics and seeds; None where one has no finished
-    run."""
+    """The mean over the eight tasks of their scores; None where one has no finished run."""
     return None if missing_tasks(results) else fmean([score(result) for result in results])
 
 
 def control_average(results: Sequence[TaskScores]) -> float | None:
-    """Returns the average, as `average` does, of the most frequent class."""
+    """The same of the most frequent class."""
     return average(results, lambda result: result.control_score)
 
 
@@ -153,8 +152,7 @@ def _values(task: GlueTask, validation: Mapping[str, float], second: Mapping[str
 
 
 def train(plans: Sequence[Plan], parallel: int) -> runs.Ended:
-    """Trains what is not finished of the runs of some plans, `parallel` runs at a time, and scores second files.
-    Signals stop it as they stop `run_tasks`. Raises FileNotFoundError or ValueError (one line)."""
+    """Trains the runs of some plans as `run_tasks` does, those on MNLI first, and scores second files."""
     every = [(plan, run, plan.mnli(run.seed)) for plan in plans for run in plan.runs]
     later = [(run, mnli) for _, run, mnli in every if run.config.init.from_ == str(mnli.path)]
     ended = runs.run_tasks([run for _, run, mnli in every if run.config.init.from_ != str(mnli.path)], parallel)

@@ -1,6 +1,4 @@
-"""The eight tasks of GLUE (arXiv 1804.07461, without WNLI): their files in the public download, their recipes,
-published settings other than those of the recipes, and what of each stands in the table.
-"""
+"""The eight tasks of GLUE (arXiv 1804.07461, without WNLI): files, recipes, published settings, and scores."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class PlannedRun:
         return begun.steps if begun is not None and begun.epochs == self.config.epochs else None
 
     def is_finished(self) -> bool:
-        """Returns True where it has been trained to its last step, or to where `evaluation.patience` ended it, and
-        evaluated."""
+        """Returns True where it was trained to its last step, or to where `evaluation.patience` ended it."""
         summary = self.run.read_summary()
         if summary is None:
             return False
@@ -80,8 +79,7 @@ def check_data(tasks: Sequence[PlannedRun]) -> None:
         raise missing
 
 
-# How a run is watched, saved and spread over devices, and where and how its data are read: its loss does not depend on
-# these.
+# How a run is watched, saved and spread over devices, and where its data are read: the loss does not depend on these.
 _MAY_DIFFER = (
     *("run_dir", "device", "stop_step", "micro_batch_size", "max_bad_steps", "gc_every"),
     *("logging.", "checkpoint.", "faults.", "engine."),
@@ -125,8 +123,8 @@ def other_settings(task: PlannedRun) -> str:
 
 
 def check_directories(tasks: Sequence[PlannedRun], advice: str = "", *, option: str = "--run-dir") -> None:
-    """Raises ValueError (one line), before anything is trained, where a folder holds a run with other settings or
-    something that is not a run; advice: what else can be done about other settings. option: names another folder."""
+    """Raises ValueError (one line) where a folder holds a run with other settings, or something that is not a run.
+    option: what names another folder; advice: what else can be done about other settings."""
     for task in tasks:
         if others := other_settings(task):
             raise ValueError(

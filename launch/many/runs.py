@@ -1,9 +1,5 @@
-"""Trains runs side by side: each as a process of its own, some at a time.
-
-RUN.toml        what the process is given
-RUN/            an ordinary run directory, and in it
-RUN/train.log   what the process printed
-"""
+"""Trains runs side by side, some at a time: each as a process of its own, which is given RUN.toml and prints into
+RUN/train.log."""
 
 from __future__ import annotations
 
@@ -107,8 +103,7 @@ class Ended:
 
 
 def train_and_tell(train: Callable[[], Ended], table: Callable[[], str]) -> int:
-    """Trains by `train`, which signals stop, then prints the table of what is there and what went wrong; returns the
-    exit code."""
+    """Calls `train`, which signals stop, and prints the table and what went wrong; returns the exit code."""
     with listening():
         ended = train()
     if ended.stopped:
@@ -143,11 +138,8 @@ def is_one_of_several() -> bool:
 
 
 def begin_alone() -> int:
-    """Begins a process of a command that is not for several ranks; returns the exit code, 0 = go on.
-
-    Where it is one of several, it outlives the signal by which the launcher ends the others when the first of them has
-    found that out: rank 0 is the one that says it.
-    """
+    """Begins a process of a command that is not for several ranks; returns the exit code, 0 = go on. One of several
+    outlives the signal by which the launcher ends the others, so that rank 0 can say what is wrong."""
     if is_one_of_several():
         stop.listen()
     return 0
@@ -166,11 +158,8 @@ def threads(parallel: int = 1) -> int:
 
 
 def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
-    """`python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone, which
-    passes it on. The module calls `begin_process` first, so that it ends when this process does.
-
-    device: the GPU, as CUDA_VISIBLE_DEVICES names it.
-    """
+    """Starts `python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone,
+    which passes it on. device: the GPU, as CUDA_VISIBLE_DEVICES names it."""
     own = {"OMP_NUM_THREADS": str(threads(parallel)), launched.LAUNCHER_VARIABLE: str(os.getpid())}
     if device:
         own["CUDA_VISIBLE_DEVICES"] = device
@@ -199,9 +188,8 @@ def listening() -> Iterator[None]:
 def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
     """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
 
-    Within `listening` the signals SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the runs, which save and end; a
-    second Ctrl-C ends them at once. Raises MovedError where the folder that they lie in is moved away meanwhile: what
-    was running has saved and ended in it.
+    Within `listening` signals go on to the runs, which save and end; a second Ctrl-C ends them at once. Raises
+    MovedError where the folder that they lie in is moved away meanwhile: what was running has saved and ended in it.
     """
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
@@ -302,10 +290,8 @@ class _Process:
 
 
 def time_left(took: Sequence[float], running: Sequence[float], waiting: int, parallel: int = 1) -> str:
-    """Guesses how long the rest will take, if each run takes as long as those so far on average.
-
-    took, running: seconds of the runs that have ended, and so far of those that go on.
-    """
+    """Guesses how long the rest will take, each run as long as those before on average. took, running: seconds of the
+    runs that have ended, and so far of those that go on."""
     mean = fmean(took)
     seconds = sum(max(0.0, mean - spent) for spent in running) + waiting * mean
     return duration(seconds / min(parallel, max(1, len(running) + waiting)))

@@ -41,8 +41,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def mean_in_words(values: Sequence[float], digits: int, *, scale: float = 1) -> str:
-    """Returns words such as "1.2345 ± 0.0012"; without a deviation where there is none, "" without values. scale: a
-    factor."""
+    """Returns words such as "1.2345 ± 0.0012", of the values times `scale`; "" without values."""
     over = spread([scale * value for value in values])
     if over is None:
         return ""
@@ -74,10 +73,8 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_tables(folder: Path, text: str, files: Mapping[str, str | bytes], *, is_empty: bool) -> str:
-    """Writes the table `text` as table.md and these files into `folder`; returns what is shown of them.
-
-    Tables that are there stay where no run is finished (`is_empty`): empty ones would say less.
-    """
+    """Writes the table `text` as table.md and these files into `folder`; returns what is shown of them. Tables that
+    are there stay where no run is finished (`is_empty`): empty ones would say less."""
     if is_empty and (folder / "table.md").is_file():
         return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,8 +137,7 @@ class Scores:
 
 
 def read_scores(tasks: Sequence[PlannedRun]) -> Scores:
-    """Returns what the records of the runs say. The best evaluations are taken where every finished run knows its
-    own."""
+    """Reads the records of the runs: the best evaluations where every finished run knows its own, else the last."""
     finished = [(task, task.run.read_summary()) for task in tasks if task.is_finished()]
     done, best = [task for task, _ in finished], [_best(*one) for one in finished]
     if done and all(best):
@@ -163,10 +159,8 @@ SCORES = "seeds.json"
 
 
 def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[PlannedRun]:
-    """The runs of `config` with each seed, in folders of their own in its run directory.
-
-    Raises ValueError (one line) for seeds that cannot be, and a run directory that holds something else.
-    """
+    """The runs of `config` with each seed, in folders of their own in its run directory. Raises ValueError (one line)
+    for seeds that cannot be, and a run directory that holds something else."""
     if any(seed < 0 for seed in seeds):
         raise ValueError(f"--seeds: seeds are integers >= 0, got {min(seeds)}")
     if doubled := [seed for seed in seeds if seeds.count(seed) > 1]:

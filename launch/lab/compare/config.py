@@ -16,7 +16,6 @@ variants, such as several tasks, every entry is trained on each of them, in COMP
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import re
@@ -129,15 +128,6 @@ def _only(hints: Mapping[str, Any], paths: Sequence[Key]) -> type:
     return dataclasses.make_dataclass("Given", fields, frozen=True, kw_only=True)
 
 
-def _put(table: dict[str, Any], path: Key, value: Any) -> None:
-    """Sets a key of nested tables."""
-    for part in path[:-1]:
-        if not isinstance(table.get(part), dict):  # what else is there is refused by whoever reads it
-            table[part] = {}
-        table = table[part]
-    table[path[-1]] = copy.deepcopy(value)
-
-
 def _remove(table: dict[str, Any], path: Key) -> None:
     """Removes a key of nested tables, if it is there."""
     for part in path[:-1]:
@@ -149,7 +139,6 @@ def _remove(table: dict[str, Any], path: Key) -> None:
 
 # -- the table [comparison] -------------------------------------------------------------------------------------------
 
-# What each run of a comparison is given; and what lies beside the entries' folders.
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 FINETUNED = "finetune"
 """The folder of the fine-tunings."""
@@ -157,6 +146,7 @@ _OWN = (
     *("report", "launch", "logs", FINETUNED),
     *("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"),
 )
+"""What lies beside the folders of the entries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,9 +289,11 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     if ("steps",) in given and ("epochs",) not in given:
         given[("epochs",)] = 0.0  # they stand in place of a recipe's
     for key, value in given.items():
-        _put(values, key, value)
         for row in rows:
             _remove(row, key)
+        for name in reversed(key):
+            value = {name: value}
+        values = merged(values, value)
     if overrides:
         where = f"{path} with {' '.join(overrides)}"
     own = {key: value for key, value in values.items() if key != "comparison"}

@@ -1,11 +1,9 @@
-"""Measures what the encoders of a comparison are worth to others: each finished run is fine-tuned on tasks, those of
-recipes and those of GLUE.
+"""Fine-tunes each finished run of a comparison on tasks: those of recipes, and those of GLUE.
 
 COMPARISON/finetune/<task>/recipe.toml               the recipe of a task
 COMPARISON/finetune/<task>/<entry>/<variant>/seed-0  a run that begins with COMPARISON/<entry>/<variant>/seed-0
 COMPARISON/finetune/glue/glue.toml                   settings, tasks and seeds
-COMPARISON/finetune/glue/<entry>/<variant>/seed-0/   what `matmix glue` makes of that run: the runs TASK/seed-N,
-                                                     table.md, table.csv, glue.json
+COMPARISON/finetune/glue/<entry>/<variant>/seed-0/   what `matmix glue` makes of that run: TASK/seed-N, table.md ...
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import dacite
 import tomli_w
@@ -38,19 +36,15 @@ from matmix.train.tasks.metrics import control_words
 from matmix.use.finetuning import finetuning_config, on_examples, planned_config, read_task
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreColumn:
+class ScoreColumn(NamedTuple):
     """A column of the table."""
 
-    key: str
-    """What the number is called among the metrics of a pretrained run."""
+    key: str  # what the number is called among the metrics of a pretrained run
     heading: str
-    task: str = ""
-    """The task that a run without the number has not been fine-tuned on; "" where it follows from others."""
+    task: str = ""  # that a run without the number has not been fine-tuned on; "" where it follows from others
     digits: int = 1
     scale: float = 100
-    runs: int = 1
-    """Fine-tunings of each pretrained run."""
+    runs: int = 1  # fine-tunings of each pretrained run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,11 +141,10 @@ class FinetunedRecipe(Finetuned):
 
     @property
     def columns(self) -> list[ScoreColumn]:
-        own = {"key": self.key(self.metric), "task": self.name}
+        key, metric = self.key(self.metric), self.metric
         if self.is_share:
-            return [ScoreColumn(heading=f"{self.name}: {self.metric.title} (%)", **own)]
-        heading = f"{self.name}: {self.metric.heading}"
-        return [ScoreColumn(heading=heading, digits=self.metric.digits, scale=1, **own)]
+            return [ScoreColumn(key, f"{self.name}: {metric.title} (%)", self.name)]
+        return [ScoreColumn(key, f"{self.name}: {metric.heading}", self.name, metric.digits, scale=1)]
 
     def lines(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         """Lines below the table: what its numbers are."""
@@ -167,7 +160,7 @@ class FinetunedRecipe(Finetuned):
         return f"{self.name} ({self.metric.title})", 1
 
     def tasks(self, pretrained: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
-        """The fine-tunings of these runs, which are finished. Raises ValueError or FileNotFoundError (one line)."""
+        """The fine-tunings of these runs, which are finished."""
         for task in pretrained:
             config = finetuning_config(str(task.run.path), str(self.recipe), [])
             config = as_begun(of_seed(config, task.seed, self.folder_of(task).parent))
@@ -233,8 +226,7 @@ class FinetunedGlue(Finetuned):
         return cls(settings=dataclasses.replace(given, tasks=tasks), home=home, notes=notes_on(files))
 
     def kept(self) -> FinetunedGlue:
-        """The same tasks with the settings that were written down. Raises ValueError (one line) where the file says
-        something else."""
+        """The same tasks with the settings that were written down. Raises ValueError (one line)."""
         path = self.folder / self.file
         values = read_toml(path)
         try:
@@ -260,17 +252,10 @@ class FinetunedGlue(Finetuned):
 
     @property
     def columns(self) -> list[ScoreColumn]:
-        count, own = len(self.settings.seeds) or 1, self.tasks
-        columns = [
-            ScoreColumn(
-                key=_key(task.name),
-                heading=f"GLUE: {task.name} (%)",
-                task=f"GLUE's {task.name}" if task in own else "",
-                runs=count,
-            )
-            for task in TASKS.values()
-        ]
-        return [*columns, ScoreColumn(key=_key("average"), heading="GLUE: average (%)")]
+        words = {name: f"GLUE's {name}" for name in self.settings.tasks}
+        runs = len(self.settings.seeds) or 1
+        columns = [ScoreColumn(_key(name), f"GLUE: {name} (%)", words.get(name, ""), runs=runs) for name in TASKS]
+        return [*columns, ScoreColumn(_key("average"), "GLUE: average (%)")]
 
     def lines(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         """Lines below the table: what its numbers are."""
@@ -338,7 +323,7 @@ def _key(*parts: str) -> str:
 
 
 def glue_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words of a command line without those that --glue.KEY begins, and those as options of recipes, --KEY. Raises
+    """Splits a command line into the other words and those of --glue.KEY, as options --KEY of recipes. Raises
     ValueError (one line) for keys that no recipe has, or that differ between the runs."""
     rest: list[str] = []
     own: list[str] = []
@@ -356,9 +341,8 @@ def glue_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSettings | None = None) -> list[Finetuned]:
-    """The tasks of these recipes, and with "glue:DIR" those of GLUE in a folder; glue: how, where the command line says
-    it. Raises FileNotFoundError or ValueError (one line) for what is wrong in them, and where an entry of the
-    comparison cannot be fine-tuned on one."""
+    """The tasks of these recipes, and with "glue:DIR" those of GLUE, which `glue` says more of. Raises
+    FileNotFoundError or ValueError (one line) for what is wrong, and entries that cannot be fine-tuned on one."""
     home, glue = comparison.home, glue or GlueSettings()
     folders = [word.removeprefix(PREFIX) for word in words if word.startswith(PREFIX)]
     if len(folders) > 1:
@@ -380,8 +364,7 @@ def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSett
 
 
 def kept_downstream(home: Path) -> list[Finetuned]:
-    """The tasks that runs of the comparison in `home` have been fine-tuned on, by name, those of GLUE last. Raises
-    ValueError (one line)."""
+    """The tasks that runs of the comparison in `home` were fine-tuned on, by name, those of GLUE last."""
     recipes = sorted((home / FINETUNED).glob(f"*/{FinetunedRecipe.file}"))
     tasks = [FinetunedRecipe.read(recipe, recipe.parent.name, home) for recipe in recipes]
     glue = FinetunedGlue(settings=GlueSettings(), home=home)
@@ -389,8 +372,8 @@ def kept_downstream(home: Path) -> list[Finetuned]:
 
 
 def train_downstream(downstream: Sequence[Finetuned], pretrained: Sequence[PlannedRun], parallel: int) -> runs.Ended:
-    """Fine-tunes these runs, which are finished, `parallel` at a time, those on GLUE last. Signals stop it as they stop
-    `run_tasks`. Raises ValueError or FileNotFoundError (one line) before anything is trained."""
+    """Fine-tunes these runs, which are finished, as `run_tasks` does, those on GLUE last. Raises ValueError or
+    FileNotFoundError (one line) before anything is trained."""
     tasks = [task for one in downstream if isinstance(one, FinetunedRecipe) for task in one.tasks(pretrained)]
     plans = [plan for one in downstream if isinstance(one, FinetunedGlue) for plan in one.plans(pretrained)]
     check_directories([*tasks, *(run for plan in plans for run in plan.runs)])
@@ -403,7 +386,7 @@ def train_downstream(downstream: Sequence[Finetuned], pretrained: Sequence[Plann
     return ended
 
 
-_MEAN = ScoreColumn(key=f"{FINETUNED}/mean", heading="mean over tasks (%)")
+_MEAN = ScoreColumn(f"{FINETUNED}/mean", "mean over tasks (%)")
 """The mean of a run over the tasks of recipes."""
 
 

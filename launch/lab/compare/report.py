@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_of
@@ -21,6 +21,7 @@ from matmix.launch.many.runs import training_records
 from matmix.launch.many.scores import csv_of, markdown, mean_in_words, metric_in_words, spread, write_tables
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
+from matmix.train.evaluators.context import PREFIX as POSITION_LOSS
 from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
 
@@ -30,13 +31,11 @@ class RunResult:
     """One run as it stands."""
 
     seed: int
-    state: Literal["finished", "unfinished", "missing", "other settings"]
-    """One with other settings has no numbers here: they belong to another comparison."""
-    others: str
-    """In which settings it differs from what is compared here."""
-    values: Mapping[str, Sequence[float]]
-    """Metric -> its value in the last step, score on a task -> those of all fine-tunings; {} unless finished."""
-    curve: Sequence[tuple[int, float]]
+    why: str = ""
+    """Why it has no numbers: missing, unfinished, or in which settings it differs from what is compared here."""
+    values: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    """Metric -> its value in the last step; score on a task -> those of all fine-tunings."""
+    curve: Sequence[tuple[int, float]] = ()
     """(step, training loss) of each record."""
 
 
@@ -45,7 +44,7 @@ class EntryResult:
     """One entry with all its seeds."""
 
     entry: Entry
-    runs: list[RunResult]
+    runs: Sequence[RunResult]
     speed: Mapping[str, Any]
     """Its row in speed.json; {} where it was not measured."""
 
@@ -55,8 +54,7 @@ class EntryResult:
 
     def mean(self, metric: str) -> float | None:
         """Its mean over seeds; None where no finished run has it."""
-        values = self.values(metric)
-        return fmean(values) if values else None
+        return fmean(values) if (values := self.values(metric)) else None
 
     def words(self, metric: str, digits: int, scale: float = 1) -> str:
         """Its mean and deviation over seeds."""
@@ -69,7 +67,12 @@ class EntryResult:
 
     @property
     def is_finished(self) -> bool:
-        return all(run.state == "finished" for run in self.runs)
+        return not any(run.why for run in self.runs)
+
+    def count_words(self) -> str:
+        """Returns how many runs are finished, as in "2" or "1 of 2"."""
+        done = len(self.values("loss"))
+        return f"{done}" if done == len(self.runs) else f"{done} of {len(self.runs)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class Part:
     downstream: Sequence[Finetuned]
     results: Sequence[EntryResult]
 
-    @functools.cached_property
+    @property
     def variant(self) -> str:
         return self.comparison.entries[0].variant
 
@@ -91,23 +94,26 @@ class Part:
 
     @functools.cached_property
     def accuracies(self) -> dict[int, str]:
-        """Length as a multiple of the training length -> accuracy there, of generated tasks; {} for what is no such
-        task, where chance is not known."""
+        """Length as a multiple of the training length -> accuracy there; {} where no task was generated."""
         if "chance_accuracy" not in self.metrics:
             return {}
         matches = filter(None, (re.fullmatch(r"accuracy(?:_x(\d+))?", name) for name in self.metrics))
         return dict(sorted((int(match[1] or 1), match[0]) for match in matches))
 
+    @property
+    def chance(self) -> float:
+        """The accuracy of guessing, of generated tasks."""
+        return fmean(value for result in self.results for value in result.values("chance_accuracy"))
+
     @functools.cached_property
     def positions(self) -> dict[str, str]:
         """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
-        names = [name for name in self.metrics if name.startswith("position_loss/")]
-        bins = {name.removeprefix("position_loss/"): name for name in names}
-        return dict(sorted(bins.items(), key=lambda item: int(re.match(r"\d+", item[0])[0])))
+        names = [name for name in self.metrics if name.startswith(POSITION_LOSS)]
+        bins = {name.removeprefix(POSITION_LOSS): name for name in names}
+        return dict(sorted(bins.items(), key=lambda item: int(item[0].partition("-")[0])))
 
     def gain(self, result: EntryResult) -> float | None:
-        """Mean loss of the control without mixers minus the entry's own; None of a control and where either is
-        missing."""
+        """Mean loss without mixers minus the entry's own; None of that control, and where either is missing."""
         without = next((other.mean("loss") for other in self.results if other.entry.control == "no mixer"), None)
         own = result.mean("loss")
         return None if without is None or own is None or result.entry.control == "no mixer" else without - own
@@ -137,17 +143,16 @@ def collect(comparison: Comparison) -> Part:
 
 
 def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
-    """A run as it stands, with its scores on tasks."""
+    """A run as it stands. One with other settings has no numbers here: they belong to another comparison."""
     if others := other_settings(task):
-        return RunResult(seed=task.seed, state="other settings", others=others, values={}, curve=[])
-    metrics, values = task.run.path / "metrics.jsonl", {}
-    state = "unfinished" if metrics.is_file() else "missing"
-    if task.is_finished():
-        state, validation = "finished", task.run.read_summary()["validation"]
-        values = {name: [value] for name, value in validation.items()} | scores_of(task, downstream)
+        return RunResult(seed=task.seed, why=f"trained with other settings: {others}")
+    metrics = task.run.path / "metrics.jsonl"
     # None is the loss of a record whose steps were all skipped.
     curve = [(one["step"], one["loss"]) for one in training_records(metrics) if one["loss"] is not None]
-    return RunResult(seed=task.seed, state=state, others="", values=values, curve=curve)
+    if not task.is_finished():
+        return RunResult(seed=task.seed, why="unfinished" if metrics.is_file() else "missing", curve=curve)
+    values = {name: [value] for name, value in task.run.read_summary()["validation"].items()}
+    return RunResult(seed=task.seed, values=values | scores_of(task, downstream), curve=curve)
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -188,8 +193,7 @@ def _plan_of_variant(entries: Sequence[Entry]) -> str:
 
 
 def write_report(comparison: Comparison) -> str:
-    """Writes table and picture of what there is; returns the text to be shown. A report that is there stays where no
-    run is finished."""
+    """Writes table and picture of what there is; returns the text to be shown."""
     parts = [collect(part) for part in comparison.by_variant()]
     files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
     is_empty = not any(result.values("loss") for part in parts for result in part.results)
@@ -225,7 +229,7 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     for one in scores:
         if one.key in part.metrics:
             columns[one.heading] = lambda result, one=one: result.words(one.key, one.digits, one.scale)
-    columns["n"] = _runs
+    columns["n"] = EntryResult.count_words
     speeds = speed_words(comparison) if is_first or current_rows(comparison) else []
     if speeds:
         columns[f"{unit}/s"] = lambda result: _number(result.speed.get("tokens_per_second"))
@@ -235,17 +239,14 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
     lines = [_table(columns, results), "", about]
     if part.accuracies:
-        chance = fmean(value for result in results for value in result.values("chance_accuracy"))
-        lines.append(f"Accuracy at multiples of the training length; chance {100 * chance:.1f} %.")
+        lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
     for one in part.downstream:
         if any(column.heading in columns for column in one.columns):
             lines += one.lines(tasks_of(comparison))
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
-    if others := [f"{title} ({run.others})" for title, run in runs if run.others]:
-        lines.append(f"Left out, since trained with other settings: {', '.join(others)}.")
-    if open_runs := [f"{title} ({run.state})" for title, run in runs if not (run.values or run.others)]:
-        lines.append(f"Not finished: {', '.join(open_runs)}.")
+    if without := [f"{title} ({run.why})" for title, run in runs if run.why]:
+        lines.append(f"Without a number: {', '.join(without)}.")
     lacking: dict[str, list[str]] = {}
     for one in scores:
         titles = [title for title, run in runs if run.values and len(run.values.get(one.key, ())) < one.runs]
@@ -326,11 +327,6 @@ def _gain_column(part: Part) -> Columns:
     return {"gain over no mixer (nats)": lambda result: "" if (gain := part.gain(result)) is None else f"{gain:.3f}"}
 
 
-def _runs(result: EntryResult) -> str:
-    done = len(result.values("loss"))
-    return f"{done}" if done == len(result.runs) else f"{done} of {len(result.runs)}"
-
-
 def _number(value: float | None, unit: float = 1) -> str:
     return "" if value is None else f"{value / unit:,.0f}"
 
@@ -393,7 +389,6 @@ def looks(part: Part, names: Sequence[str]) -> Looks:
 
 
 def _draw_losses(axes: Any, part: Part, looks: Looks) -> None:
-    """Every seed and the mean."""
     for place, (result, look) in enumerate(zip(part.results, looks, strict=True)):
         losses = spread(result.values("loss"))
         if losses is not None:
@@ -401,23 +396,32 @@ def _draw_losses(axes: Any, part: Part, looks: Looks) -> None:
             axes.errorbar(losses.mean, place, xerr=losses.deviation, capsize=4, **look)
             axes.plot(result.values("loss"), [place] * losses.count, "|", markersize=9, color=look["color"])
     axes.set_yticks(range(len(part.results)), [_wrapped(result.entry.label) for result in part.results])
-    axes.set_ylim(len(part.results) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=5)
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.set_xlabel(f"validation loss ({_unit(part)}):\nmean, standard deviation, each seed")
+    label = f"validation loss ({_unit(part)}):\nmean, standard deviation, each seed"
+    axes.set(ylim=(len(part.results) - 0.5, -0.5), xlabel=label)
 
 
 def _draw_accuracies(axes: Any, part: Part, looks: Looks) -> None:
-    """The mean over seeds at each length, and chance."""
-    for result, look in zip(part.results, looks, strict=True):
-        _plot_means(axes, {length: result.mean(metric) for length, metric in part.accuracies.items()}, look, 100)
-    chance = fmean(value for result in part.results for value in result.values("chance_accuracy"))
-    axes.axhline(100 * chance, color="0.5", linewidth=1, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(part.accuracies), [f"{length}x" for length in part.accuracies])
-    axes.set_ylim(-2, 102)
-    axes.set_xlabel("length, as a multiple of that in training\n(dotted: chance)")
+    _draw_means(axes, part, looks, {f"{length}x": metric for length, metric in part.accuracies.items()}, 100)
+    axes.axhline(100 * part.chance, color="0.5", linewidth=1, linestyle=":")
+    axes.set(ylim=(-2, 102), xlabel="length, as a multiple of that in training\n(dotted: chance)")
     axes.set_ylabel("accuracy (%), mean over seeds")
+
+
+def _draw_positions(axes: Any, part: Part, looks: Looks) -> None:
+    _draw_means(axes, part, looks, part.positions)
+    axes.set_xlabel("position in the document (tokens)")
+    axes.set_ylabel(f"validation loss ({_unit(part)}),\nmean over seeds")
+
+
+def _draw_means(axes: Any, part: Part, looks: Looks, metrics: Mapping[str, str], scale: float = 1) -> None:
+    """Draws the means of these metrics beside each other, as far as they are known; metrics: by their words."""
+    for result, look in zip(part.results, looks, strict=True):
+        means = {place: result.mean(metric) for place, metric in enumerate(metrics.values())}
+        known = {place: scale * mean for place, mean in means.items() if mean is not None}
+        axes.plot(list(known), list(known.values()), **look)
+    axes.set_xticks(range(len(metrics)), list(metrics), rotation=45)
 
 
 def _draw_curves(axes: Any, part: Part, looks: Looks) -> None:
@@ -425,46 +429,26 @@ def _draw_curves(axes: Any, part: Part, looks: Looks) -> None:
         if curve := mean_curve(result):
             apart = max(1, len(curve) // _MARKS)
             marks = (round(apart * place / len(part.results)) % apart, apart)  # not on top of each other
-            done = sum(run.state == "finished" for run in result.runs)
-            label = f"{result.entry.label} ({done} of {len(result.runs)} finished)"
-            label = _wrapped(result.entry.label if result.is_finished else label)
+            done = "" if result.is_finished else f" ({result.count_words()} finished)"
+            label = _wrapped(f"{result.entry.label}{done}")
             axes.plot(*zip(*curve, strict=True), markevery=marks, label=label, **look)
     axes.ticklabel_format(style="plain", useOffset=False)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"training loss ({_unit(part)}),\nrunning mean, over seeds")
+    axes.set(xlabel="step", ylabel=f"training loss ({_unit(part)}),\nrunning mean, over seeds")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, ncols=2)
-
-
-def _draw_positions(axes: Any, part: Part, looks: Looks) -> None:
-    """The mean over seeds in each bin."""
-    for result, look in zip(part.results, looks, strict=True):
-        _plot_means(axes, dict(enumerate(map(result.mean, part.positions.values()))), look)
-    axes.set_xticks(range(len(part.positions)), list(part.positions), rotation=45)
-    axes.set_xlabel("position in the document (tokens)")
-    axes.set_ylabel(f"validation loss ({_unit(part)}),\nmean over seeds")
-
-
-def _plot_means(axes: Any, means: Mapping[int, float | None], look: dict[str, Any], scale: float = 1) -> None:
-    """Plots those that are known."""
-    known = {place: scale * mean for place, mean in means.items() if mean is not None}
-    axes.plot(list(known), list(known.values()), **look)
-
-
-def _unit(part: Part) -> str:
-    """Returns the unit of the loss."""
-    return part.comparison.entries[0].config.task().loss_metric.unit
 
 
 def mean_curve(result: EntryResult) -> list[tuple[int, float]]:
     """(step, training loss): the mean over seeds at the steps that all begun runs recorded, then a running mean."""
     curves = [dict(run.curve) for run in result.runs if run.curve]
-    if not curves:
-        return []
-    steps = sorted(set(curves[0]).intersection(*curves[1:]))
+    steps = sorted(set(curves[0]).intersection(*curves[1:])) if curves else []
     means = [fmean(curve[step] for curve in curves) for step in steps]
     window = max(1, round(_SMOOTH * len(means)))
     return [(step, fmean(means[max(0, place - window + 1) : place + 1])) for place, step in enumerate(steps)]
+
+
+def _unit(part: Part) -> str:
+    return part.comparison.entries[0].config.task().loss_metric.unit
 
 
 def _wrapped(name: str) -> str:

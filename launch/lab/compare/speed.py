@@ -1,8 +1,7 @@
 """Speed and memory of the entries of a comparison, side by side.
 
-What a run says of its own speed depends on what else the machine did meanwhile. So each entry takes a few training
-steps in a fresh process, with all cores and on fixed tokens (no data loading), in rounds over the entries so that all
-meet the same conditions; the median over the rounds counts. A process measures one entry:
+Each entry takes a few training steps in a fresh process, with all cores and on fixed tokens (no data loading), in rounds
+over the entries so that all meet the same conditions; the median over the rounds counts. A process measures one entry:
 
     python -P -m matmix.launch.lab.compare.speed CONFIG.toml
 """
@@ -52,11 +51,8 @@ Row = dict[str, Any]
 
 
 def measure(config: RunConfig) -> Row:
-    """Tokens, or images, per second and peak bytes of this process's training steps of one micro-batch.
-
-    Bytes: on CUDA all that torch had allocated at once; else by how much the resident set grew at its highest, from
-    before the model was made; None where the system does not tell.
-    """
+    """Tokens, or images, per second and peak bytes of this process's training steps of one micro-batch: on CUDA all
+    that torch had allocated at once, else by how much the resident set grew since before the model; None = unknown."""
     device, peak = choose_device(config.device, 0), None
     times: list[float] = []
     if device.type == "cuda":
@@ -148,10 +144,8 @@ def is_measured(comparison: Comparison) -> bool:
 
 
 def measure_all(comparison: Comparison) -> bool:
-    """Measures all entries, with variants those of the first, and writes speed.json, where rows of entries that the
-    recipe no longer has are kept.
-
-    An entry whose process fails is told of and has no numbers. False where a signal stopped it: nothing is written.
+    """Measures all entries, with variants those of the first, and writes speed.json, beside rows of entries that the
+    recipe no longer has. One whose process fails has no numbers. False where a signal stopped it: nothing is written.
     """
     comparison = comparison.by_variant()[0]
     rounds: dict[str, list[Row]] = {entry.name: [] for entry in comparison.entries}

@@ -1,9 +1,5 @@
-"""Fits the entries of a comparison to each other: the width at which a model has as many parameters as another one, and
-the rules of the recipe (`[[optimizer.rule]]`) that its model can have; and says how entries differ in more than mixers.
-
-Of the model only `d_model` is chosen, and the `headdim` of mixers that have one where theirs does not divide at that
-width.
-"""
+"""Fits the entries of a comparison to each other by `d_model`, and `headdim` where it does not divide that, so that they
+have equally many parameters; and says how they differ in more than mixers."""
 
 from __future__ import annotations
 
@@ -32,11 +28,8 @@ HEADDIM_FACTOR = 1.5
 
 def matched(comparison: Comparison) -> Comparison:
     """Returns the comparison with the widths at which all entries of a variant have equally many parameters: those that
-    the recipe names, else those of the first entry there.
-
-    Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError where the
-    vocabulary is left to data that cannot be opened.
-    """
+    the recipe names, else those of the first entry there. Raises ValueError (one line) for an entry that has no such
+    width, FileNotFoundError and ValueError where the vocabulary is left to data that cannot be opened."""
     settings = comparison.settings
     targets: dict[str, int] = {}
     entries = []
@@ -155,8 +148,8 @@ class _Widths:
         return outside + sum(blocks[index % kinds] for index in range(config.n_layers))
 
     def crossing(self, target: int) -> tuple[int, int]:
-        """Returns neighbouring widths that fit, the model of the first with fewer than `target` parameters, of the
-        second with as many or more, but for the small steps that other headdims make; 0 for none below."""
+        """Returns neighbouring widths that fit, of a model with fewer than `target` parameters, 0 = none, and of one
+        with as many or more, but for the small steps that other headdims make."""
         low, high = 0, self.model.d_model
         while self.count(self.first_from(high)) < target:
             low, high = high, 2 * high
@@ -176,8 +169,8 @@ class _Widths:
 
 
 def _with_checked_rules(config: RunConfig, is_control: bool) -> RunConfig:
-    """Returns the config; that of a control without the patterns of the recipe's rules that are for mixers which it
-    does not have. Raises ValueError (one line) for rules that do not fit the model."""
+    """Returns the config; that of a control without patterns of rules for mixers that it does not have. Raises
+    ValueError (one line) for rules that do not fit the model."""
     if not config.optimizer.rule:
         return config
     model = build_model(config.model, device="meta")
@@ -203,8 +196,7 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 
 
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
-    """Says how the entries of a table differ in more than their mixers, and at which learning rates they are
-    compared: one line for each subject."""
+    """Says how entries differ in more than their mixers, and at which learning rates they are compared."""
     names, rates = [entry.name for entry in entries], [f"{entry.config.optimizer.lr:g}" for entry in entries]
     lines = [f"Learning rate: {_by_value(names, rates)}."]
     if len(set(rates)) == 1:

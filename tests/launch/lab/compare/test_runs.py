@@ -165,7 +165,7 @@ def check_runs_with_other_settings_are_refused_and_not_averaged(compared, capsys
     before = (compared.home / "report" / "table.md").read_text()
     assert main([*arguments, "--optimizer.lr", "2e-2", "--report"]) == 0
     text = capsys.readouterr().out
-    assert "Left out, since trained with other settings: attention seed 0 (optimizer.lr: 0.01 there" in text
+    assert "Without a number: attention seed 0 (trained with other settings: optimizer.lr: 0.01 there" in text
     assert (compared.home / "report" / "table.md").read_text() == before  # rather than one without any run
     # What is watched and read otherwise is no other setting; what was changed on the way is.
     comparison = matched(read_comparison(str(compared.path), [*compared.arguments, "--logging.every", "3"]))
@@ -211,7 +211,7 @@ def test_controls_are_trained_in_every_variant(recipe, dataset, tmp_path, capsys
     assert main(["compare", path, *words, "--report"]) == 0
     text = capsys.readouterr().out
     assert "no mixer (control)" in text
-    assert "Not finished: convolution only seed 0 (missing)" not in text.split("## deep")[0]
+    assert "Without a number: convolution only seed 0 (missing)" not in text.split("## deep")[0]
     assert "convolution only seed 0 (missing)" in text.split("## deep")[1]
 
 
