@@ -75,21 +75,14 @@ class Glue:
             print("\n".join(one.words() for one in files))
             return EXIT_USER if any(one.problems for one in files) else EXIT_OK
         plan.check_options(rest, _OURS)
-        if len(set(self.seeds)) < len(self.seeds) or not self.seeds:
-            raise ValueError("--seeds names a seed twice" if self.seeds else "--seeds names no seed")
+        if not self.seeds:
+            raise ValueError("--seeds names no seed")
+        asked = {"folder": self.folder, "settings": self.settings, "seeds": self.seeds, "options": tuple(rest)}
         files = plan.whole(Path(self.folder), named(self.tasks))
+        settings = plan.GlueSettings(tasks=tuple(one.task.name for one in files), **asked)
         name = self.source.rstrip("/").rpartition("/")[2]
-        its = plan.Plan(
-            source=self.source,
-            name=name,
-            folder=Path(self.folder),
-            out=self.out or Path("runs") / f"{name}-glue",
-            tasks=[one.task for one in files],
-            seeds=self.seeds,
-            settings=self.settings,
-            others=rest,
-            notes=plan.notes_on(files),
-        )
+        out = self.out or Path("runs") / f"{name}-glue"
+        its = plan.Plan(source=self.source, name=name, out=out, asked=settings, notes=plan.notes_on(files))
         if self.dry_run:
             print(plan.plan_text(its, files))
             return EXIT_OK

@@ -16,7 +16,7 @@ from matmix.data.artifacts import shell_line
 from matmix.data.examples.base import Classes, read_number
 from matmix.data.examples.readers import read_rows
 from matmix.launch.glue import Column
-from matmix.launch.glue.tasks import TASKS, GlueTask, overrides
+from matmix.launch.glue.tasks import TASKS, GlueTask, named, overrides
 from matmix.launch.many.planned import PlannedRun, config_at, of_seed
 from matmix.launch.many.scores import markdown
 from matmix.train.config import InitConfig, RunConfig
@@ -24,6 +24,34 @@ from matmix.train.run.directory import RunDirectory
 from matmix.use.finetuning import counted, finetuning_config
 
 _OF_MICROSOFT = "msr_paraphrase_train.txt"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GlueSettings:
+    """Holds what is asked for."""
+
+    folder: str = ""
+    """Of the public GLUE download."""
+    settings: Column = "hydra"
+    tasks: tuple[str, ...] = ()
+    """Their names; () = all that `folder` has."""
+    seeds: tuple[int, ...] = ()
+    options: tuple[str, ...] = ()
+    """Options of recipes, for all tasks."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds {' '.join(map(str, self.seeds))}: one of them is given twice")
+        if any(seed < 0 for seed in self.seeds):
+            raise ValueError(f"seeds are integers >= 0, got {min(self.seeds)}")
+
+    def overrides(self, task: GlueTask) -> list[str]:
+        """The options of the recipe of a task that say its settings."""
+        return overrides(self.settings, task.name, self.options)
+
+    def words(self) -> str:
+        """The settings in a table."""
+        return f"Settings: {self.settings}" + (f", and {' '.join(self.options)}." if self.options else ".")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,14 +154,9 @@ class Plan:
     source: str
     name: str
     """What the table calls the source."""
-    folder: Path
-    """Of the public GLUE download."""
     out: Path
-    tasks: Sequence[GlueTask]
-    seeds: Sequence[int]
-    settings: Column = "hydra"
-    others: Sequence[str] = ()
-    """Options of recipes that the command line gives to all tasks."""
+    asked: GlueSettings
+    """With the names of the tasks, and seeds."""
     notes: Sequence[str] = ()
     """Further lines below the table."""
     model: str = ""
@@ -141,14 +164,16 @@ class Plan:
     may_be_moved: bool = False
     """A run that has begun keeps what it began with, also where that lies elsewhere now."""
 
+    @property
+    def tasks(self) -> list[GlueTask]:
+        return named(self.asked.tasks)
+
     @cached_property
     def configs(self) -> dict[str, RunConfig]:
         """Those of each task's runs, with the steps of its epochs, but for what differs between seeds."""
-        return {task.name: self._config(task) for task in self.tasks}
-
-    def _config(self, task: GlueTask) -> RunConfig:
-        words = [*task.overrides(self.folder), *overrides(self.settings, task.name, self.others)]
-        return counted(finetuning_config(self.source, task.recipe, words))
+        folder, asked = Path(self.asked.folder), self.asked
+        words = {task: [*task.overrides(folder), *asked.overrides(task)] for task in self.tasks}
+        return {task.name: counted(finetuning_config(self.source, task.recipe, own)) for task, own in words.items()}
 
     @cached_property
     def runs(self) -> list[GlueRun]:
@@ -156,7 +181,7 @@ class Plan:
         entries = {task.name: f"{self.model} on {task.name}" if self.model else task.name for task in self.tasks}
         return [
             GlueRun(entry=entries[task.name], seed=seed, config=self._of_seed(task, seed), task=task)
-            for seed in self.seeds
+            for seed in self.asked.seeds
             for task in self.tasks
         ]
 
@@ -214,5 +239,5 @@ def plan_text(plan: Plan, files: Sequence[TaskFiles]) -> str:
         rates = [f"{config.optimizer.lr:g}", f"{config.optimizer.weight_decay:g}", f"{config.epochs:g}"]
         start = "source" if config.init.from_ == plan.source else "MNLI"
         rows.append([run.task.name, *counts, *rates, str(config.global_batch_size), f"{config.steps:,}", start])
-    seeds = ", ".join(map(str, plan.seeds))
+    seeds = ", ".join(map(str, plan.asked.seeds))
     return f"{markdown(headings, rows)}\n\nSeeds: {seeds}. Runs: {len(plan.runs)}, in {plan.out}."

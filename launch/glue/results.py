@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -18,7 +19,7 @@ from matmix.data.storage.files import write_atomic
 from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many import runs
-from matmix.launch.many.planned import other_settings
+from matmix.launch.many.planned import why_open
 from matmix.launch.many.scores import csv_of, markdown, mean_in_words, spread, write_tables
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
@@ -103,7 +104,7 @@ def collect(plan: Plan) -> list[TaskScores]:
     """All tasks of `plan` with their runs as they stand, and the scores of the most frequent class."""
     results = []
     for task in plan.tasks:
-        folder, config = plan.folder / task.name, plan.configs[task.name]
+        folder, config = Path(plan.asked.folder) / task.name, plan.configs[task.name]
         second = most_frequent(config, str(folder / task.second)) if task.second else {}
         control = _values(task, most_frequent(config, str(folder / task.validation)), second)
         own = [read_run(run) for run in plan.runs if run.task == task]
@@ -129,10 +130,8 @@ def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
 
 def read_run(run: GlueRun) -> RunScores:
     """A run as it stands. One with other settings has no numbers here."""
-    task, why, values = run.task, other_settings(run), {}
-    if not why and not run.is_finished():
-        why = "not finished" if run.run.config_path.is_file() else "not begun"
-    elif not why and _lacks_second(run):
+    task, why, values = run.task, why_open(run), {}
+    if not why and _lacks_second(run):
         why = f"{task.second} is not scored: the same command without --report does that"
     elif not why:
         second = read_json(run.run.path / SECOND) if task.second else {}
@@ -167,7 +166,8 @@ def train(plans: Sequence[Plan], parallel: int) -> runs.Ended:
             return runs.Ended(ended.failures, stopped=True)
         if _lacks_second(run) and run.is_finished():
             logger.info(f"{run.title}: scoring {run.task.second}")
-            scores = score_examples(open_model(run.run.path), str(plan.folder / run.task.name / run.task.second))
+            file = Path(plan.asked.folder) / run.task.name / run.task.second
+            scores = score_examples(open_model(run.run.path), str(file))
             record = {**scores.metrics(), "file": run.task.second, "examples": len(scores.examples)}
             write_atomic(run.run.path / SECOND, json.dumps(record, indent=2) + "\n")
     return ended
@@ -197,7 +197,7 @@ def table_text(plan: Plan, results: Sequence[TaskScores]) -> str:
         lines.append(f"No average, which is over all eight tasks: there is no finished run of {', '.join(missing)}.")
     else:
         lines.append("Average: the mean over tasks of the mean over their scores and seeds.")
-    lines.append(f"Settings: {plan.settings}" + (f", and {' '.join(plan.others)}." if plan.others else "."))
+    lines.append(plan.asked.words())
     of_tasks = [(result.task, run) for result in results for run in result.runs]
     alone = [task for task, run in of_tasks if task.from_mnli and run.values and run.begins_with == plan.source]
     if names := dict.fromkeys(task.name for task in alone):
@@ -215,7 +215,7 @@ def table_csv(plan: Plan, results: Sequence[TaskScores]) -> str:
             over, by_seed = spread(result.values(title)), {run.seed: run.values[title] for run in result.finished}
             row = {"task": result.task.name, "score": title, "mean": over and over.mean}
             row |= {"deviation": over and over.deviation, "runs": len(by_seed), "most_frequent_class": control}
-            rows.append(row | {f"seed_{seed}": by_seed.get(seed) for seed in plan.seeds})
+            rows.append(row | {f"seed_{seed}": by_seed.get(seed) for seed in plan.asked.seeds})
     return csv_of(rows)
 
 
@@ -228,8 +228,9 @@ def table_json(plan: Plan, results: Sequence[TaskScores]) -> str:
             for run in result.runs
         ]
         tasks[result.task.name] = {"score": result.score, "most_frequent_class": result.control, "runs": own}
-    record = {"source": plan.source, "settings": plan.settings, "other_settings": list(plan.others)}
-    record |= {"seeds": list(plan.seeds), "tasks": tasks, "missing": missing_tasks(results)}
+    asked = plan.asked
+    record = {"source": plan.source, "settings": asked.settings, "other_settings": list(asked.options)}
+    record |= {"seeds": list(asked.seeds), "tasks": tasks, "missing": missing_tasks(results)}
     record |= {"average": average(results), "most_frequent_class": control_average(results)}
     return json.dumps(record, indent=2) + "\n"
 

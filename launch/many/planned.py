@@ -122,13 +122,25 @@ def other_settings(task: PlannedRun) -> str:
     return "; ".join(texts)
 
 
+OTHER_SETTINGS = "trained with other settings"
+
+
+def why_open(task: PlannedRun) -> str:
+    """Why a run has no numbers for a table; "" where it has."""
+    if others := other_settings(task):
+        return f"{OTHER_SETTINGS}: {others}"
+    if task.is_finished():
+        return ""
+    return "unfinished" if (task.run.path / "metrics.jsonl").is_file() else "missing"
+
+
 def check_directories(tasks: Sequence[PlannedRun], advice: str = "", *, option: str = "--run-dir") -> None:
     """Raises ValueError (one line) where a folder holds a run with other settings, or something that is not a run.
     option: what names another folder; advice: what else can be done about other settings."""
     for task in tasks:
         if others := other_settings(task):
             raise ValueError(
-                f"{task.title}: {task.run.where} was trained with other settings ({others}), and runs of a table are "
+                f"{task.title}: {task.run.where} was {OTHER_SETTINGS} ({others}), and runs of a table are "
                 f"trained alike; give these, or another {option}{advice}"
             )
         try:

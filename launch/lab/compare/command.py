@@ -74,6 +74,7 @@ class Compare:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         """Trains, submits or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
+        from matmix.launch.glue.plan import GlueSettings
         from matmix.launch.lab.compare import config, downstream, report
         from matmix.launch.lab.compare.width import matched
         from matmix.launch.many import planned, runs
@@ -92,9 +93,8 @@ class Compare:
             print(report.write_report(comparison))
             return EXIT_OK
         planned.check_directories(tasks, " (--report leaves this run out)")
-        glue = downstream.GlueSettings(
-            settings=self.glue_settings, tasks=self.glue_tasks, seeds=self.glue_seeds, options=tuple(options)
-        )
+        asked = {"settings": self.glue_settings, "tasks": self.glue_tasks, "seeds": self.glue_seeds}
+        glue = GlueSettings(**asked, options=tuple(options))
         then = downstream.read_downstream(self.finetune, comparison, glue)
         plan = "\n".join([report.plan_text(comparison), *([downstream.plan_text(then, tasks)] if then else [])])
         if self.slurm:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from matmix.launch.many.planned import PlannedRun, of_seed
 from matmix.model.config import NO_MIXER, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.convolutions.short import Convolution
-from matmix.train.arguments import field_names, parse_arguments, unknown_key
+from matmix.train.arguments import field_names, parse_arguments, read_options, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
 from matmix.train.recipe import config_from_dict, merged, plain
@@ -44,7 +45,6 @@ Control = Literal["no mixer", "convolution only"]
 
 
 def control_of(model: ModelConfig) -> Control | None:
-    """Which control a model is, if any."""
     mixers = model.mixer_names()
     if not mixers:
         return "no mixer"
@@ -151,8 +151,7 @@ _OWN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowConfig:
-    """One of the models that are compared, an "entry"; or of the settings, such as tasks or data, in which all of them
-    are, a "variant"."""
+    """One of the models that are compared, or a "variant": settings, such as data, in which all of them are."""
 
     kind: Literal["entry", "variant"] = "entry"
     name: str
@@ -180,42 +179,31 @@ class ComparisonConfig:
     """The table `[comparison]`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Every entry is trained once with each of them; a seed decides weights, order of the data and masking."""
+    """Every entry is trained once with each of them."""
     parameters: int = 0
-    """Parameters that every entry shall have in all, embeddings included; 0 = those of the first entry at the recipe's
-    own width."""
+    """Of every entry in all, embeddings included; 0 = those of the first entry at the recipe's own width."""
     tolerance: float = 0.01
     """Share of them by which an entry may be off."""
     controls: bool = True
-    """The controls "no mixer" and, where an entry has a convolution in front of its mixers, "convolution only" are
-    entries too, unless one of the recipe's own is that control."""
+    """Adds the entries "no mixer" and, where a mixer has a convolution in front, "convolution only"."""
     entry: tuple[RowConfig, ...] = ()
     """What is compared."""
     variant: tuple[RowConfig, ...] = ()
     """Every entry is trained on each of them, with a table each; none = the recipe as it is."""
 
     def __post_init__(self) -> None:
-        seeds = self.seeds if isinstance(self.seeds, list | tuple) else ()
-        checks = {
-            "seeds": (seeds and all(type(seed) is int and seed >= 0 for seed in seeds), "a list of integers >= 0"),
-            "parameters": (type(self.parameters) is int and self.parameters >= 0, "an integer >= 0"),
-            "tolerance": (
-                isinstance(self.tolerance, int | float) and 0 < self.tolerance < 1,
-                "a number between 0 and 1",
-            ),
-            "controls": (type(self.controls) is bool, "true or false"),
-        }
-        for name, (is_fine, what) in checks.items():
-            require(is_fine, f"comparison.{name} should be {what}, got {plain(getattr(self, name))!r}")
-        require(len(set(seeds)) == len(seeds), f"comparison.seeds has a seed twice: {list(seeds)}")
+        fine = bool(self.seeds) and min(self.seeds) >= 0 and len(set(self.seeds)) == len(self.seeds)
+        require(fine, f"comparison.seeds should be integers >= 0, none of them twice, got {list(self.seeds)}")
+        require(self.parameters >= 0, f"comparison.parameters should be >= 0, got {self.parameters}")
+        require(0 < self.tolerance < 1, f"comparison.tolerance should lie between 0 and 1, got {self.tolerance}")
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
-        for rows in (self.entry, self.variant):
-            folders = [row.folder.lower() for row in rows]
-            for row in rows:
-                require(
-                    folders.count(row.folder.lower()) == 1,
-                    f'comparison.{row.kind}: two would share the folder "{row.folder}"; give them other names',
-                )
+        for row in (*self.entry, *self.variant):
+            others = [one for one in (self.entry if row.kind == "entry" else self.variant) if one is not row]
+            require(
+                row.folder.lower() not in [one.folder.lower() for one in others],
+                f'comparison.{row.kind}: two would share the folder "{row.folder}"; give them other names (the '
+                "controls are entries too, unless comparison.controls is false)",
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,12 +224,10 @@ class Entry:
 
     @property
     def title(self) -> str:
-        """Its name, with that of the variant."""
         return f"{self.name}, {self.variant}" if self.variant else self.name
 
     @property
     def control(self) -> Control | None:
-        """Which control it is, if any."""
         return control_of(self.config.model)
 
     @property
@@ -272,25 +258,22 @@ class Comparison:
 @errors_in_one_line()
 def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     """A comparison from a recipe (path or bundled name) or its folder, and overrides for all entries, such as
-    ``--steps 100``.
-
-    Raises FileNotFoundError for a missing recipe and ValueError (one line) for what is wrong in it.
-    """
+    ``--steps 100``. Raises FileNotFoundError for a missing recipe and ValueError (one line) for what is wrong in it."""
     path = _find(recipe)
     values, where = read_toml(path), str(path)
     if "comparison" not in values:
         raise ValueError(f"{path} has no table [comparison]: it is a plain recipe, for matmix train")
     require("seed" not in values, f"{path} sets seed: {_NOT_AN_ENTRYS['seed']}")
-    rows = _rows(values["comparison"], where)
+    rows = [row for kind in ("entry", "variant") for row in _rows(values["comparison"], kind, where)]
     if path.parent == Path(recipe):
         values["run_dir"] = recipe  # it goes on where it lies, wherever it began
     given = given_values(overrides)
     require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
     if ("steps",) in given and ("epochs",) not in given:
         given[("epochs",)] = 0.0  # they stand in place of a recipe's
+    for row, key in itertools.product(rows, given):
+        _remove(row, key)
     for key, value in given.items():
-        for row in rows:
-            _remove(row, key)
         for name in reversed(key):
             value = {name: value}
         values = merged(values, value)
@@ -298,7 +281,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         where = f"{path} with {' '.join(overrides)}"
     own = {key: value for key, value in values.items() if key != "comparison"}
     try:
-        settings = _settings(values["comparison"])
+        settings = _settings(values["comparison"], where)
         require(
             not (settings.parameters and ("model", "d_model") in given),
             f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
@@ -306,7 +289,9 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         )
         entries = _entries(own, settings)
         if settings.controls:
-            settings = _with_controls(settings, entries)
+            missing = missing_controls([entry.config.model for entry in entries])
+            rows = (RowConfig(name=name, overrides=overrides) for name, overrides in missing.items())
+            settings = dataclasses.replace(settings, entry=(*settings.entry, *rows))
             entries = _entries(own, settings)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -327,41 +312,24 @@ def _find(recipe: str) -> Path:
         raise FileNotFoundError(f"{folder} is not the folder of a comparison: it has no comparison.toml") from None
 
 
-def _rows(table: Any, where: str) -> list[dict[str, Any]]:
-    """The rows of entries and of variants, once it is clear that the table has the right shape."""
-    require(isinstance(table, dict), f"{where}: [comparison] is a table, got {table!r}")
-    for key in table:
-        if key not in ComparisonConfig.__slots__:
-            raise unknown_key(key, ComparisonConfig, f"{where}: [comparison]")
-    for kind in ("entry", "variant"):
-        rows = table.get(kind, [])
-        require(
-            isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
-            f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}",
-        )
-    return [*table.get("entry", []), *table.get("variant", [])]
+def _rows(table: Any, kind: str, where: str) -> list[dict[str, Any]]:
+    """The tables of the entries or of the variants."""
+    rows = table.get(kind, []) if isinstance(table, dict) else table
+    fine = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    require(fine, f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}")
+    return rows
 
 
-def _settings(table: Mapping[str, Any]) -> ComparisonConfig:
-    named: dict[str, tuple[RowConfig, ...]] = {}
+def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
+    named: dict[str, Any] = {}
     for kind in ("entry", "variant"):
-        rows = []
-        for number, row in enumerate(table.get(kind, []), 1):
+        named[kind] = []
+        for number, row in enumerate(_rows(table, kind, where), 1):
             name, overrides = row.get("name"), {key: row[key] for key in row if key != "name"}
             require(isinstance(name, str), f"comparison.{kind} number {number} has no name, which should be a string")
-            rows.append(RowConfig(kind=kind, name=name, overrides=overrides))
-        named[kind] = tuple(rows)
-    seeds = table.get("seeds", [0, 1, 2])
-    return ComparisonConfig(**{**table, **named, "seeds": tuple(seeds) if isinstance(seeds, list) else seeds})
-
-
-def _with_controls(settings: ComparisonConfig, entries: Sequence[Entry]) -> ComparisonConfig:
-    missing = missing_controls([entry.config.model for entry in entries])
-    rows = tuple(RowConfig(name=name, overrides=overrides) for name, overrides in missing.items())
-    try:
-        return dataclasses.replace(settings, entry=(*settings.entry, *rows))
-    except ValueError as error:
-        raise ValueError(f"{error}, or leave out the controls (comparison.controls = false)") from None
+            named[kind].append(RowConfig(kind=kind, name=name, overrides=overrides))
+    require(isinstance(table.get("seeds", []), list), f"comparison.seeds should be a list, got {table.get('seeds')!r}")
+    return read_options({**table, **named}, ComparisonConfig, "[comparison]")
 
 
 def _entries(own: Mapping[str, Any], settings: ComparisonConfig) -> tuple[Entry, ...]:
@@ -386,10 +354,8 @@ def keep_recipe(comparison: Comparison) -> None:
 
 
 def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRun]:
-    """All runs, seed by seed, so that every entry has a first result early.
-
-    only: names of entries and of variants to which they are restricted. Raises ValueError for others.
-    """
+    """All runs, seed by seed, so that every entry has a first result early. only: names of entries and of variants to
+    which they are restricted; raises ValueError for others."""
     entries, variants = ({getattr(entry, kind) for entry in comparison.entries} for kind in ("name", "variant"))
     known = sorted(entries | variants - {""})
     for name in only:

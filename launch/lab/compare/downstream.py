@@ -19,9 +19,9 @@ import tomli_w
 
 from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import write_atomic
-from matmix.launch.glue import Column, results
-from matmix.launch.glue.plan import GlueRun, Plan, as_begun, check_options, notes_on, run_in, whole
-from matmix.launch.glue.tasks import TASKS, GlueTask, named, overrides
+from matmix.launch.glue import results
+from matmix.launch.glue.plan import GlueRun, GlueSettings, Plan, as_begun, check_options, notes_on, run_in, whole
+from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.many import runs
 from matmix.launch.many.planned import PlannedRun, check_directories, config_at, of_seed, words_on_settings
@@ -185,27 +185,6 @@ _OURS = {"--seed": "--glue-seeds", "--run-dir": "--run-dir of the comparison"}
 _OURS |= {f"--data.examples.{split}": "--finetune glue:DIR" for split in ("train", "validation")}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GlueSettings:
-    """Holds the settings that are asked for."""
-
-    folder: str = ""
-    """Of the public GLUE download."""
-    settings: Column = "hydra"
-    tasks: tuple[str, ...] = ()
-    """Their names; () = all that `folder` has."""
-    seeds: tuple[int, ...] = ()
-    """Those of the fine-tunings of each run; () = the seed of the run."""
-    options: tuple[str, ...] = ()
-    """Options of recipes, for all tasks."""
-
-    def __post_init__(self) -> None:
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("--glue-seeds names a seed twice")
-        if any(seed < 0 for seed in self.seeds):
-            raise ValueError(f"--glue-seeds: seeds are integers >= 0, got {min(self.seeds)}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetunedGlue(Finetuned):
     """GLUE, in a comparison."""
@@ -214,7 +193,7 @@ class FinetunedGlue(Finetuned):
     advice = "give --glue.data.examples.tokenizer", "another --run-dir"
     name: str = NAME
     settings: GlueSettings
-    """With the names of the tasks."""
+    """With the names of the tasks; without seeds, each run has its own."""
     notes: Sequence[str] = ()
     """Lines of a table about the files of the tasks."""
 
@@ -241,30 +220,25 @@ class FinetunedGlue(Finetuned):
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self.settings)
 
-    @property
-    def tasks(self) -> list[GlueTask]:
-        return named(self.settings.tasks)
-
     def planned(self, model: ModelConfig, words: str) -> list[RunConfig]:
         """The configs, by task, of fine-tunings of a model that is yet to be trained."""
-        column, options = self.settings.settings, self.settings.options
-        return [planned_config(one.recipe, model, words, overrides(column, one.name, options)) for one in self.tasks]
+        tasks = named(self.settings.tasks)
+        return [planned_config(one.recipe, model, words, self.settings.overrides(one)) for one in tasks]
 
     @property
     def columns(self) -> list[ScoreColumn]:
         words = {name: f"GLUE's {name}" for name in self.settings.tasks}
-        runs = len(self.settings.seeds) or 1
-        columns = [ScoreColumn(_key(name), f"GLUE: {name} (%)", words.get(name, ""), runs=runs) for name in TASKS]
+        count = len(self.settings.seeds) or 1
+        columns = [ScoreColumn(_key(name), f"GLUE: {name} (%)", words.get(name, ""), runs=count) for name in TASKS]
         return [*columns, ScoreColumn(_key("average"), "GLUE: average (%)")]
 
     def lines(self, pretrained: Sequence[PlannedRun]) -> list[str]:
         """Lines below the table: what its numbers are."""
-        seeds, options = self.settings.seeds, self.settings.options
+        seeds = self.settings.seeds
         which = f"with the seeds {', '.join(map(str, seeds))} for each run" if seeds else "with the seed of the run"
-        others = f", and {' '.join(options)}" if options else ""
-        titles = {task.name: [score.title for score in task.scores] for task in self.tasks}
+        titles = {name: [score.title for score in TASKS[name].scores] for name in self.settings.tasks}
         means = [f"{name} of {' and '.join(scores)}" for name, scores in titles.items() if len(scores) > 1]
-        line = f"GLUE: the last evaluation of the fine-tuned runs, {which}. Settings: {self.settings.settings}{others}."
+        line = f"GLUE: the last evaluation of the fine-tuned runs, {which}. {self.settings.words()}"
         lines = [f"{line} Means: {'; '.join(means)}." if means else line]
         every = (run for task in pretrained for seed in self._seeds(task) for run in self._runs(task, seed))
         if alone := dict.fromkeys(run.task.name for run in every if run.begins_alone):
@@ -282,12 +256,8 @@ class FinetunedGlue(Finetuned):
             yield Plan(
                 source=str(task.run.path),
                 name=task.title,
-                folder=Path(self.settings.folder),
                 out=self.folder_of(task),
-                tasks=self.tasks,
-                seeds=self._seeds(task),
-                settings=self.settings.settings,
-                others=self.settings.options,
+                asked=dataclasses.replace(self.settings, seeds=self._seeds(task)),
                 notes=self.notes,
                 model=task.title if self.settings.seeds else task.entry,
                 may_be_moved=True,
@@ -309,7 +279,7 @@ class FinetunedGlue(Finetuned):
                 scores.setdefault(name, []).append(value)
         return scores
 
-    def _seeds(self, pretrained: PlannedRun) -> Sequence[int]:
+    def _seeds(self, pretrained: PlannedRun) -> tuple[int, ...]:
         return self.settings.seeds or (pretrained.seed,)
 
     def _runs(self, pretrained: PlannedRun, seed: int) -> list[GlueRun]:

@@ -16,7 +16,7 @@ from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_o
 from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, score_columns, scores_of
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
-from matmix.launch.many.planned import PlannedRun, other_settings
+from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, why_open
 from matmix.launch.many.runs import training_records
 from matmix.launch.many.scores import csv_of, markdown, mean_in_words, metric_in_words, spread, write_tables
 from matmix.model.config import ModelConfig
@@ -144,13 +144,13 @@ def collect(comparison: Comparison) -> Part:
 
 def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
     """A run as it stands. One with other settings has no numbers here: they belong to another comparison."""
-    if others := other_settings(task):
-        return RunResult(seed=task.seed, why=f"trained with other settings: {others}")
-    metrics = task.run.path / "metrics.jsonl"
+    why, records = why_open(task), training_records(task.run.path / "metrics.jsonl")
+    if why.startswith(OTHER_SETTINGS):
+        return RunResult(seed=task.seed, why=why)
     # None is the loss of a record whose steps were all skipped.
-    curve = [(one["step"], one["loss"]) for one in training_records(metrics) if one["loss"] is not None]
-    if not task.is_finished():
-        return RunResult(seed=task.seed, why="unfinished" if metrics.is_file() else "missing", curve=curve)
+    curve = [(one["step"], one["loss"]) for one in records if one["loss"] is not None]
+    if why:
+        return RunResult(seed=task.seed, why=why, curve=curve)
     values = {name: [value] for name, value in task.run.read_summary()["validation"].items()}
     return RunResult(seed=task.seed, values=values | scores_of(task, downstream), curve=curve)
 

@@ -1,5 +1,5 @@
-"""Fits the entries of a comparison to each other by `d_model`, and `headdim` where it does not divide that, so that they
-have equally many parameters; and says how they differ in more than mixers."""
+"""Brings the entries of a comparison to equally many parameters by `d_model`, and `headdim` where it does not divide
+that; and says how they differ in more than mixers."""
 
 from __future__ import annotations
 

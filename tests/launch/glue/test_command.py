@@ -10,8 +10,7 @@ import torch
 from runs import records, weights
 
 from matmix.launch.cli import main
-from matmix.launch.glue.plan import Plan
-from matmix.launch.glue.tasks import TASKS
+from matmix.launch.glue.plan import GlueSettings, Plan
 from matmix.use.opening import open_model
 from matmix.use.scoring import score_examples
 
@@ -55,7 +54,8 @@ def test_two_tasks_and_the_second_begins_with_the_weights_of_the_first(
 
     # That of another source is not taken.
     for start, folder in ((encoder, "RTE"), (out / "MNLI" / "seed-5", "RTE-without-MNLI")):
-        plan = Plan(source=str(start), name="", folder=glue, out=out, tasks=[TASKS["RTE"]], seeds=(5,))
+        asked = GlueSettings(folder=str(glue), tasks=("RTE",), seeds=(5,))
+        plan = Plan(source=str(start), name="", out=out, asked=asked)
         assert plan.runs[0].config.run_dir == str(out / folder / "seed-5")
 
     # The same again trains and scores nothing, and neither does a report.

@@ -113,7 +113,7 @@ def test_check_says_what_is_missing_and_what_to_do(tmp_path, capsys):
         (["runs/no", "DIR", "--tasks", "QQP"], "there is no folder"),
         (["runs/no", "DIR", "--seed", "3"], "--seeds"),
         (["runs/no", "DIR", "--optimizer.lrr", "3"], "optimizer.lr"),
-        (["runs/no", "DIR", "--tasks", "RTE", "--seeds", "1", "1"], "--seeds names a seed twice"),
+        (["runs/no", "DIR", "--tasks", "RTE", "--seeds", "1", "1"], "seeds 1 1: one of them is given twice"),
     ],
 )
 def test_mistakes_are_one_line(words, why, tmp_path, capsys):

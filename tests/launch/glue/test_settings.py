@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from matmix.launch.glue.plan import Plan
+from matmix.launch.glue.plan import GlueSettings, Plan
 from matmix.launch.glue.tasks import TASKS
 
 PUBLISHED = {  # lr, weight decay, epochs, batch
@@ -33,12 +33,13 @@ PUBLISHED["lion"] = {name: (1e-5, *others) for name, (_, *others) in PUBLISHED["
 
 
 def plan(encoder, glue, out, tasks, **options) -> Plan:
-    return Plan(source=str(encoder), name="tiny", folder=glue, out=out, tasks=tasks, **options)
+    asked = GlueSettings(folder=str(glue), tasks=tuple(tasks), **options)
+    return Plan(source=str(encoder), name="tiny", out=out, asked=asked)
 
 
 @pytest.mark.parametrize("column", PUBLISHED)
 def test_every_run_has_the_published_settings(column, encoder, glue, tmp_path):
-    runs = plan(encoder, glue, tmp_path, [*TASKS.values()], seeds=(3, 11), settings=column).runs
+    runs = plan(encoder, glue, tmp_path, TASKS, seeds=(3, 11), settings=column).runs
     assert [(run.entry, run.config.seed) for run in runs] == [(name, seed) for seed in (3, 11) for name in TASKS]
     assert set(TASKS) == set(PUBLISHED[column])
     for run in runs:
@@ -58,7 +59,7 @@ def test_every_run_has_the_published_settings(column, encoder, glue, tmp_path):
 
 
 def test_without_a_run_on_mnli_all_begin_with_the_source(encoder, glue, tmp_path):
-    runs = plan(encoder, glue, tmp_path, [TASKS["RTE"], TASKS["CoLA"]], seeds=(0,)).runs
+    runs = plan(encoder, glue, tmp_path, ["RTE", "CoLA"], seeds=(0,)).runs
     assert [run.config.init.from_ for run in runs] == [str(encoder)] * 2
     assert [run.config.run_dir for run in runs] == [
         f"{tmp_path}/{name}/seed-0" for name in ("RTE-without-MNLI", "CoLA")
@@ -67,6 +68,6 @@ def test_without_a_run_on_mnli_all_begin_with_the_source(encoder, glue, tmp_path
 
 @pytest.mark.parametrize("column", PUBLISHED)
 def test_steps_that_are_given_stand_in_place_of_the_published_epochs(column, encoder, glue, tmp_path):
-    own = plan(encoder, glue, tmp_path, [TASKS["RTE"]], seeds=[0], settings=column, others=["--steps", "7"])
+    own = plan(encoder, glue, tmp_path, ["RTE"], seeds=(0,), settings=column, options=("--steps", "7"))
     config = own.configs["RTE"]
     assert (config.steps, config.epochs) == (7, 0)

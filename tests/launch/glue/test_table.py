@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from matmix.launch.glue.plan import Plan
+from matmix.launch.glue.plan import GlueSettings, Plan
 from matmix.launch.glue.results import (
     RunScores,
     TaskScores,
@@ -53,8 +53,8 @@ def results(names=tuple(TASKS), begins_with="runs/x/MNLI/seed-0") -> list[TaskSc
 
 
 def plan(out: Path = Path("runs/x"), notes: tuple[str, ...] = ()) -> Plan:
-    options = {"source": "runs/tiny", "name": "tiny", "folder": Path("GLUE"), "seeds": (0, 1)}
-    return Plan(out=out, tasks=[*TASKS.values()], notes=notes, **options)
+    asked = GlueSettings(folder="GLUE", tasks=tuple(TASKS), seeds=(0, 1))
+    return Plan(source="runs/tiny", name="tiny", out=out, asked=asked, notes=notes)
 
 
 def rows_of(text: str) -> dict[tuple[str, str], list[str]]:

@@ -63,7 +63,7 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
         ("[comparison]\n[[comparison.entry]]\nname = 'a b'\n[[comparison.entry]]\nname = 'A-b'", ["share the folder"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'report'", ["taken"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'a'\nseed = 3", ["seed", "comparison.seeds"]),
-        ("[comparison]\ncontrols = 'no'\n[[comparison.entry]]\nname = 'a'", ["comparison.controls", "true or false"]),
+        ("[comparison]\ncontrols = 'no'\n[[comparison.entry]]\nname = 'a'", ["[comparison]", "controls", "bool"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'No mixer'", ["share the folder", "comparison.controls"]),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\ndata.seqlen = 8",

@@ -11,9 +11,10 @@ from comparisons import ENTRIES, TINY, csv_rows, finish, printed_table
 from glue_files import write_glue
 
 from matmix.launch.cli import main
+from matmix.launch.glue.plan import GlueSettings
 from matmix.launch.glue.tasks import TASKS
 from matmix.launch.lab.compare.config import keep_recipe, read_comparison, tasks_of
-from matmix.launch.lab.compare.downstream import FinetunedGlue, GlueSettings
+from matmix.launch.lab.compare.downstream import FinetunedGlue
 from matmix.launch.lab.compare.width import matched
 from matmix.use.finetuning import planned_config
 
@@ -126,7 +127,7 @@ def test_the_table_has_a_column_for_each_task_and_one_for_the_average(recipe, tm
         (["--finetune", "glue:DIR", "--glue-tasks", "RET"], '--glue-tasks: GLUE has no task "RET" here'),
         (["--finetune", "glue:DIR", "--glue-tasks", "QQP"], "there is no folder"),
         (["--finetune", "glue:DIR", "glue:DIR"], "glue: is given twice"),
-        (["--finetune", "glue:DIR", "--glue-seeds", "1", "1"], "--glue-seeds names a seed twice"),
+        (["--finetune", "glue:DIR", "--glue-seeds", "1", "1"], "seeds 1 1: one of them is given twice"),
         (["--finetune", "glue:DIR", "--glue.seed", "1"], "differs between the runs: give --glue-seeds"),
         (["--finetune", "glue:DIR", "--glue.optimizer.lrr", "1"], 'the nearest known key is "optimizer.lr"'),
         (["--finetune", "glue:DIR", "--glue.epochs", "many"], "--epochs"),
