@@ -1,7 +1,4 @@
-"""Runs torch's agent as `torchrun` does, with its arguments, and says in one line how it ended.
-
-python -m matmix.launch.jobs.agent --nnodes=2 -m matmix.launch.jobs.rank RECIPE
-"""
+"""Runs torch's agent as `torchrun` does, with its arguments, and says in one line how it ended."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Decides whether a run is started again: `python -m matmix.launch.jobs.attempts RUN --attempt A --code N`.
-
-An attempt is one start of the run's processes; those of one job, which its requeues share, are lines in
-RUN/launch/attempts.jsonl. No torch is imported here: this runs between two attempts, while the nodes wait.
-"""
+"""Decides whether a run is started again: `python -m matmix.launch.jobs.attempts RUN --attempt A --code N`. It runs
+between two attempts, while the nodes wait, and imports no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ _DEADLY = ("SIGHUP", "SIGQUIT", "SIGILL", "SIGABRT", "SIGBUS", "SIGFPE", "SIGKIL
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PastAttempt:
-    """How one attempt ended."""
+    """How one attempt, a start of the run's processes, ended."""
 
     attempt: str
     code: int | None = None  # None: nobody saw it end
@@ -79,11 +76,8 @@ def describe(code: int | None) -> str:
 
 
 def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQUEUES) -> Decision:
-    """Decides from a job's attempts, the one that has just ended last.
-
-    A run of weeks may lose a node every other day; one that cannot get over a step, or cannot begin, ends after a few
-    tries. Those that nobody saw end are failures.
-    """
+    """Decides from a job's attempts, the one that has just ended last. A run of weeks may lose a node every other day;
+    one that cannot get over a step, or cannot begin, ends after a few tries."""
     last = attempts[-1]
     if last.finished:
         return Decision(False, "finished")
@@ -179,10 +173,8 @@ def begin(run: Path, name: str, nodes: str = "") -> None:
 def conclude(
     run: Path, name: str, code: int, *, max_requeues: int, signalled: bool, ending: str
 ) -> tuple[PastAttempt, Decision]:
-    """Reads how an attempt ended, decides, and writes both down, unless the run was moved away meanwhile.
-
-    signalled: the launcher told it to stop. ending: why the launcher is not to start it again, whatever happened.
-    """
+    """Reads how an attempt ended, decides, and writes both down, unless the run was moved away meanwhile. signalled:
+    the launcher told it to stop. ending: why it is not to be started again, whatever happened."""
     known = read_attempts(run)
     if name not in {attempt.attempt for attempt in known}:
         attempt = PastAttempt(attempt=name, code=code, reason=describe(code), signalled=signalled)

@@ -1,5 +1,4 @@
-"""`matmix launch status`, `cancel` and `resubmit`. What imports torch is imported where it is needed, so that --help
-does not wait for it."""
+"""`matmix launch status`, `cancel` and `resubmit`. What needs torch imports it late, so that --help does not."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ def _run_lines(run: Path, *, active: bool) -> list[str]:
 
 
 def records_folder(run: Path) -> Path:
-    """Returns where metrics and checkpoints can be read: the run directory, or what a run at a URL has there, fetched.
-    Raises FileNotFoundError or RemoteError where the URL cannot be read."""
+    """Returns the run directory, or what a run at a URL has there, fetched. Raises FileNotFoundError or RemoteError."""
     if (url := read_url(run)) is None:
         return run
     from matmix.train.run.trained import local_outline
@@ -205,8 +203,7 @@ class Cancel:
     """Seconds that saving may take."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Tells all jobs to save, waits, then ends them; exit code 1 where one had to be ended. Those that wait in the
-        queue are removed at once, and none is requeued."""
+        """Tells all jobs to save, waits, then ends them; exit code 1 where one had to be ended. None is requeued."""
         home = find_home(self.home)
         last = last_job(home)
         waiting = _tell_process(last) if last.kind == "local" else _tell_slurm(home)
@@ -270,8 +267,8 @@ class Resubmit:
     home: Home
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Submits, of an array what is not finished, or for a local launch runs; the exit code. Raises ValueError while
-        it is still queued or running."""
+        """Submits what is not finished, or for a local launch runs it. Raises ValueError while it is queued or
+        running."""
         from matmix.launch.jobs.hosts import run_local
 
         home = find_home(self.home)

@@ -1,5 +1,4 @@
-"""`matmix launch local` and `launch torchrun`: a run on this host, started again after failures as a cluster would, and
-this node's part of a run on nodes that no scheduler knows."""
+"""`matmix launch local` and `launch torchrun`: a run on this host, and this node's part of one without a scheduler."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def _show(nproc: int, command: Sequence[str]) -> None:
 
 
 def run_local(home: Path, job: Job) -> int:
-    """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last. The
-    job is recorded in jobs.jsonl as that of this process."""
+    """Attempts until the run has finished, stopped, or failed once too often; returns the exit code of the last."""
     launches.add_job(home, dataclasses.replace(job, time=time.time(), pid=os.getpid(), host=socket.gethostname()))
     folder = home / "launch" / job.launch
     command = rank_command([str(folder / "config.toml")])

@@ -1,5 +1,5 @@
-"""Records the launches of a run: one line for each in RUN/launch/jobs.jsonl, and in RUN/launch/<launch id>/ all that
-one start depends on (config, code, revision, packages), so that a job requeued weeks later runs the same."""
+"""Records the launches of a run in RUN/launch/jobs.jsonl, and in RUN/launch/<launch id>/ all that one start depends on
+(config, code, revision, packages), so that a job requeued weeks later runs the same."""
 
 from __future__ import annotations
 
@@ -124,8 +124,7 @@ def take_snapshot(folder: Path) -> None:
 
 
 def copy_code(target: Path) -> None:
-    """Copies the package's sources to target/matmix/<room>, from wherever it lies: a checkout, site-packages, or an
-    earlier snapshot."""
+    """Copies the package's sources, wherever they lie, to target/matmix/<room>."""
     left_out = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     for room in ROOMS:
         spec = importlib.util.find_spec(f"matmix.{room}")  # imports nothing of it

@@ -1,7 +1,4 @@
-"""Runs ranks as children, directly on one host or by torchrun's agent, and passes signals on so that they can save.
-
-When this process dies, however it does, they end with it (`matmix.train.process.launched`).
-"""
+"""Runs ranks as children, directly or by torchrun's agent, and passes signals on so that they can save."""
 
 from __future__ import annotations
 
@@ -66,14 +63,13 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
 
 
 def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
-    """Runs an agent until it ends, and returns its exit code, 128 + n where signal n killed it. Its ranks are told to
-    stop; an agent that has had none yet is ended."""
+    """Runs an agent until it ends; its exit code, 128 + n where signal n killed it. One without ranks is ended."""
     return _run(command, {"": environment}, requests, agents=True)
 
 
 def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: StopRequests) -> int:
-    """Runs `command` once for each rank of this host until all have ended, and returns the exit code of the one that
-    failed first, 128 + n where signal n killed it."""
+    """Runs `command` once for each rank of this host; the exit code of the one that failed first, 128 + n for signal
+    n."""
     folder = make_own_folder()
     store = folder / f"store-{_new_name()}"
     common = {
@@ -96,7 +92,7 @@ def _run(
     command: Sequence[str], environments: Mapping[str, Mapping[str, str]], requests: StopRequests, *, agents: bool
 ) -> int:
     """Runs `command` in each of these environments, which go by the name that a failure is reported by ("" = not
-    reported); what is left when all have ended is killed.
+    reported); what is left when all have ended is killed. When this process dies, they end with it.
 
     Each rank is sent SIGUSR2 once as soon as a stop is asked for, on which it saves and leaves, and SIGKILL on a second
     Ctrl-C. So are ranks of agents: an agent that is told to end would kill them 30 s later, whatever they are writing.
@@ -139,8 +135,8 @@ def _run(
 
 
 def say_failure(name: str, process: int, code: int) -> int:
-    """Prints how a process failed, unless it has no name or stopped as it was told; its exit code, 128 + n where
-    signal n killed it. code: as `subprocess` gives it."""
+    """Prints how a process with a name failed, unless it stopped as it was told; its exit code, 128 + n for signal
+    n."""
     if name and code != EXIT_STOPPED:
         what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         print(f"matmix: {name} (process {process}) {what}", file=sys.stderr, flush=True)

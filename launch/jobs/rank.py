@@ -1,5 +1,5 @@
-"""Starts one rank, `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`: who it is, the environment's defaults
-and where its output goes are settled before torch is imported. Then it is `matmix train`."""
+"""Starts one rank, `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`: what must be right before torch is
+imported, then `matmix train`."""
 
 from __future__ import annotations
 
@@ -58,11 +58,8 @@ _SLURM_PLACE = {
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns what Slurm says of this node and, under `srun` of several processes, those of torchrun's variables for
-    this one that the batch script does not set. A step smaller than the job is whole by itself.
-
-    Raises ValueError where Slurm's variables are incomplete.
-    """
+    """Returns what Slurm says of this node and, under `srun` of several processes, those of torchrun's variables that
+    the batch script does not set. A step smaller than the job is whole by itself. Raises ValueError."""
     node = {name: environment[source] for name, source in _SLURM_NODE.items() if environment.get(source)}
     if "RANK" in environment or "SLURM_PROCID" not in environment:
         return node
@@ -97,10 +94,8 @@ _EVERYWHERE = {
 
 
 def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the defaults of what is not set in `environment`, for a rank whose variables of torchrun are there.
-
-    Makes the folders of the caches. Raises ValueError where one that the user has named cannot be trusted.
-    """
+    """Returns the defaults of what is not set, for a rank that has torchrun's variables, and makes the folders of the
+    caches. Raises ValueError where one that the user has named cannot be trusted."""
     # Kernels are compiled once per node: a home folder on a network drive is slow and its locks unreliable, and where
     # torch itself would keep them another user can be the first.
     chosen = node_folders.cache_variables(environment) | _EVERYWHERE
@@ -117,10 +112,8 @@ def defaults(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def way_to(host: str) -> tuple[str, str]:
-    """Returns the address of this node from which its way to `host` begins, and the address of `host`.
-
-    Raises OSError where there is no way, socket.gaierror where `host` does not resolve.
-    """
+    """Returns the address of this node from which its way to `host` begins, and that of `host`. Raises OSError where
+    there is no way, socket.gaierror where `host` does not resolve."""
     family, _, _, _, target = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # chooses the way and sends nothing
@@ -143,8 +136,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def write_output_to(path: Path) -> None:
-    """Sends this process's stdout and stderr, also those of C code, to the end of `path`; errors of commands still go
-    to the job's output as well."""
+    """Sends this process's stdout and stderr, also those of C code, to the end of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     console.job_output = os.fdopen(os.dup(2), "w", buffering=1)
     with path.open("ab", buffering=0) as log:

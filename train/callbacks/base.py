@@ -1,5 +1,4 @@
-"""The base class of callbacks, which see a run at certain moments. They have side effects only: nothing they do changes
-the numbers of a run, and none that fails ends it."""
+"""The base class of callbacks, which see a run at certain moments, have side effects only, and never end the run."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ class RunView(Protocol):
 
     @property
     def steady_path(self) -> Path:
-        """The run directory by a name that stays right in this process while it is moved, for code that opens its
-        files again and again."""
+        """The run directory by a name that stays right in this process while it is moved, for writers that open it
+        again."""
 
     def saved_steps(self) -> Sequence[int]:
         """Returns the steps of the run's checkpoints, ascending."""

@@ -1,5 +1,4 @@
-"""Callbacks of few lines: progress, a hint about slow data, a profiler's trace, garbage collection, and a check that
-the launcher is alive."""
+"""Callbacks of few lines: progress, slow data, a profiler's trace, garbage collection, a launcher that is gone."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class GarbageCollection(Callback):
 
 
 class LauncherGone(Callback):
-    """Asks the run to save and stop when the launcher of this process is no longer there: nothing else would ever end
-    its ranks, and a new start would find them in its way."""
+    """Asks the run to save and stop when its launcher is no longer there: nothing else would ever end its ranks."""
 
     main_rank_only = False
 

@@ -1,5 +1,4 @@
-"""The records of a run: the form in which metrics.jsonl and trackers of experiments get them, metrics.jsonl itself, and
-curves.png, the picture that is drawn from it."""
+"""The records of a run: metrics.jsonl, the form in which trackers get them, and curves.png, the picture of them."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Recorder(Callback):
     """A callback that gets every record of a run in one form."""
 
     def take(self, run: RunView, record: dict[str, Any]) -> None:
-        """record: "kind" (train, validation, rewind or restore), "step", and the numbers by their names, in the units
-        of metrics.jsonl."""
+        """record: "kind" (train, validation, rewind or restore), "step", and the numbers as metrics.jsonl has them."""
         raise NotImplementedError
 
     def on_record(self, run: RunView, record: StepRecord) -> None:
@@ -46,12 +44,8 @@ class Recorder(Callback):
 
 
 class MetricsFile(Recorder):
-    """Appends records to metrics.jsonl, one JSON object a line, in which NaN and infinity are null. The records of
-    steps that a resumed run does again are dropped first, so that none appears twice.
-
-    No run needs the file to go on: a damaged one is moved aside, and what a full disk refuses is written once there is
-    room.
-    """
+    """Appends records to metrics.jsonl, one JSON object a line, in which NaN and infinity are null, without those of
+    steps that a resumed run does again. A damaged file is moved aside; what a full disk refuses is written later."""
 
     tries_again = True
 
@@ -79,8 +73,7 @@ class MetricsFile(Recorder):
             self._write(run)
 
     def _write(self, run: RunView) -> None:
-        """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError if it
-        cannot; both are then tried again later."""
+        """Drops the records of steps that are done again and appends the new ones, all or nothing. Raises OSError."""
         self.path = run.path / "metrics.jsonl"
         if self._stale is not None:
             self._drop_what_comes_again(self._stale)
@@ -158,8 +151,7 @@ class Curves(Callback):
 
 
 def draw(records: list[dict[str, Any]]) -> bytes:
-    """Returns a PNG of the records of a run: losses over the steps and, where evaluations measured it, over the
-    position."""
+    """Returns a PNG of the records of a run: losses over the steps and, where it was measured, over the position."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,8 +1,5 @@
-"""Trackers of experiments: TensorBoard, Weights & Biases and MLflow, which get the numbers of the records.
-
-The packages of the services come with the extras `wandb` and `mlflow`. RUN/trackers.json has the run at a service that
-a resumed run goes on with.
-"""
+"""Trackers of experiments, which get the numbers of the records: TensorBoard, Weights & Biases (the extra `wandb`) and
+MLflow (the extra `mlflow`)."""
 
 from __future__ import annotations
 
@@ -45,15 +42,13 @@ def _check_installed(package: str, extra: str) -> None:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a record as "<kind>/<name>", without the step; NaN and infinity are left out and leave a
-    gap in the curve."""
+    """Returns the finite numbers of a record as "<kind>/<name>", without the step; others leave a gap in the curve."""
     named = {f"{record['kind']}/{name}": value for name, value in record.items() if name not in ("kind", "step")}
     return {name: value for name, value in named.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
 def _read_id(folder: Path, where: str) -> str | None:
-    """Returns the id that the run in `folder` has at a service, or None where it was never there. where: the service
-    and the project in it."""
+    """Returns the id that the run in `folder` has at a service and project, `where`, or None if it was never there."""
     return _read(folder / TRACKED).get(where)
 
 
@@ -123,11 +118,8 @@ class TensorBoard(Recorder):
 
 
 def _put_into_the_past(folder: Path) -> None:
-    """Renames event files whose name is later than now.
-
-    TensorBoard reads files in the order of the times in their names. A run that was resumed on a node whose clock is
-    behind would be read before what it resumed, and would hide none of the steps that it does again.
-    """
+    """Renames event files whose name is later than now: TensorBoard would read what a node with a slow clock goes on
+    with before what it resumed, and hide none of the steps that it does again."""
     now = int(time.time())
     files = [(int(path.name.split(".")[3]), path) for path in folder.glob("events.out.tfevents.*")]
     later = sorted(entry for entry in files if entry[0] >= now)
@@ -244,11 +236,8 @@ class MLflowOptions:
 
 
 class MLflow(Recorder):
-    """Sends the numbers as train/loss, validation/loss and so on, and the config as parameters.
-
-    A thread of its own sends, so that training never waits for the server; what a server that is away does not take is
-    kept in memory and sent once it answers.
-    """
+    """Sends the numbers as train/loss and so on, and the config as parameters, by a thread of its own: training never
+    waits for the server, and what one that is away does not take is kept in memory and sent once it answers."""
 
     Options = MLflowOptions
 
@@ -346,8 +335,7 @@ class MLflow(Recorder):
 
 
 def _name(name: str) -> str:
-    """Returns a name as stores take it: one on files makes folders of slashes, and `grad_norm` cannot be a folder and a
-    file."""
+    """Returns a name as stores take it: one on files makes folders of slashes, and `grad_norm` cannot be both."""
     kind, _, rest = name.partition("/")
     return f"{kind}/{_NOT_IN_NAMES.sub('_', rest.replace('/', '.'))}"
 

@@ -1,9 +1,5 @@
-"""A rank that makes no progress any more ends itself, and leaves behind what all its threads were doing.
-
-A rank that hangs (a dead file system, a lost collective, a device that does not answer) would hold the whole job until
-its time limit. Ranks that wait for it in a collective look like it, so each of them dumps its stacks, tells the others
-where it is and hears where they are (`hang_report`), and ends with EXIT_HUNG and a line that names who stopped.
-"""
+"""A rank that hangs ends itself, and leaves behind what all its threads were doing: it would hold the job until its
+limit."""
 
 from __future__ import annotations
 
@@ -31,7 +27,11 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog(Callback):
-    """Ends the process after `minutes` without a sign of life (`matmix.train.process.heartbeat`)."""
+    """Ends the process with EXIT_HUNG after `minutes` without a sign of life (`matmix.train.process.heartbeat`).
+
+    Ranks that wait for a hung one in a collective look like it, so each of them dumps its stacks, tells the others
+    where it is and hears where they are (`hang_report`), and its last line names who stopped.
+    """
 
     main_rank_only = False
 

@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class BestEvaluation:
-    """The best evaluation so far and the number of those since. Both are the same on all ranks and part of the
-    checkpoints: a run that was started again stops where one that went on does."""
+    """The best evaluation so far and the number of those since, the same on all ranks and part of the checkpoints."""
 
     def __init__(self, config: EvaluationConfig, known: Iterable[Metric]) -> None:
         """known: the metrics that evaluations find. Raises ValueError (one line) where `config` names none of them."""

@@ -1,11 +1,5 @@
-"""Compares the bits of tensors that several ranks hold copies of. A device or a memory that changes some of them says
-nothing, and the copies then train apart.
-
-Every rank sums up what it holds on its device (`fingerprint`), the sums are gathered (a few bytes a rank), and only
-where they differ are the tensors compared one by one, to name the rank and its tensors. A part that one rank alone
-holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with: only the norm of the gradients
-(`engine.clipping`) and the checksums of checkpoints watch over it.
-"""
+"""Compares the bits of tensors that several ranks hold copies of, which a faulty device or memory may change. A part
+that one rank alone holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with."""
 
 from __future__ import annotations
 
@@ -29,8 +23,8 @@ _NAMED = 3  # tensors in a message
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns two numbers of 64 bits, (2,) on `device`, made from the bits of all tensors in their order. The host does
-    not wait.
+    """Returns two numbers of 64 bits, (2,) on `device`, made from the bits of all tensors in order. The host does not
+    wait.
 
     One element that changes always changes them, and so do two that change places within a piece of 16 MiB. Of other
     changes one in 2^64 would not.
@@ -50,8 +44,7 @@ def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.
 
 
 def _pieces(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[torch.Tensor]:
-    """Yields the bytes of all tensors, one after the other, in pieces of `_PIECE`; the last one is filled up with
-    zeros."""
+    """Yields the bytes of all tensors in pieces of `_PIECE`; the last one is filled up with zeros."""
     held: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -77,7 +70,7 @@ class Replicas:
 
     def find_difference(self, step: int) -> str | None:
         """Returns which rank differs after `step`, and in what, in words; None if all copies are the same. Called on
-        all ranks, with the same result; a step is compared once."""
+        all ranks, with the same result: sums are compared first, and tensors one by one only where these differ."""
         engine = self.engine
         if engine.world_size == 1 or step == self.same_at:
             return None
@@ -95,11 +88,8 @@ class Replicas:
         return describe(fingerprints, nodes)
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any], difference: str) -> Iterator[Any]:
-        """Ends the run, or puts it back to its newest checkpoint and returns the batches from there, as
-        `faults.on_replica_difference` says. No checkpoint holds what differs: each was saved after a comparison.
-
-        Raises ReplicaError where the run is to stop, has no checkpoint, or went back `faults.max_rewinds` times.
-        """
+        """Puts the run back to its newest checkpoint, saved after a comparison, and returns the batches from there.
+        Raises ReplicaError where it is to stop, has no checkpoint, or went back `faults.max_rewinds` times."""
         restores = run.state.restores
         seen = f"step {run.state.step}: the copies of the model are not the same any more: {difference}"
         advice = "exclude that node, or test its memory and device"
@@ -116,10 +106,8 @@ class Replicas:
 
 
 def describe(fingerprints: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> str:
-    """Says which ranks hold other values than the majority, and in which tensors.
-
-    fingerprints: for each rank those of its tensors, by "<part of the model, or all>.<name>"; nodes: of the ranks.
-    """
+    """Says which ranks hold other values than the majority, and in which tensors. fingerprints: for each rank those of
+    its tensors, by "<part of the model, or all>.<name>"; nodes: of the ranks."""
     parts = [{key.partition(".")[0] for key in own} for own in fingerprints]
     odd: dict[int, list[str]] = {}
     unclear: dict[tuple[int, ...], list[str]] = {}

@@ -1,5 +1,4 @@
-"""Guards against bad steps: gradients that are NaN or infinite, losses that jump, shards that are damaged. They skip,
-go back to a checkpoint, or stop the run."""
+"""Guards against bad steps: gradients that are not finite, losses that jump, shards that are damaged."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ _ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precisio
 
 
 class NanGuard:
-    """Counts skipped steps, in which the engine left weights and moments unchanged, and stops the run after `limit` in
-    a row."""
+    """Counts skipped steps, which left weights and moments unchanged, and stops the run after `limit` in a row."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -88,8 +86,8 @@ class SpikeGuard:
     other data. Off unless `faults.spike_factor` is set.
 
     Such spikes come from a few bad batches meeting the weights of the moment; PaLM (arXiv 2204.02311, section 5.1)
-    found that the same weights with other batches, and the same batches with other weights, pass. The losses are the
-    same on all ranks and part of the checkpoints: a run that was started again finds the spikes of one that went on.
+    found that the same weights with other batches, and the same batches with other weights, pass. The losses are part
+    of the checkpoints: a run that was started again finds the spikes of one that went on.
     """
 
     def __init__(self, config: FaultsConfig) -> None:
@@ -104,8 +102,7 @@ class SpikeGuard:
         self.losses = deque(state or (), maxlen=self.config.spike_window)
 
     def sees_spike(self, run: RunView) -> bool:
-        """Returns whether the loss of the step just done is a spike; else remembers it. Steps that were not finite were
-        skipped and do not count."""
+        """Returns whether the loss of the step just done is a spike; else remembers it, unless the step was skipped."""
         config, loss = self.config, run.last_loss
         if not config.spike_factor or not run.step_was_finite:
             return False
@@ -116,9 +113,8 @@ class SpikeGuard:
         return False
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any]) -> Iterator[Any]:
-        """Puts the run back to its newest checkpoint and the data after what was read, and returns the batches from
-        there. Without a checkpoint the run goes on as it is. Raises LossSpikeError after `faults.max_rewinds` times.
-        """
+        """Puts the run back to its newest checkpoint, if there is one, and on with the data after what was read;
+        returns the batches from there. Raises LossSpikeError after `faults.max_rewinds` times."""
         loss, rewinds = run.last_loss, run.state.rewinds
         factor = loss / statistics.median(self.losses)
         seen = f"step {run.state.step}: loss {loss:.4g} is {factor:.3g} times the median of {len(self.losses)} steps"
@@ -175,7 +171,7 @@ def go_back(
 
 
 class DamagedShards:
-    """Collects the damaged shards that the micro-batches of all ranks report (`data.skip_damaged`), and tells of each
+    """Collects the damaged shards that all ranks' micro-batches report (`data.skip_damaged`), and tells of each
     once."""
 
     def __init__(self) -> None:
@@ -183,8 +179,8 @@ class DamagedShards:
         self._new: dict[str, str] = {}
 
     def count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
-        """Returns the numbers of this rank's rows without data and of shards that nobody has been told of. The run
-        counts the sum of the first over all ranks and calls `share` where that of the second is not 0."""
+        """Returns the numbers of this rank's rows without data and of shards that nobody has been told of: where the
+        sum of the second over all ranks is not 0, `share` follows."""
         self._new = {
             where: why
             for batch in micro_batches

@@ -3,10 +3,6 @@
 Ranks run the same program, so they begin the same collectives. Of ranks that stand still, the others wait for the one
 that has begun the fewest. Of ranks that go on, a step takes the same time on all: what one does not spend waiting in
 collectives it spends on its own work or waiting for its data, so the one that waits least is slow.
-
-torch has no hook for this that engines share, so the functions of torch.distributed that they call are wrapped. On a
-CPU the host waits in them, and its clock tells how long. On a GPU they return at once; events around them, in the
-streams they run in, are read when the device has long passed them, and only of steps that `measure` is told of.
 """
 
 from __future__ import annotations
@@ -73,8 +69,12 @@ def inside() -> str:
 
 
 def watch() -> None:
-    """Wraps the collectives of torch.distributed in this process, however often it is called. From then on those of the
-    calling thread count, and those of autograd's threads that work for it."""
+    """Wraps the collectives of torch.distributed in this process, as torch has no hook for them; those of the calling
+    thread count, and those of autograd's threads that work for it.
+
+    On a CPU the host waits in them, and its clock tells how long. On a GPU they return at once; events around them, in
+    the streams they run in, are read when the device has long passed them, and only of steps that `measure` is told of.
+    """
     _count.thread = threading.get_ident()
     for name in _FUNCTIONS:
         function = getattr(dist, name)
@@ -136,16 +136,15 @@ class CollectiveClock:
         self.steps += not cuda or sample
 
     def per_step(self) -> float:
-        """Returns the seconds per measured step since `reset`. It does not wait for the device: events that this has
-        not passed are left out."""
+        """Returns the seconds per measured step since `reset`, without waiting for events that the device has not
+        passed."""
         passed = [(first, last) for first, last in _count.events if last.query()]
         seconds = self.seconds + sum(first.elapsed_time(last) for first, last in passed) / 1e3
         return seconds / max(self.steps, 1)
 
 
 class Stragglers:
-    """Names each rank once that kept the others waiting for several records in a row, until it has kept up again. What
-    it remembers is the same on all ranks."""
+    """Names each rank once that kept the others waiting for several records in a row, until it has kept up again."""
 
     def __init__(self, engine: Engine, workers: int) -> None:
         self.engine, self.workers = engine, workers
@@ -153,8 +152,8 @@ class Stragglers:
         self.streaks: dict[int, int] = {}
 
     def look(self, step: int, own: Times) -> tuple[dict[str, float], list[str]]:
-        """Returns (numbers of a record, lines to log) from this rank's times since the last record, both empty in a
-        single process. Called on all ranks."""
+        """Returns (numbers of a record, lines to log) from this rank's times since the last record. Called on all
+        ranks."""
         if self.engine.world_size == 1:
             return {}, []
         mine = torch.tensor(own, dtype=torch.float64, device=self.engine.device)

@@ -1,5 +1,5 @@
-"""Measures what the interval between two records did: losses, tokens or images, time, and the states of mixers; and
-where the time of the whole run went."""
+"""Measures what the interval between two records did, the states of mixers in it, and where the whole run's time
+went."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ PEAK_FLOPS = {
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """Returns what matrix products compute in at this `engine.precision`. Those of float32 use tf32 only where this
-    process sets torch so (`torch.set_float32_matmul_precision`, TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1)."""
+    """Returns what matrix products compute in at this `engine.precision`; in float32 only where torch is set so in
+    tf32."""
     if precision == "bf16":
         return "bf16"
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -90,9 +90,7 @@ class StepRecord:
     unit: str = "tokens"  # what is counted: `Task.unit`
 
     def numbers(self) -> dict[str, float]:
-        """Returns all numbers of the record that have a value: `means` by their own names, counters by the name of what
-        they count, norms of clipping groups under "grad_norm/<group>", the scalars of mixers under
-        "monitor/blocks.<i>.<name>", others under "ranks/" and "goodput/"."""
+        """Returns all numbers of the record by their names in metrics.jsonl, without those that have no value."""
         values = dataclasses.asdict(self)
         unit = values.pop("unit")
         prefixes = {"clip_norms": "grad_norm", "monitored": "monitor", "ranks": "ranks", "goodput": "goodput"}
@@ -109,8 +107,8 @@ class Speedometer:
     def __init__(
         self, forward_flops: float, device: torch.device, devices: int, precision: str, unit: str = "tokens"
     ) -> None:
-        """forward_flops: of one token, or of what else `unit` says is counted; devices: how many work on the run;
-        precision: that of the engine."""
+        """forward_flops: of one token, or what else `unit` says; devices: how many work on the run; precision: the
+        engine's."""
         self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
         self.device = device
         peak = peak_flops(device, precision)
@@ -181,8 +179,8 @@ class Speedometer:
 
 class Monitor:
     """Collects the scalars that a model's mixers report of their forward passes (`model.monitor()`), over
-    micro-batches, steps and ranks. Names that end in "_max" combine by maximum, others by mean; a NaN or an infinity of
-    any micro-batch on any rank stays. Models without such values cost nothing.
+    micro-batches, steps and ranks. Names that end in "_max" combine by maximum, others by mean; a NaN or an infinity
+    stays.
 
     Collecting costs three small operations on the device per micro-batch, however many layers there are, and never
     waits for it: values come to the host, and ranks exchange them, only for a record and after a step that failed.
@@ -238,8 +236,7 @@ class Monitor:
 
 
 class Goodput:
-    """An account in which every second of wall-clock time since the run's first start appears once, under one of
-    `CAUSES`.
+    """An account in which every second since the run's first start appears once, under one of `CAUSES`.
 
     It is part of the checkpoints and ends at a save. A start from a checkpoint books the time since then as restart:
     steps that are done again, time without a process, and the start itself.
@@ -270,8 +267,7 @@ class Goodput:
         return {"seconds": dict(self.seconds), "until": time.time()}
 
     def load_state_dict(self, state: dict[str, Any] | None, lost_to: str) -> None:
-        """Goes on with the account of a checkpoint, if it holds one; lost_to: the cause under which the time since its
-        save is booked."""
+        """Goes on with the account of a checkpoint, if it holds one; lost_to: the cause of the time since its save."""
         known = state["seconds"] if state else {}
         self.seconds = {cause: float(known.get(cause, 0.0)) for cause in CAUSES}
         self._lose_since(state["until"] if state else time.time(), lost_to)
@@ -283,8 +279,8 @@ class Goodput:
 
 
 def first_start(run_dir: Path, *, write: bool) -> float:
-    """Returns when the run was first started, in seconds since 1970, as RUN/launch/begun tells; where that is missing,
-    when this process was. write: makes that file. Storage that fails costs the file only."""
+    """Returns when the run was first started, in seconds since 1970, as RUN/launch/begun tells, else when this process
+    was. write: makes that file. Storage that fails costs the file only."""
     path, mine = run_dir / "launch" / "begun", psutil.Process().create_time()
     with contextlib.suppress(OSError, ValueError):
         return min(float(path.read_text(encoding="ascii")), mine)

@@ -32,16 +32,13 @@ job_output: TextIO | None = None
 
 
 def begin_process() -> None:
-    """Prepares a process before it imports torch.
+    """Prepares a process before it imports torch. It ends with its launcher, if it has one.
 
-    It ends with its launcher, if it has one.
     `python -m` and `torchrun -m` put the working directory on sys.path; from the root of a checkout our folders `data`
     and `kernels` would then answer imports that other packages make for themselves, so the root is taken off again.
     Idle OpenMP threads are told to sleep: spinning, they made training on 2 cores up to 7 times slower as soon as
-    another process wanted one of them, and were no faster without.
-    Imports make a million objects that stay: garbage is looked for after every hundred thousand, not seven hundred, and
-    none of it at the end. A start of training takes a third less time.
-    Libraries written in Rust show where they panicked only if tracebacks are asked for.
+    another process wanted one of them. Imports make a million objects that stay: garbage is looked for after every
+    hundred thousand, not seven hundred, and none of it at the end; a start of training takes a third less time.
     """
     follow_launcher()
     gc.set_threshold(100_000)
@@ -54,11 +51,8 @@ def begin_process() -> None:
 
 
 def begin_training(prepare: Callable[[], object] = lambda: None) -> int:
-    """Prepares a process that is going to train: it notes signals, and has its caches and a folder for temporary files.
-    Returns an exit code, 0 = go on.
-
-    prepare: what the caller adds before the folders are chosen. Mistakes of the user are shown in one line.
-    """
+    """Prepares a process that is going to train: signals, caches, temporary files. Returns an exit code, 0 = go on.
+    prepare: what the caller adds before the folders are chosen."""
     stop.listen()
     begin_process()
 
@@ -105,17 +99,14 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Returns True where one line says all about `error`: the user's mistakes, a diverged model, a system that failed
-    (full disk, killed process), Ctrl-C. Anything else is a mistake of ours, whose traceback is needed."""
+    """Returns True where one line says all about `error`; anything else is a mistake of ours, which needs its
+    traceback."""
     return isinstance(error, (*USER_ERRORS, RunFailure, OverflowError, OSError, KeyboardInterrupt))
 
 
 def guarded(command: Callable[[], int], *, every_rank: bool = False) -> int:
-    """Runs a command and returns its exit code: its own, or that of the error it raised, which is shown in one line.
-
-    MATMIX_TRACEBACK=1 lets errors through with their tracebacks. MATMIX_LOG_LEVEL says which messages are shown; while
-    it trains, `logging.level` does.
-    """
+    """Runs a command and returns its exit code: its own, or that of the error it raised, which is shown in one line, or
+    with MATMIX_TRACEBACK=1 let through. MATMIX_LOG_LEVEL says which messages are shown."""
     try:
         level = os.environ.get(LEVEL_VARIABLE, "info")
         with shown(level, rank=int(os.environ.get("RANK", "0"))), panics_as_errors():
@@ -144,16 +135,15 @@ _handle: int | None = None
 
 
 def share(folder: Path) -> None:
-    """The ranks of this start share this folder, which is made; it is held, also where it is moved while they run.
-    Raises OSError."""
+    """Makes the folder that the ranks of this start share; it is held, also where it is moved. Raises OSError."""
     global _handle
     folder.mkdir(parents=True, exist_ok=True)
     _handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _is_first(what: str, seconds: float) -> bool:
-    """Returns True where this rank is the one to say `what`: no other rank has said it, nor does within `seconds`, nor
-    before this process is asked to stop; or ranks share no folder, and nobody can tell."""
+    """Returns True where no other rank has said `what`, nor does within `seconds` or before this process is asked to
+    stop; also where nobody can tell."""
     path, folder = f"said-{hashlib.sha256(what.encode()).hexdigest()[:16]}", None
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True

@@ -1,5 +1,4 @@
-"""Knows the processes, ranks and devices of a run, and the few agreements between ranks that are not about tensors; in
-a single process all of them do nothing."""
+"""Knows the processes, ranks and devices of a run, and the few agreements between ranks that are not about tensors."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ class Distributed:
 
 
 def _make_group(backend: str, timeout: datetime.timedelta) -> None:
-    """Makes the process group of all ranks. Connections must stand within a minute; collectives may then take
-    `timeout`."""
+    """Makes the group of all ranks. Connections must stand within a minute; collectives may then take `timeout`."""
     meeting, seconds = Meeting.from_environment(), patience()
     store, soon = meet(meeting, seconds), datetime.timedelta(seconds=seconds)
     try:
@@ -156,10 +154,8 @@ def make_side_group() -> dist.ProcessGroup | None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns every rank's `value`, a small plain object, in order of rank, on every rank.
-
-    group: one of all ranks that carries the exchange, None for the default one. Two threads need one each.
-    """
+    """Returns every rank's `value`, a small plain object, in order of rank, on every rank. group: one of all ranks that
+    carries the exchange; two threads need one each."""
     if not is_distributed():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -184,10 +180,8 @@ def barrier() -> None:
 def agree(
     action: Callable[[], Result], *, here: bool = True, group: dist.ProcessGroup | None = None
 ) -> list[Result | None]:
-    """Runs `action` on the ranks that say `here`; an error on one rank is raised on all.
-
-    Called on all ranks. Returns the results in order of rank, on every rank, None where it did not run. group: as for
-    `gather_objects`.
+    """Runs `action` on the ranks that say `here`; an error on one rank is raised on all. Called on all ranks. Returns
+    the results in order of rank, on every rank, None where it did not run. group: as for `gather_objects`.
 
     An OSError or ValueError, which says what is wrong with the storage or with what the user gave, is raised on every
     rank: that of the first rank which failed, noted with its number. Any other error is a mistake in the program: it is

@@ -23,7 +23,7 @@ class Whereabouts(NamedTuple):
 
 def exchange(places: dict[int, Whereabouts], attempt: str, rank: int, world_size: int, patience: float) -> None:
     """Tells the other ranks where this one stands, `places[rank]`, and adds those that tell the same within `patience`
-    seconds. To be called in a thread that may hang or fail: the store's host may be the one that does not answer."""
+    seconds. For a thread that may hang or fail: the store's host may be the one that does not answer."""
     if not is_distributed():
         return
     store, deadline = dist.distributed_c10d._get_default_store(), time.monotonic() + patience
@@ -54,8 +54,8 @@ def explain(places: Mapping[int, Whereabouts], rank: int, world_size: int) -> st
 
 
 def find_stopped(places: Mapping[int, Whereabouts], world_size: int) -> list[int]:
-    """Returns the ranks that the others wait for: those that have begun fewer collectives, else those that did not
-    tell; [] where that cannot be said."""
+    """Returns the ranks that have begun fewer collectives, else those that did not tell; [] where that cannot be
+    said."""
     most = max(where.begun for where in places.values())
     behind = [rank for rank, where in places.items() if where.begun < most]
     return sorted(behind) or sorted(set(range(world_size)) - places.keys())

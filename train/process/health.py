@@ -50,10 +50,11 @@ def tell_health(distributed: Distributed, run_dir: str) -> None:
 
 
 def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
-    """Checks all nodes, on all ranks together, in a second or two, and returns what each rank found.
+    """Checks all nodes, on all ranks together, and returns what each rank found. Raises HealthError, naming the bad
+    nodes.
 
     Each rank looks at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong
-    byte has a sender and a receiver, and time an all-reduce. Raises HealthError on every rank, naming the bad nodes.
+    byte has a sender and a receiver, and time an all-reduce.
     """
     mine = NodeReport(distributed.rank, node_name(), problem=_find_problem(distributed.device))
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
@@ -133,7 +134,7 @@ def _pass_around_ring(distributed: Distributed) -> tuple[str, float]:
 
 
 def _all_reduce_bandwidth(distributed: Distributed) -> float:
-    """Measures the bus bandwidth of an all-reduce in bytes/s: what each link carried, comparable for any number of
+    """Measures the bus bandwidth of an all-reduce, bytes/s: what each link carried, comparable for any number of
     ranks."""
     size = _REDUCE_BYTES[distributed.device.type]
     buffer = torch.zeros(size // 4, device=distributed.device)

@@ -27,8 +27,7 @@ def beat(what: str, *, waiting: bool = False) -> None:
 
 @contextlib.contextmanager
 def others_at_work(what: str) -> Iterator[None]:
-    """For a wait that lasts as long as another rank's work, such as an upload of hours: that rank beats, this one
-    cannot, and must not be taken to hang."""
+    """For a wait of as long as another rank's work, such as an upload: that rank beats, this one cannot."""
     beat(what, waiting=True)
     try:
         yield

@@ -1,5 +1,5 @@
-"""Holds what a launcher tells each process that it starts, in environment variables, and ends the process when the
-launcher dies. (Standard library only, for launchers themselves.)"""
+"""Holds what a launcher tells each process, and ends that when the launcher dies. (Standard library only, for
+launchers.)"""
 
 from __future__ import annotations
 
@@ -53,11 +53,8 @@ def as_ranges(numbers: Iterable[int]) -> str:
 
 
 def wait_for_port(host: str, port: int, seconds: float) -> None:
-    """Returns when somebody answers at this port.
-
-    A plain socket tries: torch's clients log pages of C++ frames for each failed try. Raises socket.gaierror at once
-    where the name does not resolve, TimeoutError (its text is the last reason) after `seconds`.
-    """
+    """Returns when somebody answers at this port, of which torch's clients would log pages. Raises socket.gaierror at
+    once where the name does not resolve, TimeoutError (its text is the last reason) after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -81,8 +78,8 @@ def follow_launcher() -> None:
     """Has the kernel kill this process when its launcher dies, and ends it at once if that is dead already: it would
     train unattended, meet the ranks of the next start in its store, and stand in their way.
 
-    Called before anything else. Our launchers give their number; of a torchrun it is the parent. Without a launcher, as
-    where a person starts the process in a shell, it does nothing.
+    Called before anything else. Our launchers give their number; of a torchrun it is the parent; other processes have
+    none.
     """
     global _launcher
     given = os.environ.pop(LAUNCHER_VARIABLE, "")  # what this process starts has another parent
@@ -115,8 +112,7 @@ def is_gone() -> bool:
 
 
 def _is_of_torchrun(process: int) -> bool:
-    """Tells torchrun's agent, and what that has started (a script or container around the rank), from a process that
-    adopts orphans."""
+    """Tells torchrun's agent, and what that has started around the rank, from a process that adopts orphans."""
     try:
         with open(f"/proc/{process}/maps", "rb") as file:
             agent = any(b"libtorch" in line for line in file)

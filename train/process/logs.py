@@ -1,5 +1,5 @@
-"""Sets up where messages of the logger "matmix", which all of ours lie under, go. Rank 0 speaks for all ranks; what
-another rank must show itself has `extra=EVERY_RANK`."""
+"""Sets up where messages of the logger "matmix" go. Rank 0 speaks for all; what another must say has
+`extra=EVERY_RANK`."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ class _File(logging.Handler):
 
 @contextlib.contextmanager
 def shown(level: str, *, rank: int = 0) -> Iterator[None]:
-    """Shows messages of `level` and above on stderr; where this is entered a second time, the inner one counts.
-
-    Raises ValueError for a level that there is not.
-    """
+    """Shows messages of `level` and above on stderr; of two, the inner one counts. Raises ValueError for another
+    level."""
     if level not in LEVELS:
         raise ValueError(f"the level of messages must be one of {', '.join(LEVELS)}, got {level!r}")
     console = _Console()

@@ -33,9 +33,7 @@ _own: Path | None = None
 
 def node_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Returns this user's folder on this node's own disk: MATMIX_NODE_FOLDER, or one below the job's disk or TMPDIR.
-
-    Raises as `private_folder` and `standard_folder`.
-    """
+    Raises as `private_folder` and `standard_folder`."""
     if given := environment.get(FOLDER_VARIABLE):
         return private_folder(given)
     base = environment.get(DISK_VARIABLE) or tempfile.gettempdir()
@@ -43,10 +41,8 @@ def node_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def cache_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables of compilers with their folders on this node, without those that the user has set.
-
-    Raises ValueError where the user's own folder cannot be trusted, and as `node_folder`.
-    """
+    """Returns the variables of compilers with their folders on this node, without those that the user has set. Raises
+    ValueError where the user's own folder cannot be trusted, and as `node_folder`."""
     chosen = {}
     for name, folder in _CACHES.items():
         if environment.get(name):
@@ -62,10 +58,8 @@ def use_caches(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def use_own_folder() -> None:
-    """Leads the libraries of this process to a folder of its own. Raises as `make_own_folder`.
-
-    Where $TMPDIR is too long for sockets, the folder lies elsewhere and is for them alone: $TMPDIR stays as it is.
-    """
+    """Leads the libraries of this process to a folder of its own; where that name is too long for sockets, these alone
+    to another. Raises as `make_own_folder`."""
     os.environ[FOLDER_VARIABLE] = str(node_folder())  # for processes that find another $TMPDIR in their environment
     folder = make_own_folder()
     # torchrun is no process of ours and makes its folder of reports before its ranks begin.
@@ -82,11 +76,8 @@ def use_own_folder() -> None:
 
 
 def make_own_folder() -> Path:
-    """Returns a folder that is this process's own and goes with it.
-
-    The process and the children that it forked hold the folder's lock for as long as they live; folders of this user
-    whose locks nobody holds are removed first. Raises ValueError or OSError where there is no place for it.
-    """
+    """Returns a folder that is this process's own and goes with it. The process and the children that it forked hold
+    its lock; folders of this user whose locks nobody holds are removed first. Raises ValueError or OSError."""
     global _own
     if _own is None:
         root = private_folder(_root())
@@ -120,7 +111,7 @@ def _root() -> Path:
 
 
 def _new_name(root: Path) -> tuple[str, int]:
-    """Returns a name that no process has, and its lock, which is held; where the file system has no locks, there is no
+    """Returns a name that no process has, and its lock, which is held. Without locks in the file system there is no
     file of this name either, and nobody removes the folder."""
     while True:
         name = secrets.token_hex(4)

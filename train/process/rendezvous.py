@@ -1,8 +1,5 @@
-"""Connects the processes of a run within a minute, or reports why not, where torch's own `env://` waits half an hour.
-
-Ranks of one host meet in a file that only their user can open, or in a store that listens on the loopback interface
-alone; ranks of several hosts trust the network between them, as NCCL does: torch's TCPStore knows no passwords.
-"""
+"""Connects the processes of a run within a minute, or reports why not. Ranks of one host meet in a file of their user's
+or at the loopback interface; those of several trust the network between them: the TCPStore knows no passwords."""
 
 from __future__ import annotations
 
@@ -38,8 +35,8 @@ class Meeting:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Meeting:
-        """Reads torchrun's variables, and ours. Raises ValueError where MASTER_ADDR or MASTER_PORT is missing or no
-        port, unless MATMIX_STORE names a file."""
+        """Reads torchrun's variables, and ours. Raises ValueError for a MASTER_ADDR or MASTER_PORT that is missing or
+        wrong."""
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         one_host = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
         by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -87,11 +84,8 @@ def patience() -> float:
 
 
 def meet(meeting: Meeting, seconds: float) -> dist.Store:
-    """Returns the store that all ranks share, once all have announced themselves there and rank 0 has said "go".
-
-    Raises RendezvousError (one line) on every rank that came, after about `seconds`, when some did not; at once where
-    the name of rank 0's host does not resolve, or its port is taken.
-    """
+    """Returns the store that all ranks share, once all are there. Raises RendezvousError (one line) on every rank that
+    came, after about `seconds`, when some did not; at once for a host that does not resolve or a port that is taken."""
     deadline, rank = time.monotonic() + seconds, meeting.rank
     store = dist.PrefixStore(f"matmix/{meeting.attempt}", _open_store(meeting, seconds))
     if store.add(f"claims/{rank}", 1) > 1:

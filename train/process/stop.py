@@ -74,11 +74,8 @@ def listen_no_more() -> None:
 
 @contextlib.contextmanager
 def during_run() -> Iterator[None]:
-    """Notes the signals while the block runs, by plain handlers, in a process of somebody else's.
-
-    It changes nothing in a process that listens already, nor outside the main thread, where Python allows no handlers:
-    who runs `train` there stops it by `request`, and takes that back by `forget`.
-    """
+    """Notes the signals while the block runs, by plain handlers, in a process of somebody else's. Nothing changes where
+    we listen already, or outside the main thread, which Python allows no handlers: `request` stops a run there."""
     if _listening or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,5 @@
-"""Holds the options of a Slurm job: defaults < site profile < command line.
-
-A site profile holds what is the same for all jobs on a cluster; its keys are the fields of `SlurmOptions`.
-"""
+"""Holds the options of a Slurm job: defaults < site profile (what is the same for all jobs on a cluster) < command
+line."""
 
 from __future__ import annotations
 
@@ -166,8 +164,7 @@ def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions
 
 
 def from_layers(profile: Mapping[str, Any], given: Mapping[str, Any]) -> SlurmOptions:
-    """Makes options of a profile's values and those given, which override single values and are added to lists and
-    tables. Raises ValueError."""
+    """Makes options of a profile's values and those given, which override single values and are added to others."""
     values: dict[str, Any] = dict(profile)
     for name, value in given.items():
         if name == "env":
@@ -188,10 +185,8 @@ def profiles_path() -> Path:
 
 
 def load_profile(name: str | None) -> dict[str, Any]:
-    """Returns the values of a profile; of the file's `default` where `name` is None; {} where there is neither.
-
-    Raises ValueError (one line, naming file and profile) for unknown profiles and keys and for values of a wrong type.
-    """
+    """Returns the values of a profile, of the file's `default` for None; {} where there is neither. Raises ValueError
+    (one line, naming file and profile) for unknown profiles and keys and for values of a wrong type."""
     path = profiles_path()
     if not path.is_file():
         if name is None and "MATMIX_CLUSTERS" not in os.environ:

@@ -53,11 +53,8 @@ def submit(script: str, *options: str) -> tuple[str, str]:
 
 
 def job_states(job: str) -> list[JobState]:
-    """Returns a job's state, one for each task of an array in order; [] where Slurm has forgotten the job.
-
-    Slurm remembers finished jobs for a few minutes; this works where no accounting database (sacct) does. Names and
-    paths are not asked for: they may hold what looks like another field.
-    """
+    """Returns a job's state, one for each task of an array in order; [] where Slurm has forgotten the job. This works
+    without an accounting database. Names and paths may hold what looks like another field: they are not asked for."""
     query = ("squeue", "--noheader", "--all", "--states=all", "--array", f"--jobs={job}")
     try:
         lines = _call(*query, "--format=%i|%T|%l|%M|%S|%N|%r").splitlines()

@@ -62,7 +62,7 @@ class Submission:
 
 def submit_scripts(home: Path, job: Job, scripts: Mapping[str, Sequence[str]]) -> Job:
     """Submits scripts of a job's launch, each with options, to begin when the one before has succeeded. Returns the
-    last one's job, as recorded in jobs.jsonl. Raises SlurmError or ValueError if Slurm refuses."""
+    last one's job, as recorded. Raises SlurmError or ValueError if Slurm refuses."""
     job = dataclasses.replace(job, job="", after="")
     for script, options in scripts.items():
         waits = [f"--dependency=afterok:{job.job}"] if job.job else []
@@ -78,10 +78,8 @@ def submit_scripts(home: Path, job: Job, scripts: Mapping[str, Sequence[str]]) -
 def plan_launch(
     recipe: str, overrides: Sequence[str], points: Sequence[Point], options: SlurmOptions, command: Sequence[str]
 ) -> Submission:
-    """Checks everything that can be checked before the job runs; writes nothing.
-
-    Raises FileNotFoundError for a missing recipe and ValueError (one line) for settings that cannot work.
-    """
+    """Checks everything that can be checked before the job runs; writes nothing. Raises FileNotFoundError for a missing
+    recipe and ValueError (one line) for settings that cannot work."""
     base = load_config(recipe, overrides)
     home = launch_home(base.run_dir)
     if points and (home / "config.toml").is_file():
@@ -96,8 +94,7 @@ def plan_launch(
 def plan_configs(
     home: Path, configs: Sequence[RunConfig], options: SlurmOptions, command: Sequence[str], *, is_sweep: bool
 ) -> Submission:
-    """Does what `plan_launch` does with complete configs: one run, or the tasks of an array, whose run directories lie
-    below `home`."""
+    """Plans complete configs: one run, or the tasks of an array, whose run directories lie below `home`."""
     configs = [checked(config, options.nodes * options.ranks_per_node) for config in configs]
     runs = [launches.run_folder(home, config.run_dir) for config in configs] if is_sweep else []
     job = Job(kind="slurm", launch=launches.new_launch_id(home), command=list(command), tasks=len(runs))
@@ -119,11 +116,8 @@ def plan_configs(
 
 
 def checked(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns the config with an absolute run directory.
-
-    Raises ValueError for a global batch that does not divide over the ranks, and for a run directory that belongs to
-    another config, as the run itself would.
-    """
+    """Returns the config with an absolute run directory. Raises ValueError for a global batch that does not divide over
+    the ranks, and for a run directory that belongs to another config."""
     if words := config.micro_batch_words(config.data_size(ranks)):
         print(words, file=sys.stderr, flush=True)
     if "://" in config.run_dir:
@@ -141,10 +135,8 @@ def checked(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def plan_preparation(arguments: Sequence[str], parts: int, options: SlurmOptions, command: Sequence[str]) -> Submission:
-    """Plans the parts of a preparation as an array, and their merge; `home` lies beside the dataset's folder.
-
-    arguments: of `matmix prepare`, which are checked; nothing is written. Raises ValueError (one line) for mistakes.
-    """
+    """Plans the parts of a preparation as an array, and their merge. arguments: of `matmix prepare`, which are checked.
+    Raises ValueError (one line) for mistakes."""
     verb, unknown = read_verb(Prepare, [*arguments, "--part", f"1/{parts}"], prog="matmix prepare INPUT ... --out DIR")
     assert not unknown
     config = verb.config(PREPARE_USAGE)
@@ -216,10 +208,7 @@ def render_job(
 
 def render(template: str, values: Mapping[str, Any], replacement: str = "") -> str:
     """Returns a bundled template, or the user's file `replacement`, with `values` filled in; the filters `sh` and
-    `sbatch` quote a word for the shell and a value for #SBATCH --key=.
-
-    Raises ValueError naming template and line where it cannot be rendered, as for a name that does not exist.
-    """
+    `sbatch` quote for the shell and for #SBATCH. Raises ValueError for a name that does not exist and the like."""
     source = Path(replacement or str(resources.files("matmix.launch.jobs.slurm.templates") / template))
     if not source.is_file():
         raise FileNotFoundError(f"template not found: {source}")
@@ -236,8 +225,7 @@ def render(template: str, values: Mapping[str, Any], replacement: str = "") -> s
 
 
 def sbatch_value(value: Any) -> str:
-    """Returns a value in an #SBATCH line, which sbatch reads by rules like the shell's, without expansion. Raises
-    ValueError for line breaks, which it cannot hold."""
+    """Returns a value in an #SBATCH line, quoted where it must be. Raises ValueError for line breaks."""
     text = str(value)
     if "\n" in text or "\r" in text:
         raise ValueError(f"an option of sbatch cannot hold a line break: {text!r}")
