@@ -20,7 +20,7 @@ from matmix.data.artifacts import shell_line
 from matmix.data.storage.files import first_free
 from matmix.launch.jobs import attempts, launches, processes
 from matmix.launch.jobs.launches import Job
-from matmix.launch.jobs.processes import StopRequests, check_counts, environment_for, rank_command
+from matmix.launch.jobs.processes import check_counts, environment_for, rank_command, stop_requests
 from matmix.launch.jobs.rank import way_to
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.errors import RendezvousError
@@ -85,7 +85,7 @@ def run_local(home: Path, job: Job) -> int:
     # Attempts are called after the launch, with -again-2 and so on where it is run again.
     used = {attempts.job_of(attempt.attempt) for attempt in attempts.read_attempts(home)}
     start = first_free(Path(job.launch), lambda name: str(name) in used, "-again-")
-    with StopRequests() as requests:
+    with stop_requests() as requests:
         for number in itertools.count():
             name = f"{start}.{number}"
             environment = environment_for(job.nproc, name)
@@ -94,7 +94,7 @@ def run_local(home: Path, job: Job) -> int:
             )
             attempts.begin(home, name, socket.gethostname())
             code = processes.run_ranks(command, job.nproc, environment, requests)
-            told = bool(requests.received)
+            told = bool(requests)
             ending = "it was told to stop" if told else ""
             attempt, decision = attempts.conclude(
                 home, name, code, max_requeues=job.max_restarts, signalled=told, ending=ending
@@ -104,7 +104,7 @@ def run_local(home: Path, job: Job) -> int:
             print(f"attempt {name}: starting again: {decision.why}", flush=True)
     if attempt.failed:
         print(f"attempt {name}: {decision.why}", flush=True)
-    code = EXIT_INTERRUPTED if requests.at_once else attempt.code
+    code = EXIT_INTERRUPTED if processes.is_at_once(requests) else attempt.code
     return EXIT_FAILED if code is None else code
 
 
@@ -156,7 +156,7 @@ class Torchrun:
         environment = environment_for(self.nproc, attempt_id())
         if not alone and (local_addr != host if self.node_rank is None else self.node_rank):
             wait_for_host(host, port)
-        with StopRequests() as requests:
+        with stop_requests() as requests:
             if alone:
                 return processes.run_ranks(rank_command(arguments), self.nproc, environment, requests)
             agent = [sys.executable, "-m", "matmix.launch.jobs.agent", *words]

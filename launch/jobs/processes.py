@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
@@ -32,24 +32,21 @@ def check_counts(verb: object, *names: str) -> None:
             raise ValueError(f"--{name} must be at least 1, got {getattr(verb, name)}")
 
 
-class StopRequests:
-    """Signals that this process has got, in order; a context manager."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> StopRequests:
-        self._previous = {n: signal.signal(n, lambda number, _: self.received.append(number)) for n in _STOPPING}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
+@contextlib.contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Notes the signals that ask this process to stop, in order, while the block runs."""
+    received: list[int] = []
+    handlers = {n: signal.signal(n, lambda number, _: received.append(number)) for n in _STOPPING}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
-    @property
-    def at_once(self) -> bool:
-        """A second Ctrl-C."""
-        return self.received.count(signal.SIGINT) > 1
+
+def is_at_once(requests: Sequence[int]) -> bool:
+    """Returns True after a second Ctrl-C."""
+    return requests.count(signal.SIGINT) > 1
 
 
 def environment_for(nproc: int, attempt: str) -> dict[str, str]:
@@ -62,12 +59,12 @@ def rank_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", RANK_MODULE, *arguments]
 
 
-def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: StopRequests) -> int:
+def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: Sequence[int]) -> int:
     """Runs an agent until it ends; its exit code, 128 + n where signal n killed it. One without ranks is ended."""
     return _run(command, {"": environment}, requests, agents=True)
 
 
-def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: StopRequests) -> int:
+def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: Sequence[int]) -> int:
     """Runs `command` once for each rank of this host; the exit code of the one that failed first, 128 + n for signal
     n."""
     folder = make_own_folder()
@@ -89,7 +86,7 @@ def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str]
 
 
 def _run(
-    command: Sequence[str], environments: Mapping[str, Mapping[str, str]], requests: StopRequests, *, agents: bool
+    command: Sequence[str], environments: Mapping[str, Mapping[str, str]], requests: Sequence[int], *, agents: bool
 ) -> int:
     """Runs `command` in each of these environments, which go by the name that a failure is reported by ("" = not
     reported); what is left when all have ended is killed. When this process dies, they end with it.
@@ -118,13 +115,13 @@ def _run(
             if failed and time.monotonic() - since > _GRACE_SECONDS:
                 for process in running.values():
                     process.kill()
-            for process in running.values() if requests.received else ():
+            for process in running.values() if requests else ():
                 ranks = _ranks_of(process.pid) if agents else [process]
                 if not ranks and not told:
                     process.terminate()
                 for rank in ranks:
                     with contextlib.suppress(psutil.Error):
-                        if requests.at_once:
+                        if is_at_once(requests):
                             rank.kill()
                         elif rank.pid not in told:
                             rank.send_signal(signal.SIGUSR2)

@@ -49,7 +49,7 @@ class RunView(Protocol):
 
     @property
     def steady_path(self) -> Path:
-        """The run directory by a name that stays right in this process while it is moved, for writers that open it
+        """The run directory by a name that stays right while it is moved, for writers that open files again and
         again."""
 
     def saved_steps(self) -> Sequence[int]:

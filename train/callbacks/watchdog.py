@@ -85,8 +85,8 @@ class Watchdog(Callback):
     # -- the thread ----------------------------------------------------------------------------------------------
 
     def arm(self) -> None:
-        """Sets a timer outside the interpreter, which dumps and ends the process (with code 1, the only one it knows)
-        where the thread below cannot run: the main thread hangs in C and keeps the interpreter's lock."""
+        """Sets a timer outside the interpreter, which ends the process (with code 1, the only one it knows) where the
+        thread below cannot run: the main thread hangs in C and keeps the interpreter's lock."""
         last = last_beat()
         quiet = 0.0 if last.waiting else time.monotonic() - last.seconds
         # Later than the thread would act, sooner than the other ranks cease to wait for this one's stacks.
@@ -114,7 +114,7 @@ class Watchdog(Callback):
             f"rank {self.rank} made no progress for {duration(quiet)} (no step, evaluation batch, save); the last sign "
             f"of life was {last_beat().what}; {place}"
         )
-        places = {self.rank: Whereabouts(collectives.begun(), collectives.inside(), mine)}
+        places = {self.rank: Whereabouts(collectives.count.begun, mine)}
         deadline = time.monotonic() + self.grace
         # By number: the file objects' locks may be held by a thread that hangs.
         os.write(2, f"matmix: {mine}\n".encode())

@@ -23,12 +23,10 @@ class BestEvaluation:
         if config.best:
             by_name = {metric.name: metric for metric in known}
             if config.best not in by_name:
-                near = difflib.get_close_matches(config.best, by_name, n=1, cutoff=0.0)
-                raise ValueError(
-                    f'evaluation.best = "{config.best}" is no metric of this run; the nearest is "{near[0]}"'
-                )
+                near = difflib.get_close_matches(config.best, by_name, n=1, cutoff=0.0)[0]
+                raise ValueError(f'evaluation.best = "{config.best}" is no metric of this run; the nearest is "{near}"')
             self.metric = by_name[config.best]
-        self.step, self.value, self.waited = -1, math.nan, 0
+        self.load_state_dict(None)
 
     @property
     def stops(self) -> bool:
@@ -52,9 +50,8 @@ class BestEvaluation:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns what it remembers, JSON-serialisable; None where that is nothing."""
-        if self.step < 0:
-            return None
-        return {"metric": self.metric.name, "step": self.step, "value": self.value, "waited": self.waited}
+        own = {"step": self.step, "value": self.value, "waited": self.waited}
+        return {"metric": self.metric.name, **own} if self.step >= 0 else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Takes up what a checkpoint remembers of the same metric."""
@@ -65,7 +62,6 @@ class BestEvaluation:
 
 def is_out_of_patience(config: EvaluationConfig, remembered: Any) -> bool:
     """Returns whether a run has ended by `evaluation.patience`; remembered: the best evaluation of its summary."""
-    if not (config.patience and isinstance(remembered, dict) and remembered.get("metric") == config.best):
-        return False
-    waited = remembered.get("waited")
-    return isinstance(waited, int) and waited >= config.patience
+    known = remembered if isinstance(remembered, dict) and remembered.get("metric") == config.best else {}
+    waited = known.get("waited")
+    return bool(config.patience) and isinstance(waited, int) and waited >= config.patience

@@ -51,19 +51,18 @@ class NanGuard:
 
     def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:
         """Warns of a validation loss that is NaN or infinite."""
-        if math.isfinite(metrics.get("loss", 0.0)):
-            return
-        mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
-        advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
-        logger.warning(
-            f"the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
-            f"model leaves the range of floats; {advice}"
-        )
+        if not math.isfinite(metrics.get("loss", 0.0)):
+            mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
+            advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
+            logger.warning(
+                f"the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
+                f"model leaves the range of floats; {advice}"
+            )
 
 
 def find_overflow(run: RunView) -> tuple[str, str]:
-    """Returns which layer's states were the first, from the bottom, to leave the range of floats in the last step (""
-    if none did, or none is watched), and what to do."""
+    """Returns which layer's states, from the bottom, first left the range of floats in the last step ("" if none or not
+    known), and advice."""
     for name, value in run.monitored.items():  # in the order of the layers
         _, index, short = name.split(".", 2)  # blocks.<index>.<name of the value>
         mixer = run.engine.module.blocks[int(index)].mixer
@@ -103,14 +102,13 @@ class SpikeGuard:
 
     def sees_spike(self, run: RunView) -> bool:
         """Returns whether the loss of the step just done is a spike; else remembers it, unless the step was skipped."""
-        config, loss = self.config, run.last_loss
-        if not config.spike_factor or not run.step_was_finite:
+        factor = self.config.spike_factor
+        if not factor or not run.step_was_finite:
             return False
-        full = len(self.losses) == config.spike_window
-        if full and loss > config.spike_factor * statistics.median(self.losses):
-            return True
-        self.losses.append(loss)
-        return False
+        full = len(self.losses) == self.losses.maxlen
+        if not (spike := full and run.last_loss > factor * statistics.median(self.losses)):
+            self.losses.append(run.last_loss)
+        return spike
 
     def go_back(self, run: RewindableRun, batches: Iterator[Any]) -> Iterator[Any]:
         """Puts the run back to its newest checkpoint, if there is one, and on with the data after what was read;
@@ -139,15 +137,12 @@ class RewindableRun(RunView, Protocol):
 
     def newest_checkpoint(self) -> Path | None:
         """Returns the newest valid one, the same on all ranks. Called on all of them."""
-        ...
 
     def load(self, newest: Path, *, lost_to: str) -> Any:
         """Puts everything where a checkpoint has it. Called on all ranks."""
-        ...
 
     def went_back(self, rewind: Rewind) -> None:
         """Tells the callbacks, and begins a new interval of the records."""
-        ...
 
 
 def go_back(
@@ -181,12 +176,8 @@ class DamagedShards:
     def count(self, micro_batches: Sequence[Batch]) -> tuple[int, int]:
         """Returns the numbers of this rank's rows without data and of shards that nobody has been told of: where the
         sum of the second over all ranks is not 0, `share` follows."""
-        self._new = {
-            where: why
-            for batch in micro_batches
-            for where, why in batch.damaged.items()
-            if where not in self._told
-        }  # fmt: skip
+        reported = {where: why for batch in micro_batches for where, why in batch.damaged.items()}
+        self._new = {where: why for where, why in reported.items() if where not in self._told}
         return sum(batch.n_damaged for batch in micro_batches), len(self._new)
 
     def share(self) -> None:

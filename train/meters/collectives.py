@@ -46,26 +46,18 @@ class Times(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Count:
+class Count:
+    """What is known of this process's collectives."""
+
     thread: int = 0  # that of the loop
     begun: int = 0
-    inside: str = ""  # the collective that the host is in, if it is
+    inside: bool = False  # whether the host is in one
     seconds: float = 0.0  # that the host spent in collectives
     timed: bool = False  # events of the device are recorded
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = dataclasses.field(default_factory=list)
 
 
-_count = _Count()
-
-
-def begun() -> int:
-    """Returns the number of collectives that this process has begun."""
-    return _count.begun
-
-
-def inside() -> str:
-    """Returns the name of the collective that the host is in, or ""."""
-    return _count.inside
+count = Count()
 
 
 def watch() -> None:
@@ -75,32 +67,32 @@ def watch() -> None:
     On a CPU the host waits in them, and its clock tells how long. On a GPU they return at once; events around them, in
     the streams they run in, are read when the device has long passed them, and only of steps that `measure` is told of.
     """
-    _count.thread = threading.get_ident()
+    count.thread = threading.get_ident()
     for name in _FUNCTIONS:
         function = getattr(dist, name)
         if not hasattr(function, "_matmix_counted"):
-            setattr(dist, name, _counted(name, function))
+            setattr(dist, name, _counted(function))
 
 
-def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def counted(*arguments: Any, **options: Any) -> Any:
-        if _count.inside or not _is_of_loop():  # a part of another, or of a save in the background
+        if count.inside or not _is_of_loop():  # a part of another, or of a save in the background
             return function(*arguments, **options)
-        _count.begun, _count.inside = _count.begun + 1, name
+        count.begun, count.inside = count.begun + 1, True
         events = None
-        if _count.timed:
+        if count.timed:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
         began = time.perf_counter()
         try:
             return function(*arguments, **options)
         finally:
-            _count.seconds += time.perf_counter() - began
-            _count.inside = ""
+            count.seconds += time.perf_counter() - began
+            count.inside = False
             if events is not None:
                 events[1].record()
-                _count.events.append(events)
+                count.events.append(events)
 
     counted._matmix_counted = True
     return counted
@@ -108,7 +100,7 @@ def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_of_loop() -> bool:
     # Threads that Python has not started are autograd's.
-    return threading.get_ident() == _count.thread or isinstance(threading.current_thread(), threading._DummyThread)
+    return threading.get_ident() == count.thread or isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class CollectiveClock:
@@ -120,25 +112,25 @@ class CollectiveClock:
 
     def reset(self) -> None:
         self.steps, self.seconds = 0, 0.0
-        _count.events.clear()
+        count.events.clear()
 
     @contextlib.contextmanager
     def measure(self, *, sample: bool) -> Iterator[None]:
         """Measures the step inside; on a GPU only where `sample` says so."""
         cuda = self.device.type == "cuda"
-        began, _count.timed = _count.seconds, cuda and sample
+        began, count.timed = count.seconds, cuda and sample
         try:
             yield
         finally:
-            _count.timed = False
+            count.timed = False
         if not cuda:
-            self.seconds += _count.seconds - began
+            self.seconds += count.seconds - began
         self.steps += not cuda or sample
 
     def per_step(self) -> float:
         """Returns the seconds per measured step since `reset`, without waiting for events that the device has not
         passed."""
-        passed = [(first, last) for first, last in _count.events if last.query()]
+        passed = [(first, last) for first, last in count.events if last.query()]
         seconds = self.seconds + sum(first.elapsed_time(last) for first, last in passed) / 1e3
         return seconds / max(self.steps, 1)
 

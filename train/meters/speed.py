@@ -48,8 +48,7 @@ PEAK_FLOPS = {
 
 
 def arithmetic(precision: str) -> Arithmetic:
-    """Returns what matrix products compute in at this `engine.precision`; in float32 only where torch is set so in
-    tf32."""
+    """Returns what matrix products compute in at this `engine.precision`; fp32 uses tf32 only where torch is set so."""
     if precision == "bf16":
         return "bf16"
     return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -248,8 +247,7 @@ class Goodput:
 
     def begin(self, since: float) -> None:
         """Begins the account of a run without a checkpoint; since: when the run first started, seconds since 1970."""
-        self.seconds = dict.fromkeys(CAUSES, 0.0)
-        self._lose_since(since, "restarts")
+        self.load_state_dict({"seconds": {}, "until": since}, "restarts")
 
     def spend(self, cause: str) -> None:
         """Books the time since the last call under this cause."""
@@ -268,13 +266,10 @@ class Goodput:
 
     def load_state_dict(self, state: dict[str, Any] | None, lost_to: str) -> None:
         """Goes on with the account of a checkpoint, if it holds one; lost_to: the cause of the time since its save."""
-        known = state["seconds"] if state else {}
-        self.seconds = {cause: float(known.get(cause, 0.0)) for cause in CAUSES}
-        self._lose_since(state["until"] if state else time.time(), lost_to)
-
-    def _lose_since(self, since: float, cause: str) -> None:
+        state = state or {"seconds": {}, "until": time.time()}
+        self.seconds = {cause: float(state["seconds"].get(cause, 0.0)) for cause in CAUSES}
         # Hosts' clocks may be apart; an account never shrinks.
-        self.seconds[cause] += max(time.time() - since, 0.0)
+        self.seconds[lost_to] += max(time.time() - state["until"], 0.0)
         self.mark = time.monotonic()
 
 

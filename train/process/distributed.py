@@ -163,13 +163,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return values
 
 
-def from_rank_zero(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns rank 0's `value` on every rank; group: as for `gather_objects`."""
-    if not is_distributed():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+def from_rank_zero(value: Any) -> Any:
+    """Returns rank 0's `value` on every rank."""
+    return gather_objects(value)[0]
 
 
 def barrier() -> None:

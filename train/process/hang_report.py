@@ -17,7 +17,6 @@ class Whereabouts(NamedTuple):
     """Where a rank stands."""
 
     begun: int  # collectives, since its start
-    inside: str  # the collective that it is in, or ""
     told: str  # what it says of itself
 
 

@@ -214,6 +214,4 @@ def _checked(key: str, value: Any, where: str) -> Any:
     kind, words = _KINDS[str(FIELDS[key].type)]
     if isinstance(value, bool) or not is_instance(value, kind):
         raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
-    if isinstance(value, dict):
-        return {name: str(item) for name, item in value.items()}
     return tuple(value) if isinstance(value, list) else value

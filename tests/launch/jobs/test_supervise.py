@@ -49,8 +49,8 @@ sys.exit(max(map(abs, codes)))
 
 LAUNCHER = f"""
 import os, sys
-from matmix.launch.jobs.processes import StopRequests, run_agent
-with StopRequests() as requests:
+from matmix.launch.jobs.processes import run_agent, stop_requests
+with stop_requests() as requests:
     sys.exit(run_agent([sys.executable, "-c", {AGENT!r}, sys.argv[1]], os.environ, requests))
 """
 

@@ -75,12 +75,12 @@ def test_collectives_of_one_process_are_counted_and_timed(tmp_path):
     try:
         collectives.watch()
         collectives.watch()
-        clock, before = CollectiveClock(torch.device("cpu")), collectives.begun()
+        clock, before = CollectiveClock(torch.device("cpu")), collectives.count.begun
         with clock.measure(sample=False):
             torch.distributed.all_reduce(torch.ones(3))
             torch.distributed.barrier()
-        assert collectives.begun() == before + 2
-        assert collectives.inside() == ""
+        assert collectives.count.begun == before + 2
+        assert not collectives.count.inside
         assert 0 < clock.per_step() < 5
     finally:
         torch.distributed.destroy_process_group()

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from matmix.launch.jobs.processes import StopRequests, run_ranks
+from matmix.launch.jobs.processes import run_ranks, stop_requests
 from matmix.train.process import console
 from matmix.train.process.node_folders import make_own_folder
 
@@ -59,7 +59,7 @@ def test_what_ranks_say(errors, lines, tmp_path, capfd):
     here = tmp_path / "here"
     here.mkdir()
     code = RANK.replace("{errors}", errors).replace("{here!r}", repr(str(here)))
-    with StopRequests() as requests:
+    with stop_requests() as requests:
         run_ranks([sys.executable, "-P", "-c", code], 3, os.environ, requests)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("matmix: error: ")]
     said = [line.removeprefix("matmix: error: ") for line in said]
