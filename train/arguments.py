@@ -1,9 +1,9 @@
 """Reads options: words of the command line as config dataclasses and verbs, and parts of a run that a recipe names.
 Errors are one line, and no torch is imported.
 
-Two libraries read them, as there are two kinds of values. tyro reads words, which have no types, and writes the help of
-dataclasses; it reads no TOML. dacite reads values of TOML, which have types, so that "1" is no integer there; it knows
-neither words nor help. Both build the same dataclasses, and `unknown_key` names the nearest key for both.
+tyro reads words, which have no types, and writes the help of dataclasses. `read_table` reads values of TOML, which have
+types, so that "1" is no integer there. Both build the same dataclasses, and `unknown_key` names the nearest key for
+both.
 
 A verb is a dataclass whose fields are its options, and whose `run(rest, typed)` does the work and returns the exit
 code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import io
 import itertools
@@ -21,11 +22,11 @@ import json
 import os
 import re
 import tomllib
+import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-import dacite
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
@@ -38,15 +39,10 @@ from tyro.constructors import (
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
-# A TOML integer is a fine value for a float field; a TOML array is a tuple.
-DACITE = dacite.Config(
-    strict=True,
-    cast=[tuple],
-    type_hooks={float: lambda value: float(value) if type(value) is int else value},
-)
 _STYLE = (tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands)
 
 
+@functools.cache
 def key_types(cls: type) -> dict[str, Any]:
     """Returns the keys of a config class and the types of their values. A key is the name of a field; the underscore
     after a word that Python keeps for itself, as in `from_`, is the field's only."""
@@ -150,24 +146,93 @@ def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
         raise ValueError(f"command line: {error}") from None
 
 
+def read_table(cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """Builds a config dataclass from a table as TOML has it: what is left out has its default, an integer is a fine
+    value for a float, and an array is a tuple.
+
+    Raises ValueError (one line that begins with `where`) for an unknown key, naming the nearest, for a value of another
+    type, for one without a default that is missing, and where the class itself refuses values.
+    """
+    return _built(cls, values, where, "", cls)
+
+
+def _built(cls: type[Config], values: Mapping[str, Any], where: str, prefix: str, root: type) -> Config:
+    """prefix: of the keys of this table in errors; root: the class whose nearest key they name."""
+    fields, hints, given = {f.name.removesuffix("_"): f for f in dataclasses.fields(cls)}, key_types(cls), {}
+    for key, value in values.items():
+        if key not in fields:
+            raise unknown_key(prefix + key, root, where)
+        given[fields[key].name] = _field(hints[key], value, where, prefix + key, root)
+    for key, field in fields.items():
+        if field.name not in given and field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where} has no {prefix}{key}")
+    try:
+        return cls(**given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _field(hint: Any, value: Any, where: str, key: str, root: type) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f'{where}: "{key}" is a table, got {value!r}')
+        return _built(hint, value, where, f"{key}.", root)
+    if (row := row_type(hint)) is not None:
+        table = f"{where}: [[{key}]]"
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise ValueError(f"{table} is a list of tables, got {value!r}")
+        return tuple(read_table(row, one, table) for one in value)
+    if typing.get_origin(hint) is tuple and not isinstance(value, list | tuple):
+        leaf = key.rpartition(".")[2]
+        raise ValueError(f'{where}: "{key}" is a list, got {value!r}: write {leaf} = [{value!r}]')
+    try:
+        return as_type(hint, value)
+    except TypeError:
+        value = list(value) if isinstance(value, tuple) else value  # as it was written
+        raise ValueError(f'{where}: "{key}" should be {_type_words(hint)}, got {value!r}') from None
+
+
+def as_type(hint: Any, value: Any) -> Any:
+    """Returns a value of TOML as a field of type `hint` holds it. Raises TypeError where that takes no such value."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is typing.Literal:
+        if any(type(value) is type(choice) and value == choice for choice in inner):
+            return value
+    elif origin in (typing.Union, types.UnionType):
+        for one in inner:
+            with contextlib.suppress(TypeError):
+                return as_type(one, value)
+    elif origin is tuple and isinstance(value, list | tuple):
+        kinds = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) == len(value):
+            return tuple(map(as_type, kinds, value))
+    elif origin is dict and isinstance(value, dict):
+        return {key: as_type(inner[1], item) for key, item in value.items()}
+    elif hint is float and type(value) is int:
+        return float(value)
+    elif origin is None and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    raise TypeError
+
+
+def _type_words(hint: Any) -> str:
+    """Describes the values of a field in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(repr, inner))
+    if origin is tuple:
+        return f"a list of { {str: 'strings', int: 'integers', float: 'numbers'}.get(inner[0], 'values') }"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_words(one) for one in inner if one is not types.NoneType)
+    return hint.__name__
+
+
 def row_type(hint: Any) -> type | None:
     """Returns the dataclass of the rows of a field that is a list of tables, tuple[Row, ...]; None for others."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
     return inner if dataclasses.is_dataclass(inner) else None
-
-
-def check_rows(rows: Any, cls: type, where: str) -> None:
-    """Raises ValueError (one line) unless `rows`, as read from TOML, are tables with the keys of `cls`."""
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{where} is a list of tables, got {rows!r}")
-    unset = dataclasses.MISSING
-    needed = [f.name for f in dataclasses.fields(cls) if f.default is unset and f.default_factory is unset]
-    for row in rows:
-        for key in row:
-            if key not in field_names(cls):
-                raise unknown_key(key, cls, where)
-        if missing := [key for key in needed if key not in row]:
-            raise ValueError(f"{where} has no {missing[0]} in {row!r}")
 
 
 def _with_tables() -> ConstructorRegistry:
@@ -181,7 +246,7 @@ def _with_tables() -> ConstructorRegistry:
         return PrimitiveConstructorSpec(
             nargs="*",
             metavar="[{KEY = VALUE, ...} ...]",
-            instance_from_str=lambda words: tuple(_read_row(word, cls) for word in words),
+            instance_from_str=lambda words: tuple(read_table(cls, _read_table(word), word) for word in words),
             is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
             str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
         )
@@ -209,15 +274,6 @@ def _read_table(word: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"should be a table such as {{KEY = VALUE, ...}}, got {word}")
     return table
-
-
-def _read_row(word: str, cls: type) -> Any:
-    row = _read_table(word)
-    check_rows([row], cls, word)
-    try:
-        return dacite.from_dict(cls, row, DACITE)
-    except dacite.DaciteError as error:
-        raise ValueError(f"{word}: {error}") from None
 
 
 def _inline(value: Any) -> str:
@@ -416,12 +472,6 @@ def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part
     where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have, a value of another
     type, or one without a default that is missing.
     """
-    for key in values:
-        if not (known := field_names(cls)):
-            raise ValueError(f'{where}: unknown key "{key}": there are no options')
-        if key not in known:
-            raise unknown_key(key, cls, where)
-    try:
-        return dacite.from_dict(cls, dict(values), DACITE)
-    except dacite.DaciteError as error:
-        raise ValueError(f"{where}: {error}") from None
+    if values and not field_names(cls):
+        raise ValueError(f'{where}: unknown key "{next(iter(values))}": there are no options')
+    return read_table(cls, values, where)

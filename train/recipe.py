@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import typing
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import dacite
 import tomli_w
 
 from matmix.data.artifacts import errors_in_one_line, shell_line
@@ -19,7 +17,7 @@ from matmix.data.storage.remote import is_url
 from matmix.model.architecture import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
-from matmix.train.arguments import DACITE, check_rows, find_part, key_types, parse_arguments, row_type, unknown_key
+from matmix.train.arguments import find_part, key_types, parse_arguments, read_table
 from matmix.train.config import RunConfig
 from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
@@ -31,52 +29,16 @@ _FILLED_IN = (
 """Fields that a run takes from its data where a recipe leaves them empty."""
 
 
-def _check_keys(values: dict[str, Any], cls: type, where: str, prefix: str = "") -> None:
-    hints = key_types(cls)
-    for key, value in values.items():
-        if key not in hints:
-            raise unknown_key(prefix + key, RunConfig, where)
-        if dataclasses.is_dataclass(hints[key]):
-            if not isinstance(value, dict):
-                raise ValueError(f'{where}: "{prefix}{key}" is a table, got {value!r}')
-            _check_keys(value, hints[key], where, f"{prefix}{key}.")
-        elif (row := row_type(hints[key])) is not None:
-            check_rows(value, row, f"{where}: [[{prefix}{key}]]")
-        elif typing.get_origin(hints[key]) is tuple and not isinstance(value, list | tuple):
-            raise ValueError(f'{where}: "{prefix}{key}" is a list, got {value!r}: write {key} = [{value!r}]')
-
-
 @errors_in_one_line()
 def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     """Builds a config from nested dicts. Raises ValueError (one line, starting with `where`)."""
-    _check_keys(values, RunConfig, where)
-    try:
-        return dacite.from_dict(RunConfig, _renamed(values, "from", "from_"), DACITE)
-    except dacite.WrongTypeError as error:
-        wanted = _type_words(error.field_type)
-        if typing.get_origin(error.field_type) is typing.Literal:
-            wanted = " or ".join(repr(choice) for choice in typing.get_args(error.field_type))
-        value = list(error.value) if isinstance(error.value, tuple) else error.value  # as it was written
-        raise ValueError(f'{where}: "{error.field_path}" should be {wanted}, got {value!r}') from None
-    except dacite.DaciteError as error:
-        raise ValueError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    return read_table(RunConfig, values, where)
 
 
-def _type_words(hint: Any) -> str:
-    """Describes the values of a field in words."""
-    if typing.get_origin(hint) is tuple:
-        inner = {str: "strings", int: "integers", float: "numbers"}.get(typing.get_args(hint)[0], "values")
-        return f"a list of {inner}"
-    return getattr(hint, "__name__", None) or str(hint)
-
-
-def _renamed(values: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Renames a key in [init]: a field of Python cannot be called "from"."""
-    if not isinstance(values.get("init"), dict):
-        return values
-    return {**values, "init": {new if key == old else key: value for key, value in values["init"].items()}}
+def _as_in_toml(config: RunConfig) -> dict[str, Any]:
+    """Returns all fields by the keys that recipes have: a field of Python cannot be called "from"."""
+    values = plain(dataclasses.asdict(config))
+    return {**values, "init": {key.removesuffix("_"): value for key, value in values["init"].items()}}
 
 
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,7 +169,7 @@ def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> No
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns nested plain dicts, ready for TOML and JSON, without the options of mixers that no layer is and nobody
     set."""
-    values = _renamed(plain(dataclasses.asdict(config)), "from_", "from")
+    values = _as_in_toml(config)
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
         if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
@@ -242,7 +204,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
                 known[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
         return known
 
-    return filled(values, _renamed(plain(dataclasses.asdict(RunConfig())), "from_", "from"), RunConfig)
+    return filled(values, _as_in_toml(RunConfig()), RunConfig)
 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:

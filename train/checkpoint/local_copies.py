@@ -59,9 +59,8 @@ class LocalCopies:
     """The copies of one run. Every method but `complete` is called on all ranks, by the thread that trains."""
 
     def __init__(self, run: str, record: Path, config: CheckpointConfig, *, up_to_date: bool = True) -> None:
-        """run: its folder or URL; record: the file that names the start, in the run's folder; config: where it has no
-        `local_every`, what earlier starts left is removed; up_to_date: on rank 0, whether the records of the run are
-        here as the last start left them."""
+        """run: its folder or URL; record: the file in its folder that names the start; config: without `local_every`,
+        what earlier starts left is removed; up_to_date: on rank 0, whether the records here are the last start's."""
         self.record, self.peers, self.up_to_date = record, config.local_peers, up_to_date
         self.off = config.local_every == 0
         base = Path(config.local_dir).expanduser() if config.local_dir else _memory_folder()
@@ -108,8 +107,8 @@ class LocalCopies:
         return kept if all(isinstance(name, str) for name, *_ in kept) else []
 
     def _find(self, kept: list[_Kept], after: int) -> dict[int, tuple[str, bytes]]:
-        """Returns what this node has that counts: step -> hash of what the copy says of itself, the same on all nodes,
-        and its manifest, which also says when a node wrote it."""
+        """Returns the copies here that count: step -> hash of what it says of itself, the same on all nodes, and its
+        manifest."""
         copies = {}
         for step in list_steps(self.folder):
             path = self.path(step)
@@ -156,8 +155,7 @@ class LocalCopies:
         agree(lambda: write_atomic(path / MANIFEST, raw), here=self._node.leads and not there)
 
     def _fetch(self, path: Path, files: dict[str, Any], held: list[set[str]], wanted: list[Collection[str]]) -> None:
-        """Brings files to the nodes that want them and hold them not. held, wanted: by node. Raises OSError on all
-        ranks where that fails on one."""
+        """Brings files to the nodes that want and lack them; held, wanted: by node. Raises OSError on all ranks."""
         transfers = []
         for count, name in enumerate(files):
             holders = [number for number, names in enumerate(held) if name in names]
@@ -178,8 +176,7 @@ class LocalCopies:
             raise OSError(f"{damaged[0]} arrived damaged")
 
     def _whole(self, path: Path, files: dict[str, Any], names: list[str]) -> list[set[str]]:
-        """Returns for each node, in the order of `_leaders`, which of these files it holds with the right checksum. Its
-        ranks share the reading."""
+        """Returns for each node which of these files it holds with the right checksum. Its ranks share the reading."""
         good = []
         for name in names[self._node.index :: self._node.count]:
             with contextlib.suppress(OSError, ValueError):  # cannot be read, or is a link: not held
@@ -188,8 +185,8 @@ class LocalCopies:
         return [set().union(*parts) for parts in self._by_node(good)]
 
     def follow(self, origin: Path | None) -> None:
-        """Begins anew, as the run goes on from the checkpoint `origin`, or from its beginning: no copy but that one, if
-        it is one, counts from now on, and those on this node are removed."""
+        """Begins anew from the checkpoint `origin`, or from the beginning: no copy but that one, if it is one, counts
+        from now on, and those on this node are removed."""
         kept = origin if origin is not None and origin.parent == self.folder else None
         if self.off or not self._open():
             if self._is_first:
@@ -227,8 +224,8 @@ class LocalCopies:
         return {**extra, START: self._start}
 
     def has_room(self, size: int) -> bool:
-        """Returns whether every node has room for two copies, the one that is there and the next; else no more are
-        made, and a line says so. size: bytes that this rank writes."""
+        """Returns whether every node has room for two copies; else no more are made, and a line says so. size: of this
+        rank's."""
         sizes = [sum(parts) for parts in self._by_node(size)]
         if self._shares:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]

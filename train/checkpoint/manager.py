@@ -42,12 +42,11 @@ Keep = Callable[[Iterable[int]], set[int]]
 
 
 class Store:
-    """The place where the checkpoints of a run are written, and where they count: a folder that all ranks see. Others
-    bring what was written to where it counts."""
+    """The place where the checkpoints of a run are written, and where they count: a folder that all ranks see."""
 
     def __init__(self, directory: Path, where: str = "", folder: FolderGroup | None = None) -> None:
-        """directory: the folder that they are written to; where: the name that the user knows the place by; folder: the
-        ranks that share `directory`, by default all."""
+        """where: the name that the user knows the place by; folder: the ranks that share `directory`, by default
+        all."""
         self.directory, self.where = directory, where or str(directory)
         self.folder = folder or FolderGroup.of_all()
 
@@ -78,14 +77,13 @@ class Store:
         """Removes from `directory`, on a rank that leads it, what else may go after a save that failed."""
 
     def remove_all_but(self, written: int, keep: Keep) -> None:
-        """Removes the checkpoints that need not stay beside that of `written`, which is known to be valid. Called on
-        all ranks."""
+        """Removes, on all ranks, the checkpoints that need not stay beside that of `written`, which is known to be
+        valid."""
         if self.folder.leads:
             self.remove_here({written, *keep(filter(self.looks_whole, self.steps()))})
 
     def remove_here(self, keep: set[int]) -> None:
-        """Removes all checkpoints in `directory` but those of the steps to keep, and what is unfinished. Where the
-        storage fails, a warning says so."""
+        """Removes from `directory` what is unfinished and other checkpoints; a warning says where the storage fails."""
         try:
             for path in list(self.directory.iterdir()):
                 if path.name.startswith(LEFTOVERS):
@@ -140,10 +138,10 @@ class CheckpointManager:
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, step: int, engine: Engine, extra: dict[str, Any]) -> Path | None:
-        """Writes a checkpoint and removes those that need not be kept.
+        """Writes a checkpoint and removes those that need not be kept. Waits first for a save that is running.
 
         extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has
-        changed but for one line of warning. Waits first for a save that is running.
+        changed but for one line of warning.
         """
         self.wait()
         state = RankState.collect(step, engine, extra, copy=False)
@@ -151,10 +149,7 @@ class CheckpointManager:
 
     def begin_save(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
         """Copies to host memory what `save` would write, and leaves the rest to a thread: `wait` says how it went.
-
-        There is never more than one: waits first for a save that is running. Where a rank has no memory for its copy,
-        saves as `save` does.
-        """
+        Waits first for a save that is running; where a rank has no memory for its copy, saves as `save` does."""
         running = self._running
         if running is not None and not running.saved.done() and not running.local and not self._said_slow:
             self._said_slow = True
@@ -216,10 +211,8 @@ class CheckpointManager:
         return None
 
     def wait(self) -> int | None:
-        """Waits for a save in the background; returns its step if the storage failed, else None.
-
-        Raises any other error of the save, such as the end of another rank.
-        """
+        """Waits for a save in the background; returns its step if the storage failed, else None. Raises its other
+        errors."""
         running, self._running = self._running, None
         if running is None or running.saved.result():
             return None
@@ -274,8 +267,8 @@ class CheckpointManager:
     # -- loading -----------------------------------------------------------------------------------------
 
     def newest(self, engine: Engine) -> Path | None:
-        """Returns what to go on from after a start: `latest_valid`, or a copy that the nodes hold of a later step; each
-        node then has what its ranks need of it to load it into `engine`."""
+        """Returns what to go on from after a start: `latest_valid`, or a copy of a later step, which each node then has
+        as far as its ranks need it to load it into `engine`."""
         saved = self.latest_valid()
         step = -1 if saved is None else step_of(saved.name)
         copy = None if self.copies is None else self.copies.newest(step, engine)
@@ -288,9 +281,9 @@ class CheckpointManager:
 
     def latest_valid(self, *, weights_only: bool = False) -> Path | None:
         """Returns the newest whole checkpoint, None if there is none at all; damaged ones are named and skipped.
+        weights_only: looks at the files alone that are read for the weights.
 
-        weights_only: looks at no files but those that must be read for the weights. Raises ValueError if there are
-        checkpoints but none is whole, or if there were some: starting from scratch would bury the run.
+        Raises ValueError if none is whole, or if there were some: starting from scratch would bury the run.
         """
         self.wait()
         first_problem = None

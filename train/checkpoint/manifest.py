@@ -70,8 +70,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint. Raises FileNotFoundError where there is no such folder, or as
-    `parse_manifest`."""
+    """Returns the manifest of a checkpoint. Raises FileNotFoundError for no such folder, or as `parse_manifest`."""
     if not directory.is_dir():
         raise FileNotFoundError(f"checkpoint not found: {directory}")
     try:
@@ -81,10 +80,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
-    """Returns the manifest that `raw` holds, compared with its root, its form, and the name of its directory.
-
-    Raises ValueError (one line).
-    """
+    """Returns the manifest that `raw` holds. Raises ValueError (one line) where its root, form or directory's name is
+    wrong."""
     damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
     end = len(_HEAD) + 64
     if raw.startswith(_HEAD) and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
@@ -199,11 +196,9 @@ class Listing:
 
 
 def list_checkpoints(directory: str | Path, *, verify: Callable[[Path], str | None] | None = None) -> Listing:
-    """Lists what is in a run's folder `checkpoints`; a run may be writing to it meanwhile. Imports no torch.
-
-    verify: says what is wrong with a checkpoint, as `find_problem` of `matmix.train.checkpoint.files` does, which reads
-    every file; without it only presence and sizes are looked at.
-    """
+    """Lists what is in a run's folder `checkpoints`; a run may be writing to it meanwhile. Imports no torch. verify:
+    says what is wrong with a checkpoint, as `find_problem` does, which reads every file; without it, only sizes are
+    looked at."""
     directory = Path(directory)
     checkpoints = []
     for step in list_steps(directory):

@@ -29,11 +29,10 @@ class Transfer:
 
 
 def exchange(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None = None) -> None:
-    """Sends and receives this rank's part of `transfers`, which are the same, in the same order, on all ranks.
+    """Sends and receives this rank's part of `transfers`, which are the same, in the same order, on all ranks. Both go
+    on at the same time, so that no two ranks wait for each other. group: as for `distributed.gather_objects`.
 
-    Sending and receiving go on at the same time, each in this order, so that no two ranks wait for each other. group:
-    as for `distributed.gather_objects`; the tensors are on the CPU. Raises OSError, once all is sent and received,
-    where a file could not be read or written: what arrived then is not to be trusted.
+    Raises OSError, once all is moved, where a file could not be read or written: what arrived is not to be trusted.
     """
     rank, _ = rank_and_world_size()
     incoming = [transfer for transfer in transfers if transfer.target == rank]

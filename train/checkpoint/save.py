@@ -51,11 +51,12 @@ def write_checkpoint(
     group: dist.ProcessGroup | None = None,
     folder: FolderGroup | None = None,
 ) -> None:
-    """Writes into `temporary` and gives that the name `target`: until then no reader sees any of it.
+    """Writes into `temporary` and gives that the name `target`: until then no reader sees any of it. Each part is done
+    on all ranks before the next.
 
-    Each of its parts is done on all ranks before the next. Raises OSError on every rank where the storage of one
-    failed; then `temporary` may be left. group: as for `distributed.gather_objects`. folder: which ranks share these
-    folders, by default all. Where they do not, each folder gets what its ranks write and a manifest of all files.
+    group: as for `distributed.gather_objects`. folder: which ranks share these folders, by default all; where they do
+    not, each folder gets what its ranks write and a manifest of all files. Raises OSError on every rank where the
+    storage of one failed; then `temporary` may be left.
     """
     folder = folder or FolderGroup.of_all()
 
@@ -142,8 +143,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """Returns the states of Python's, NumPy's and torch's generators (CPU, and the CUDA device in use), as JSON has
-    them."""
+    """Returns the states of Python's, NumPy's and torch's generators (CPU, and the CUDA device in use) as JSON
+    values."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -166,11 +167,8 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def read_generators(directory: Path, batch_rank: int) -> tuple[dict[str, Any], bool]:
-    """Returns the state for this rank's random generators, and whether it is this rank's own. Raises ValueError (one
-    line) where `set_generators` would stop half-way.
-
-    batch_rank: `Mesh.batch_rank`, by which the files are numbered.
-    """
+    """Returns the state for this rank's generators, and whether it is its own; batch_rank: `Mesh.batch_rank`, by which
+    the files are numbered. Raises ValueError (one line) where `set_generators` would stop half-way."""
     own = directory / f"rank-{batch_rank:05d}.json"
     path = own if own.is_file() else directory / "rank-00000.json"
     state = read_json(path)

@@ -1,5 +1,4 @@
-"""The interface of an engine to the training loop, the same for PyTorch's fully_shard and DeepSpeed; and snapshots,
-which hold what a rank writes into a checkpoint."""
+"""The interface of an engine to the training loop, and snapshots: what a rank writes into a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,19 +38,14 @@ class Snapshot:
     writer: Callable[[Any, Path, dist.ProcessGroup | None], None]
 
     def write(self, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Writes it below `directory` and to the disk, on all ranks together; in any thread, if `group` is its own.
-
-        group: as for `distributed.gather_objects`. Raises OSError where the storage failed, on that rank at least.
-        """
+        """Writes it below `directory` and to the disk, on all ranks together; in any thread, if `group` is its own (see
+        `distributed.gather_objects`). Raises OSError where the storage failed, on that rank at least."""
         self.writer(self.state, directory, group)
 
 
 class HostMemory:
-    """Copies of nested states in host memory, which is kept: the next copy overwrites the last one.
-
-    Fresh memory would have to be mapped by the kernel page by page, and pinned where tensors come from a GPU; both cost
-    more than the copy itself. (Pinned tensors take up to twice their size: torch rounds up to powers of two.)
-    """
+    """Copies of nested states in host memory, which is kept: the next copy overwrites the last one. To map (and, for a
+    GPU, to pin) fresh memory costs more than the copy. (Pinned tensors take up to twice their size.)"""
 
     def __init__(self) -> None:
         self._buffers: dict[int, torch.Tensor] = {}  # by the place of the tensor in the state
@@ -67,10 +61,10 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
-        """Returns a copy of `state` that nothing changes until the next one.
+        """Returns a copy of `state` that nothing changes until the next one: its tensors are on the CPU, and those that
+        share memory share it in the copy.
 
-        state: dicts, lists and tuples in each other, with tensors and DTensors in them and anything else that can be
-        copied. The tensors of the copy are on the CPU; those that share memory share it in the copy.
+        state: dicts, lists and tuples in each other, with tensors, DTensors and anything else that can be copied.
         """
         values, structure = tree_flatten(state)
         seen: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -98,8 +92,8 @@ class HostMemory:
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """Returns the OSError that `error` is, was caused by, or hides (torch's writer reports a failed write as
-    RuntimeError), or None."""
+    """Returns the OSError that `error` is, was caused by, or hides (torch reports a failed write as RuntimeError), or
+    None."""
     seen = error
     while seen is not None:
         if isinstance(seen, OSError):
@@ -141,9 +135,9 @@ class Engine(abc.ABC):
     def prepare(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
 
-        initialize: fills parameters and buffers in place, sharded (DTensor) or not, the same for any number of ranks.
-        A model that is not on the meta device keeps its weights if `initialize` leaves them alone. make_optimizer:
-        builds the optimizer from the model's parameters as the engine left them.
+        initialize: fills parameters and buffers in place, sharded (DTensor) or not; what it leaves alone keeps its
+        weights, unless the model was on the meta device. make_optimizer: builds the optimizer from the model as the
+        engine left it.
         """
         config = self.config
         mode, selective_by = config.activation_checkpointing, config.selective_by
@@ -165,8 +159,8 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self, max_norm: float) -> torch.Tensor:
-        """Clips to the norm `max_norm` (0 = off), updates the weights and zeroes the gradients. Groups of the optimizer
-        that are clipped apart (`engine.clipping`) do not count in that norm and have their own.
+        """Clips to the norm `max_norm` (0 = off), but for groups that are clipped apart (`engine.clipping`), updates
+        the weights and zeroes the gradients.
 
         Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step counts
         stay as they are on every rank, and the gradients are dropped.
@@ -189,8 +183,8 @@ class Engine(abc.ABC):
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Gives the model the averages of its weights within the context, to be evaluated, not trained or saved; after
-        that it is as it was, bit for bit. Weights without an average stay. Needs memory for one tensor at a time."""
+        """Gives the model the averages of its weights within the context, to be evaluated; after that it is as it was,
+        bit for bit. Weights without an average stay. Needs memory for one tensor at a time."""
         self.swap_averages()
         try:
             yield
@@ -199,21 +193,21 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def snapshot(self, *, copy: bool) -> Snapshot:
-        """Returns this rank's part of model and optimizer as they are now. copy: into host memory, so that it stays as
-        it is until the next one is taken; without, it is good until the next step."""
+        """Returns this rank's part of model and optimizer as they are now. copy: into host memory, where it stays as it
+        is until the next one; without, it is good until the next step."""
 
     def load(self, state: FullState) -> None:
-        """Takes over weights, buffers, moments and step counts from a state of whole tensors, of any engine. Options of
-        the optimizer stay as they are. A rank reads what it holds. Raises ValueError, before anything changes, if the
-        engine has no room for it."""
+        """Takes over weights, buffers, moments and step counts from the state of any engine, of which a rank reads what
+        it holds. Options of the optimizer stay. Raises ValueError, before anything changes, if there is no room for
+        it."""
         wanted = state_to_fill(self.optimizer, dict(self.module.named_parameters()), state)
         self.load_weights(state)
         for key, tensor in wanted.items():
             fill(tensor, state, key)
 
     def load_weights(self, state: FullState) -> None:
-        """Takes over the weights and buffers that `state` has, before the first step; the others stay as they are, and
-        so do the last rows of a tensor that has fewer there. A rank reads what it holds."""
+        """Takes over the weights and buffers that `state` has; others stay as they are, and so do rows that it
+        lacks."""
         load_weights(self.named_tensors(), state)
 
     def layout(self) -> dict[str, Any]:
@@ -234,13 +228,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor, this rank's part, of all weights and moments that other ranks hold a copy of, as the
-        same bits. Names begin as in a checkpoint: model. and optimizer."""
+        """Yields name (as in a checkpoint) and this rank's part of what other ranks hold a copy of, as the same
+        bits."""
 
     @abc.abstractmethod
     def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name and tensor of what every rank holds as the same bits, however the model is spread: buffers,
-        counts of steps."""
+        """Yields name and tensor of what every rank holds as the same bits, however the model is spread."""
 
     def train(self) -> None:
         self.module.train()
@@ -254,8 +247,8 @@ class Engine(abc.ABC):
         return batch
 
     def sum_over_batches(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over all ranks, in place, what each computed of its batch or its part of one; a batch that several ranks
-        compute counts once. Returns `tensor`, the same on all ranks."""
+        """Sums over all ranks, in place, what each computed of its batch or part of one; a batch that several ranks
+        compute counts once. Returns `tensor`."""
         return self.all_reduce_sum(tensor if self.mesh.is_counted else tensor.zero_())
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:

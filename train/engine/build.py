@@ -7,8 +7,8 @@ from matmix.train.process.distributed import Distributed
 
 
 def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | None = None) -> Engine:
-    """Returns the engine that `config.name` asks for; mesh: that of the run, None = it is made here. Raises ValueError
-    (one line) where it does not fit the ranks."""
+    """Returns the engine of `config.name`; mesh: that of the run. Raises ValueError (one line) where it does not
+    fit."""
     mesh = mesh or make_mesh(config, distributed)
     if config.kind == "deepspeed":
         from matmix.train.engine.zero import PartitionedEngine, ZeroEngine

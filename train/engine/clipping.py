@@ -1,12 +1,9 @@
-"""Clipping by groups: parameters that a rule clips apart, and all others together.
+"""Clipping by groups. The optimizer's groups say in "clip_group" which parameters are clipped together, and in "clip"
+to which norm; where they do not, all are clipped to the norm of the run.
 
-The optimizer's groups say in "clip_group" which parameters are clipped together, and in "clip" to which norm; where
-they do not, all are clipped to the norm of the run.
-
-The norm that clips a step, or drops it, must be the same on every copy of the model. Gradients that an all-reduce has
-summed are the same bits on every copy, and so are their norms, unless a device or a memory changes bits afterwards: a
-copy that saw a NaN alone would drop its step alone. `agree_on_norms` costs a few bytes and gives every copy the same
-norms, not finite if any copy's is not, and says whether they differed.
+The norm that clips a step, or drops it, must be the same on every copy of the model. It is, unless a device or a memory
+changes bits: a copy that saw a NaN alone would drop its step alone. `agree_on_norms` costs a few bytes and gives every
+copy the same norms, not finite if any copy's is not, and says whether they differed.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ Gradients = Mapping[str, Sequence[torch.Tensor]]
 
 
 def clip_limits(param_groups: Iterable[Mapping[str, Any]], max_norm: float) -> dict[str, float]:
-    """Returns the norm that each clipping group is clipped to (0 = not), in the order of the optimizer's groups, which
-    is the same on all ranks. max_norm: of those that no rule clips apart."""
+    """Returns the norm that each clipping group is clipped to (0 = not), in the order of the optimizer's groups.
+    max_norm: of those that no rule clips apart."""
     limits = {}
     for group in param_groups:
         name = group.get("clip_group", OTHERS)
@@ -73,8 +70,7 @@ def agree_on_norms(
     """Returns the largest of the copies' `norms`, a NaN above all, and whether their `own` norms differed (0-dim,
     bool).
 
-    norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies, on all of which it is
-    called; the host does not wait.
+    norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies. The host does not wait.
     """
     # The bits of floats that are not negative are in the order of the floats, those of a NaN above infinity's. What a
     # maximum of floats makes of a NaN differs between communication libraries.

@@ -88,9 +88,8 @@ class RenamedState(FullState):
 
 
 def averaged(state: FullState, where: str) -> FullState:
-    """Returns a state with the averages of the weights in the place of the weights, and nothing of the optimizer;
-    buffers, and weights that were never updated, are as they are. Raises ValueError (one line) where there are no
-    averages; where: whose state it is."""
+    """Returns a state with the averages in the place of the weights that have one, the buffers, and nothing of the
+    optimizer. Raises ValueError (one line) where there are no averages; where: whose state it is."""
     weights = [key for key in state.entries if key.startswith(MODEL)]
     averages = {key: f"{OPTIMIZER}{key.removeprefix(MODEL)}.{AVERAGE}" for key in weights}
     if not any(average in state.entries for average in averages.values()):
@@ -106,13 +105,13 @@ class CheckpointFiles(FullState):
 
     @abc.abstractmethod
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """layout: as the manifest has it; weights_only: weights and buffers will be read, for which the `weight_files`
-        suffice. Raises ValueError if the files do not hold the layout's tensors."""
+        """layout: as the manifest has it; weights_only: only what the `weight_files` hold will be read. Raises
+        ValueError if the files do not hold the layout's tensors."""
 
     @staticmethod
     def shards(files: Iterable[str]) -> set[str]:
-        """Returns those of a checkpoint's `files` of which the others say what lies in them: a rank that loads it reads
-        those alone that `files_for` names."""
+        """Returns those `files` of which the others say what lies in them: a rank reads those alone that `files_for`
+        names."""
         return set()
 
     def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
@@ -207,8 +206,7 @@ def kept_entries(
     """Returns what of `state.moments()` `optimizer` takes up. Raises ValueError (one line) where it is another
     optimizer's.
 
-    parameters: the model's, by name. An average of the weights may be missing, which then begins with the weights, and
-    is left where none is kept.
+    parameters: the model's, by name. An average of the weights may be missing, and is left where none is kept.
     """
     known, held = optimizer.entries(parameters), state.moments()
     for name, entries in held.items():
@@ -229,11 +227,10 @@ def _words(entries: Mapping[str, tuple[int, ...]]) -> str:
 def state_to_fill(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: FullState
 ) -> dict[str, torch.Tensor]:
-    """Replaces all that an optimizer keeps by new tensors, as many as `state` has; its groups stay as they are. Returns
-    these tensors by the keys of `state` that they are to be filled from.
+    """Replaces all that an optimizer keeps by new tensors, as many as `state` has, and returns these by the keys of
+    `state` that they are to be filled from.
 
-    parameters: the model's, by name, sharded (DTensor) or not. One that `state` has no entries of begins anew. Raises
-    as `kept_entries` does, before anything changes.
+    parameters: the model's, by name, sharded (DTensor) or not. Raises as `kept_entries` does, before anything changes.
     """
     held = kept_entries(state, optimizer, parameters)
     optimizer.state.clear()

@@ -32,8 +32,8 @@ class TensorFiles(FullState):
     """Tensors in .safetensors files, of which only the rows that are asked for are read."""
 
     def __init__(self, paths: Iterable[Path], damaged: str) -> None:
-        """damaged: the beginning of errors. Raises ValueError (one line) for a file of another format, an unknown
-        dtype, and a tensor in two files."""
+        """damaged: the beginning of errors. Raises ValueError (one line) for an unknown format or dtype, and a tensor
+        twice."""
         self.entries: dict[str, Entry] = {}
         self._files = {}
         for path in paths:

@@ -36,8 +36,8 @@ assert _READERS.keys() == COUNTS.keys()
 
 
 def files_of(kind: Any) -> type[CheckpointFiles]:
-    """Returns what reads the files of a checkpoint whose layout has this as its "engine". Raises ValueError where there
-    is no such kind."""
+    """Returns what reads the files of a checkpoint whose layout calls its engine so. Raises ValueError for other
+    names."""
     if kind not in _READERS:
         raise ValueError(f"no engine is called {kind!a}")
     return _READERS[kind]
@@ -49,8 +49,8 @@ def open_full(checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool
 
 
 def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights = "raw") -> FullState:
-    """Opens the weights and buffers of a checkpoint of any kind. Averages lie with what the optimizer keeps, so that
-    all files must be there. Raises ValueError (one line) where the checkpoint has none."""
+    """Opens the weights and buffers of a checkpoint of any kind; for averages all files must be there. Raises
+    ValueError (one line) where the checkpoint has none."""
     if weights == "raw":
         return open_full(checkpoint, layout, weights_only=True)
     return averaged(open_full(checkpoint, layout), f"checkpoint {checkpoint}")
@@ -128,8 +128,8 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
 
 
 def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """Returns what several ranks send in a step. The parts of a copy gather weights and sum gradients; copies sum the
-    gradients of their parts."""
+    """Returns what several ranks send in a step: parts of a copy gather weights and sum gradients, copies sum those of
+    parts."""
     if engine.kind == "deepspeed" and engine.zero_stage:
         return _sent_by_zero(engine.zero_stage, ranks, sizes)
     shape, exchanges = MeshShape.of(engine, ranks), []

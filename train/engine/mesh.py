@@ -38,11 +38,8 @@ class Dimension:
 
 
 def dimensions_of(config: EngineConfig, ranks: int) -> tuple[Dimension, ...]:
-    """Returns the dimensions of the mesh of so many ranks, outermost first. Dimensions whose ranks talk most belong
-    last: neighbours along them are on one node.
-
-    Raises ValueError (one line) where the ranks cannot be laid out so.
-    """
+    """Returns the dimensions of the mesh of so many ranks, outermost first: those whose ranks talk most are on one
+    node. Raises ValueError (one line) where the ranks cannot be laid out so."""
     copies = config.replicate if config.name == "fsdp2" else ranks  # DeepSpeed cuts copies by itself
     if ranks % copies:
         raise ValueError(

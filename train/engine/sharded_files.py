@@ -84,8 +84,8 @@ class ShardedFiles(CheckpointFiles):
             raise ValueError(f"checkpoint {self.directory} cannot be read: {text}") from None
 
     def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
-        """Returns the names of the files with what this rank holds of a model and its optimizer; tensors: parameters
-        and persistent buffers, sharded or not. An entry of another shape than its parameter's is held whole."""
+        """Returns the names of the files with what this rank holds of a model and its optimizer. tensors: parameters
+        and buffers, sharded or not; an entry of another shape than its parameter's is held whole."""
         files = set()
         for key, entry in self.entries.items():
             name = key.removeprefix(MODEL)
@@ -110,8 +110,8 @@ class ShardedFiles(CheckpointFiles):
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, list[Chunk]]]:
-    """Returns the tensors in the files of `directory`, exactly those that the checkpoint's `layout` names, and the
-    chunks of each. Raises ValueError (one line) for anything else; see `check_entries`."""
+    """Returns exactly the tensors that the checkpoint's `layout` names, and the chunks of each. Raises ValueError (one
+    line) for anything else."""
     try:
         return _checked(read_json(directory / INDEX), directory, layout)
     except FileNotFoundError:

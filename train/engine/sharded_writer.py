@@ -35,8 +35,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes our index beside torch's, and weights and moments into files of their own: who wants the weights alone
-    need not read the others."""
+    """Writes our index beside torch's, and weights and moments into files of their own."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         Path(self.path).mkdir(exist_ok=True)  # torch would make the folders above as well, where they were moved away
@@ -70,11 +69,8 @@ class _Writer(dcp.FileSystemWriter):
 
 @torch.no_grad()
 def write_sharded(state: dict[str, torch.Tensor], directory: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Writes `state` (tensors, DTensors) into a folder of the checkpoint `directory`, on all ranks together.
-
-    Each rank gives what it is to write: a tensor on one of them, a DTensor on all that hold a shard of it.
-    Raises OSError on every rank if any rank could not write.
-    """
+    """Writes `state` into a folder of the checkpoint `directory`, on all ranks together: a tensor from one of them, a
+    DTensor from all that hold a shard of it. Raises OSError on every rank if any rank could not write."""
     writer = _Writer(directory / SUBDIRECTORY)
     try:
         dcp.save(state, storage_writer=writer, process_group=group, no_dist=not is_distributed())

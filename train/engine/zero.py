@@ -157,8 +157,7 @@ class PartitionedEngine(ZeroEngine):
 
     @property
     def flat(self) -> list[torch.Tensor]:
-        """This rank's part of the weights that the optimizer updates, for each of its groups (at stage 3, for each of
-        the pieces of them)."""
+        """This rank's part of the weights that the optimizer updates, by group (at stage 3, by piece of one)."""
         optimizer = self.optimizer
         return optimizer.fp32_partitioned_groups_flat if self.third else optimizer.single_partition_of_fp32_groups
 
@@ -192,7 +191,7 @@ class PartitionedEngine(ZeroEngine):
 
     def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
         """Clips each clipping group, over all ranks, before DeepSpeed's own step, and returns the norm of all gradients
-        before. If that is not finite they are left alone: DeepSpeed sees it as well and drops the step."""
+        before; if that is not finite, DeepSpeed sees it as well and drops the step."""
         optimizer = self.optimizer
         gradients: dict[str, list[torch.Tensor]] = {name: [] for name in limits}
         squares = {name: torch.zeros((), device=self.device) for name in limits}
@@ -267,8 +266,8 @@ class PartitionedEngine(ZeroEngine):
             self.optimizer.refresh_fp32_params()
 
     def _fragments(self, group: list[torch.Tensor], names: Mapping[torch.Tensor, str]) -> Iterator[_Fragment]:
-        """Yields what lies on this rank of the tensors of a group. At stage 3 each rank holds an equal part of each
-        tensor, the last one padded."""
+        """Yields what lies here of the tensors of a group; at stage 3 an equal part of each, that of the last rank
+        padded."""
         offset = 0
         for parameter in group:
             if self.third:

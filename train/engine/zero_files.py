@@ -35,16 +35,16 @@ _CLASSES = [
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Returns the contents of one file. Only tensors and plain values are unpickled; tensors stay on the disk and are
-    read when touched."""
+    """Returns the contents of one file: tensors, which stay on the disk until they are touched, and plain values
+    alone."""
     with torch.serialization.safe_globals(_CLASSES):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 @contextlib.contextmanager
 def _holding(directory: Path) -> Iterator[None]:
-    """Turns what reading files of another form raises into a ValueError (one line). Such files are no accident, since
-    their hashes were right."""
+    """Turns what files of another form raise into a ValueError (one line). They are no accident: their hashes were
+    right."""
     try:
         yield
     except _OF_NONSENSE as error:
@@ -53,8 +53,8 @@ def _holding(directory: Path) -> Iterator[None]:
 
 
 def make_files() -> Any:
-    """Returns what a DeepSpeed engine writes its files with: it keeps their contents by name in `contents`. (The base
-    class is DeepSpeed's, hence made late.)"""
+    """Returns what a DeepSpeed engine writes its files with, which keeps them in `contents`. (Its base class is
+    imported late.)"""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Files(TorchCheckpointEngine):
@@ -84,12 +84,10 @@ def write_files(files: dict[str, Any], directory: Path, _group: dist.ProcessGrou
 
 
 class ZeroFiles(CheckpointFiles):
-    """Reads the files of a DeepSpeed checkpoint of any stage and number of ranks, in one process.
-
-    Opens only the files, and reads only the bytes of them, that hold what is asked for. From stage 1 on an
-    optimizer's groups are flat: stages 1 and 2 lay a group's tensors one after the other and cut the whole
-    into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after the other.
-    """
+    """Reads the files of a DeepSpeed checkpoint of any stage and number of ranks, in one process, and of them what is
+    asked for. From stage 1 on an optimizer's groups are flat: stages 1 and 2 lay a group's tensors one after the other
+    and cut the whole into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after
+    the other."""
 
     engine_names = '"deepspeed"'
 

@@ -121,10 +121,8 @@ class RunDirectory:
             )
 
     def changes_since(self, saved: dict[str, Any], config: RunConfig) -> list[Change]:
-        """Returns what `config` changes of that in a checkpoint of this run; saved: the checkpoint's `extra`.
-
-        Raises ValueError (one line) for what may not change: then config.toml was edited by hand.
-        """
+        """Returns what `config` changes of that in a checkpoint of this run, whose `extra` is `saved`. Raises
+        ValueError (one line) for what may not change: then config.toml was edited by hand."""
         changes = differences(with_defaults(saved["config"]), _of_the_run(config))
         if text := refused_changes(changes):
             raise ValueError(
@@ -140,11 +138,8 @@ class RunDirectory:
         tokenizer: Tokenizer | None,
         changes: Sequence[Change] = (),
     ) -> None:
-        """Makes the directory and writes the resolved config and the tokenizer (rank 0 only).
-
-        changes: what `config` changes of that of the checkpoint; they are told and go into changes.jsonl with `step`,
-        the last one done.
-        """
+        """Makes the directory and writes the resolved config and the tokenizer (rank 0 only). changes: those to the
+        checkpoint's config, which are told and go into changes.jsonl with `step`, the last one done."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = _of_the_run(config)
         if changes:
@@ -214,8 +209,8 @@ def refused_changes(changes: Iterable[Change]) -> str:
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
-    """Raises ValueError unless `tokenizer` is the one that a checkpoint, whose `extra` is `saved`, was trained with;
-    None = the data holds no tokens."""
+    """Raises ValueError unless `tokenizer` is that of a checkpoint whose `extra` is `saved`; None = the data has no
+    tokens."""
     if tokenizer is None:
         return
     wanted = str(saved.get("tokenizer_sha256"))
@@ -257,8 +252,8 @@ class Moved:
     lost: bool = False  # it was removed, or cannot be reached here
 
     def says(self, run_dir: str, saved: int, steps: Sequence[int]) -> str:
-        """Returns one line for people. saved: the step that this start has saved last of all, 0 = it could not; steps:
-        of the checkpoints in the folder."""
+        """Returns one line for people. saved: the last step that this start saved, 0 = none; steps: with a checkpoint
+        there."""
         newest = f"the newest checkpoint there is of step {steps[-1]}" if steps else "there is no checkpoint there"
         told = f"step {saved} is saved there" if saved else f"its last step could not be saved, {newest}"
         if self.lost:
@@ -272,9 +267,8 @@ class Moved:
 class Place:
     """A folder that is known again wherever it is moved, once it is held.
 
-    Somebody may move a run directory away or put another one in its place while ranks write to it. Whoever then writes
-    to the path makes a second run directory of half a run. So every rank holds the folder itself open, and compares its
-    number on the file system with that of what lies at the path.
+    Whoever writes to the path of a run directory that somebody moved away, or replaced, makes a second one of half a
+    run. So every rank holds the folder open, and compares its number with that of what lies at the path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -283,8 +277,7 @@ class Place:
         self._handle = -1
 
     def hold(self) -> None:
-        """Holds the folder that is at the path now. Where there is none, or none that can be opened, or the file system
-        has no lasting numbers for folders, no move is noticed."""
+        """Holds the folder that is at the path now. Where that cannot be, no move is noticed."""
         self.release()
         with contextlib.suppress(OSError):
             self._handle = os.open(self.given, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -315,8 +308,8 @@ class Place:
 
     @property
     def steady(self) -> Path:
-        """A path that leads to the folder wherever it is moved, in this process alone; where the system has none, the
-        given one."""
+        """A path that leads to the folder wherever it is moved, in this process alone; the given one where there is
+        none."""
         own = Path("/proc/self/fd", str(self._handle))
         return own if self._handle >= 0 and own.is_dir() else self.given
 

@@ -60,10 +60,10 @@ class RunLock:
             self.handle = -1
 
     def acquire(self) -> None:
-        """Takes the lock, and makes the directory if there is none.
+        """Takes the lock, and makes the directory if there is none. On a file system without locks a warning says so.
 
-        Raises ValueError that names the owner, where there is one, in one line; OSError where the directory cannot be
-        written to. On a file system without locks there is a warning, and two jobs are not kept apart.
+        Raises ValueError (one line) that names the owner, where there is one; OSError where the directory cannot be
+        written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -113,8 +113,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_earlier_attempt(owner: dict[str, Any]) -> bool:
-    """Returns True where the owner is an earlier start of this same job, requeued after its node died: it is gone, but
-    the file server does not know yet."""
+    """Returns True for an earlier start of this same job, whose node died: the file server does not know yet."""
     attempt = str(owner.get("attempt") or "")
     return attempt != attempt_id() and job_of(attempt) == job_of(attempt_id())
 
@@ -162,11 +161,8 @@ class Lease:
         self._taken_by: dict[str, Any] | None = None
 
     def acquire(self) -> None:
-        """Takes the lease, waiting where its owner may be gone.
-
-        Raises ValueError that names the owner in one line, and RemoteError or PermissionError where the store cannot
-        be read and written.
-        """
+        """Takes the lease, waiting where its owner may be gone. Raises ValueError (one line) that names the owner, and
+        RemoteError or PermissionError where the store fails."""
         starts, last = self._newest()
         if last.get("held") and not _is_gone(last["owner"]):
             self._watch(last)
@@ -229,11 +225,8 @@ class Lease:
                     self._send(self.remote.write)
 
     def _find_other(self) -> dict[str, Any] | None:
-        """Returns the lease of another job that has taken the run, if there is one.
-
-        A lease that is missing or cannot be read belongs to nobody: a store that has just come back may not show it
-        yet, and it is written again.
-        """
+        """Returns the lease of another job that has taken the run, if there is one. One that is missing or cannot be
+        read is nobody's: a store that has just come back may not show it yet, and it is written again."""
         starts, newest = self._newest()
         is_ours = starts < self.starts or newest.get("token", self._content["token"]) == self._content["token"]
         return None if is_ours else newest

@@ -51,11 +51,8 @@ _made_up = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 def attempt_id() -> str:
-    """Returns the name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number. Once
-    the ranks have met it is rank 0's.
-
-    Raises ValueError for a name that is no plain file name.
-    """
+    """Returns the name of this start of the run: MATMIX_ATTEMPT, else made from the time and the process's number; once
+    the ranks have met, rank 0's. Raises ValueError for a name that is no plain file name."""
     name = os.environ.get(ATTEMPT_VARIABLE) or _made_up
     if not _ALLOWED.fullmatch(name) or name.startswith("."):
         raise ValueError(f"{ATTEMPT_VARIABLE} may hold letters, digits and . _ - only, got {name!r}")
@@ -77,11 +74,8 @@ def adopt_attempt(name: str) -> None:
 
 
 def local_folder(run_dir: str | Path, node: int | str | None = None) -> Path:
-    """Returns this node's folder of a run: `run_dir` itself or, for a URL, one below MATMIX_SCRATCH. The node's number
-    keeps apart nodes that see the same one.
-
-    node: None = as GROUP_RANK says. Raises as `scratch_folder`.
-    """
+    """Returns this node's folder of a run: `run_dir` itself or, for a URL, one below MATMIX_SCRATCH. node: its number,
+    None = as GROUP_RANK says. Raises as `scratch_folder`."""
     if not is_url(run_dir):
         return Path(run_dir)
     number = int(os.environ.get("GROUP_RANK") or 0) if node is None else node
@@ -101,11 +95,8 @@ def step_path(run_dir: str | Path, attempt: str) -> Path:
 
 
 def write_outcome(run_dir: str | Path, outcome: Outcome, rank: int = 0) -> None:
-    """Writes this process's outcome, whole or not at all.
-
-    A directory that holds no run yet (a user's mistake before the first step, a wrong path) is left alone. Where the
-    storage fails, a warning says so.
-    """
+    """Writes this process's outcome, whole or not at all, unless the directory holds no run yet (a user's mistake
+    before the first step, a wrong path). Where the storage fails, a warning says so."""
     run_dir = Path(run_dir)
     if not (run_dir / "config.toml").is_file() and not (run_dir / "launch").is_dir():
         return
@@ -158,10 +149,8 @@ class Attempt:
         self._handle = -1
 
     def begin_step(self, step: int) -> None:
-        """Notes that `step` begins: on rank 0 a write of a few bytes in place, nothing forced to the disk.
-
-        The note survives the death of the process, not that of the machine. Storage that fails costs the note only.
-        """
+        """Notes that `step` begins: on rank 0 a write of a few bytes in place, which survives the death of the process,
+        not that of the machine. Storage that fails costs the note only."""
         self.step = step - 1
         if self.rank:
             return
@@ -199,10 +188,7 @@ def git(*words: str) -> bytes | None:
 @functools.cache
 def git_revision() -> str:
     """Returns the revision of the working copy that this package belongs to, with "-dirty" where it has changes; ""
-    outside git.
-
-    Found once: a process runs the code it began with, and git commands are much for every checkpoint.
-    """
+    outside git. Found once: a process runs the code it began with."""
     head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     if head is None or changes is None:
         return ""  # the package's version is all there is

@@ -34,8 +34,8 @@ class UploadedStore(Store):
     """Checkpoints of a run at a URL: written into each node's folder, then uploaded; only what is uploaded counts."""
 
     def __init__(self, sync: RunSync, *, up_to_date: bool, keep_last: int) -> None:
-        """sync: rank 0 holds its lease; up_to_date: whether this node took part in the last start of the run;
-        keep_last: checkpoints that stay in the node's folder."""
+        """sync: rank 0 holds its lease; up_to_date: this node took part in the last start; keep_last: checkpoints in
+        its folder."""
         super().__init__(sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}", FolderGroup.of_node())
         self.sync, self.up_to_date, self.keep_last = sync, up_to_date, keep_last
         self._is_first = rank_and_world_size()[0] == 0
@@ -127,8 +127,7 @@ def opened(run_dir: str) -> Iterator[RunDirectory]:
     """Gives a run to train in, on all ranks together: for a URL, holds its lease, and brings this node's folder up to
     date before and the URL afterwards.
 
-    Raises ValueError if another job is at the URL, or something that is no run, and OSError where the store fails;
-    where the last upload of records fails, a warning says so.
+    Raises ValueError for a run of another job, or what is no run, and OSError where the store fails before.
     """
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):

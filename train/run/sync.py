@@ -38,10 +38,8 @@ _FOR_ALL = re.compile(r"[^/]+|tokenizer/.*")
 
 
 class RunSync:
-    """Moves files between a run's URL and this node's folder. Nothing here is collective.
-
-    Methods that move files raise RemoteError (an OSError, one line) where the store fails.
-    """
+    """Moves files between a run's URL and this node's folder. Nothing here is collective. Methods that move files raise
+    RemoteError (an OSError, one line) where the store fails."""
 
     def __init__(self, url: str, folder: Path, *, first: bool = True) -> None:
         """folder: this node's, see `outcome.local_folder`; first: whether rank 0 is on this node."""
@@ -62,8 +60,8 @@ class RunSync:
     def begin(self, starts: int) -> bool:
         """Brings the folder to where the run stands. starts: how often the run was started, this time included.
 
-        A folder that did not take part in the last start is of the past: its records give way to those at the URL.
-        One that did holds them as new as they are. Returns which of the two it was: whether its files are up to date.
+        The records in a folder that did not take part in the last start give way to those at the URL. Returns whether
+        it did, so that its files are up to date.
         """
         try:
             took_part = json.loads(self._stamp.read_text(encoding="utf-8"))["starts"] == starts - 1
@@ -120,8 +118,8 @@ class RunSync:
         return [(name, step) for name, step in steps if step is not None]
 
     def withdraw(self, step: int) -> None:
-        """Makes what is at the URL under this step invalid, before other files take its place. Raises LeaseLostError
-        where another job has taken over the run."""
+        """Makes a checkpoint at the URL invalid before other files take its place. Raises LeaseLostError if the run is
+        lost."""
         self.lease.check()
         self.at(step).remove([MANIFEST])
 
@@ -132,8 +130,7 @@ class RunSync:
         self.push_records()
 
     def publish(self, step: int) -> None:
-        """Makes an uploaded checkpoint valid. Raises RemoteError if a file of it is not at the URL, or not whole, and
-        LeaseLostError where another job has taken over the run."""
+        """Makes an uploaded checkpoint valid. Raises RemoteError if it is not at the URL, whole, and LeaseLostError."""
         self.lease.check()
         remote, files = self.at(step), read_manifest(self.path(step))["files"]
         there = remote.sizes()
@@ -148,11 +145,10 @@ class RunSync:
         self.remote.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
 
     def pull(self, step: int, *, weights_only: bool = False) -> str | None:
-        """Fetches a checkpoint into this node's folder, but for files that are here already with the right checksum.
-        Every file is hashed once.
+        """Fetches a checkpoint into this node's folder, but for files that are here already; every file is hashed once.
+        weights_only: leaves files without weights where they are.
 
-        weights_only: leaves files that hold no weights where they are. Returns what is wrong with the checkpoint at the
-        URL, in one line, or None; it has its manifest here only if nothing is.
+        Returns what is wrong with the checkpoint at the URL, in one line, or None; only then it has its manifest here.
         """
         target, remote = self.path(step), self.at(step)
         try:
@@ -192,9 +188,7 @@ class RunSync:
 
     def outline(self, whole: bool) -> None:
         """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.
-
-        whole: with their content.
-        """
+        whole: with it."""
         sizes = self.remote.sizes(CHECKPOINTS)
         self.remote.download_all([n for n in sizes if whole or n.endswith(f"/{MANIFEST}")], self.folder)
         for name, size in sizes.items():

@@ -1,5 +1,4 @@
-"""Runs for those who look at, export or convert what was trained: fetched from URLs, as one of their checkpoints has
-them."""
+"""Runs for those who look at, export or convert what was trained, as one of their checkpoints has them."""
 
 from __future__ import annotations
 
@@ -33,12 +32,11 @@ logger = logging.getLogger(__name__)
 
 
 class _Reader(RunSync):
-    """A folder of this machine with what this process has read of a run at a URL. It is this process's own until that
-    ends: what is in it stays as it is, whatever other processes read meanwhile."""
+    """A folder with what this process has read of a run at a URL, its own until it ends: nobody else changes what is in
+    it."""
 
     def __init__(self, url: str, use: str) -> None:
-        """use: a part of the folder's name. Processes that read at the same time have a folder each; one that comes
-        later finds what is left in the first."""
+        """use: a part of the folder's name. Processes that read at the same time have a folder each."""
         for number in itertools.count():
             folder = local_folder(url, f"{use}-{number}" if number else use)
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,13 +65,12 @@ _reader = functools.cache(_Reader)  # one for each run and use in a process
 
 
 def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
-    """Returns a run directory to read from, `run` itself or for a URL a copy, and in a copy its checkpoint, if there is
-    one: it is whole.
+    """Returns a run directory to read from, `run` itself or for a URL a copy, which stays as it is for as long as this
+    process runs, and in a copy its checkpoint, whole, if there is one.
 
-    step: which checkpoint; None = the newest valid one, if there is one. weights_only: without the files that need not
-    be read for the weights. The copy stays as it is for as long as this process runs. Raises FileNotFoundError if there
-    is nothing at the URL, ValueError if there is no such checkpoint or it is damaged, and RemoteError where the store
-    fails.
+    step: which checkpoint; None = the newest valid one. weights_only: without the files that need not be read for the
+    weights. Raises FileNotFoundError if there is nothing at the URL, ValueError if there is no such checkpoint or it is
+    damaged, and RemoteError where the store fails.
     """
     if not is_url(run):
         return Path(run), None
@@ -96,8 +93,7 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
-    """Returns a run directory as `fetch_run` does, but with all checkpoints: their manifests, and files without content
-    that have the right sizes. whole: with their content, damaged as it may be."""
+    """Returns a run directory as `fetch_run` does, but with all checkpoints as `RunSync.outline` puts them."""
     if not is_url(run):
         return Path(run)
     reader = _reader(str(run), "outline")
@@ -144,13 +140,13 @@ def open_trained(
     weights: Weights = "raw",
     whole: Path | None = None,
 ) -> Trained:
-    """Returns the checkpoint of `step`, or the newest valid one, of a run (a folder, or a URL from which the files that
-    it needs are fetched), with what it was trained with.
+    """Returns the checkpoint of `step`, or the newest valid one, of a run (a folder, or a URL, of which the files that
+    it needs are fetched), with what it was trained with. A message says where config.toml was edited in ways that a run
+    may change.
 
-    A message says where config.toml was edited in ways that a run may change. weights_only: reads and compares no
-    files but those that must be read for the weights. weights: those that `Trained.weights` gives. whole: the
-    checkpoint, where that was found whole already. Raises FileNotFoundError or ValueError (one line) if there is no
-    such checkpoint, or the run's config is not the checkpoint's.
+    weights_only: reads and compares the files alone that must be read for the weights. weights: those that
+    `Trained.weights` gives. whole: the checkpoint, where that was found whole already. Raises FileNotFoundError or
+    ValueError (one line) if there is no such checkpoint, or the run's config is not the checkpoint's.
     """
     weights_only = weights_only and weights == "raw"
     folder, fetched = fetch_run(run, step=step, weights_only=weights_only)

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import tyro
-from dacite.types import is_instance
 from tyro.constructors import StructFieldSpec
 
-from matmix.train.arguments import BorrowedOptions, unknown_key
+from matmix.train.arguments import BorrowedOptions, as_type, unknown_key
 from matmix.train.recipe_files import read_toml
 
 # Options whose values have a form, and that in words.
@@ -152,7 +151,7 @@ Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (int, "a whole number"),
     "str": (str, "a string"),
-    "tuple[str, ...]": (list[str], "a list of strings"),
+    "tuple[str, ...]": (tuple[str, ...], "a list of strings"),
     "Mapping[str, str | None]": (dict[str, str | int], "a table of strings"),
 }
 
@@ -212,6 +211,7 @@ def _checked(key: str, value: Any, where: str) -> Any:
     if key == "gpus_per_node" and type(value) is int:
         return str(value)
     kind, words = _KINDS[str(FIELDS[key].type)]
-    if isinstance(value, bool) or not is_instance(value, kind):
-        raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}')
-    return tuple(value) if isinstance(value, list) else value
+    try:
+        return as_type(kind, value)
+    except TypeError:
+        raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}') from None

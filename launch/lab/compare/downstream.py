@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
-import dacite
 import tomli_w
 
 from matmix.data.artifacts import shell_line
@@ -27,7 +26,7 @@ from matmix.launch.many import runs
 from matmix.launch.many.planned import PlannedRun, check_directories, config_at, of_seed, words_on_settings
 from matmix.launch.many.scores import Scores, read_scores
 from matmix.model.config import ModelConfig
-from matmix.train.arguments import DACITE, field_names, unknown_key
+from matmix.train.arguments import field_names, read_table, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.run.directory import RunDirectory
@@ -207,11 +206,10 @@ class FinetunedGlue(Finetuned):
     def kept(self) -> FinetunedGlue:
         """The same tasks with the settings that were written down. Raises ValueError (one line)."""
         path = self.folder / self.file
-        values = read_toml(path)
+        settings = read_table(GlueSettings, read_toml(path), str(path))
         try:
-            settings = dacite.from_dict(GlueSettings, values, DACITE)
             named(settings.tasks)
-        except (dacite.DaciteError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         tasks = self.settings.tasks or settings.tasks
         return dataclasses.replace(self, settings=dataclasses.replace(settings, tasks=tasks))

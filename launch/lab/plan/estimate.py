@@ -8,10 +8,8 @@ import math
 import statistics
 from pathlib import Path
 
-import dacite
-
 from matmix.data.artifacts import read_json_lines, shell_line
-from matmix.train.arguments import unknown_key
+from matmix.train.arguments import read_table
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import parts_to_save, sent
 from matmix.train.estimate import FLOAT, Mode, checkpointing_mode
@@ -291,23 +289,10 @@ def read_cluster(path: Path, gpu: str | None = None) -> Cluster:
     if not path.is_file():
         raise FileNotFoundError(f"cluster file not found: {path}")
     values = read_toml(path)
-    known = {field.name for field in dataclasses.fields(Cluster)}
-    for key in values:
-        if key not in known:
-            raise unknown_key(key, Cluster, str(path))
     named = (gpu or str(values.get("gpu", ""))).lower()
     base = dataclasses.asdict(GPUS[named]) if named in GPUS else {}
     values.pop("gpu", None) if named in GPUS else None
-    try:
-        return dacite.from_dict(
-            Cluster, {**base, **values}, dacite.Config(strict=True, type_hooks={float: _number}, check_types=True)
-        )
-    except (dacite.DaciteError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def _number(value: object) -> object:
-    return float(value) if type(value) is int else value
+    return read_table(Cluster, {**base, **values}, str(path))
 
 
 def find_gpu(name: str) -> Cluster:

@@ -93,7 +93,7 @@ def test_estimates_know_it(recipe):
         (["--objective.name", "not_there:Task"], "cannot import not_there"),
         (["--objective.name", "smoothing:Entropy"], "is not a subclass of matmix.train.tasks.Task"),
         (["--objective.options", "{smoothin = 0.1}"], 'unknown key "smoothin"; the nearest known key is "smoothing"'),
-        (["--objective.options", "{smoothing = 'much'}"], "objective.options: wrong value type"),
+        (["--objective.options", "{smoothing = 'much'}"], 'objective.options: "smoothing" should be float'),
         (["--objective.options", "much"], "should be a table"),
         (["--objective.name", "causal_lm"], 'objective.options: unknown key "smoothing": there are no options'),
         (
