@@ -110,25 +110,6 @@ def _read_boolean(words: list[str]) -> bool:
     return value
 
 
-def _reading_booleans() -> ConstructorRegistry:
-    """Makes a registry that lets tyro take true and false in any of their common spellings."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def boolean(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type is not bool:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{True,False}",
-            instance_from_str=_read_boolean,
-            is_instance=lambda value: isinstance(value, bool),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
 def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
     """Returns the result of a call of `tyro.cli`. Raises ValueError (one line) for mistakes in the user's words.
 
@@ -235,33 +216,38 @@ def row_type(hint: Any) -> type | None:
     return inner if dataclasses.is_dataclass(inner) else None
 
 
-def _with_tables() -> ConstructorRegistry:
-    """Lets tyro read tables, and lists of them, as TOML's inline tables: {match = "*.weight", lr = 0.1}."""
-    registry = _reading_booleans()
+def _registry() -> ConstructorRegistry:
+    """Lets tyro take true and false in any of their common spellings, and tables, and lists of them, as TOML's inline
+    tables: {match = "*.weight", lr = 0.1}."""
+    registry = ConstructorRegistry()
 
     @registry.primitive_rule
-    def rows(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if (cls := row_type(info.type)) is None:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar="[{KEY = VALUE, ...} ...]",
-            instance_from_str=lambda words: tuple(read_table(cls, _read_table(word), word) for word in words),
-            is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
-            str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
-        )
-
-    @registry.primitive_rule
-    def table(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type != dict[str, Any]:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{KEY = VALUE, ...}",
-            instance_from_str=lambda words: _read_table(words[0]),
-            is_instance=lambda value: isinstance(value, dict),
-            str_from_instance=lambda table: [_inline(table)],
-        )
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type is bool:
+            return PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="{True,False}",
+                instance_from_str=_read_boolean,
+                is_instance=lambda value: isinstance(value, bool),
+                str_from_instance=lambda value: [str(value)],
+            )
+        if (cls := row_type(info.type)) is not None:
+            return PrimitiveConstructorSpec(
+                nargs="*",
+                metavar="[{KEY = VALUE, ...} ...]",
+                instance_from_str=lambda words: tuple(read_table(cls, _read_table(word), word) for word in words),
+                is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
+                str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
+            )
+        if info.type == dict[str, Any]:
+            return PrimitiveConstructorSpec(
+                nargs=1,
+                metavar="{KEY = VALUE, ...}",
+                instance_from_str=lambda words: _read_table(words[0]),
+                is_instance=lambda value: isinstance(value, dict),
+                str_from_instance=lambda table: [_inline(table)],
+            )
+        return None
 
     return registry
 
@@ -327,7 +313,7 @@ def parse_arguments(
 
     Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
     """
-    registry = _with_tables()
+    registry = _registry()
     described = "--help" in arguments or "-h" in arguments
     _with_fields(registry, only, described)
     options = {"default": default, "config": _STYLE, "registry": registry}
@@ -364,7 +350,7 @@ class BorrowedOptions(dict):
 
 def verb_registry() -> ConstructorRegistry:
     """Lets tyro read `BorrowedOptions`."""
-    registry = _reading_booleans()
+    registry = _registry()
 
     @registry.struct_rule
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:

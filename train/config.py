@@ -7,7 +7,7 @@ Order of precedence: the defaults here, then the recipe (TOML), then the command
 from __future__ import annotations
 
 import dataclasses
-import functools
+import operator
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -259,7 +259,7 @@ class RunConfig:
         if modality.given(self.data):
             modality.check(self.data, causal=self.model.causal)
             for name, name_in_model in modality.agreeing.items():
-                read, seen = (_at(table, path) for table, path in ((self.data, name), (self.model, name_in_model)))
+                read, seen = operator.attrgetter(name)(self.data), operator.attrgetter(name_in_model)(self.model)
                 require(read == seen, f"data.{name} = {read}, but model.{name_in_model} = {seen}; set both to the same")
         for multiple in self.data.synthetic.eval_lengths:
             try:
@@ -320,8 +320,3 @@ class RunConfig:
             f"passes have {micro} sequences: the largest number up to micro_batch_size = {self.micro_batch_size} that "
             f"divides a rank's {share} (global_batch_size {self.global_batch_size} over {data_size} ranks)"
         )
-
-
-def _at(table: Any, path: str) -> Any:
-    """Returns the field of a config that a dotted name stands for."""
-    return functools.reduce(getattr, path.split("."), table)

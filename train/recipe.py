@@ -207,18 +207,20 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     return filled(values, _as_in_toml(RunConfig()), RunConfig)
 
 
+def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Lists (dotted key, old value, new value) where nested dicts differ, in the order of `new`; None: missing."""
+    rows = []
+    for key in {**new, **old}:
+        x, y = old.get(key), new.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            rows += differing(x, y, f"{prefix}{key}.")
+        elif x != y:
+            rows.append((prefix + key, x, y))
+    return rows
+
+
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Lists (dotted key, old value, new value) of every field that differs; old: as `config_to_dict` gives it. One that
-    the data fill in where it is empty differs only from another value."""
-
-    def walk(a: Any, b: Any, prefix: str) -> list[tuple[str, Any, Any]]:
-        rows = []
-        for key in sorted({*a, *b}):
-            x, y = a.get(key), b.get(key)
-            if isinstance(x, dict) and isinstance(y, dict):
-                rows += walk(x, y, f"{prefix}{key}.")
-            elif x != y and ((x and y) or prefix + key not in _FILLED_IN):
-                rows.append((prefix + key, x, y))
-        return rows
-
-    return walk(old, config_to_dict(new), "")
+    """Lists every field that differs, sorted; old: as `config_to_dict` gives it. One that the data fill in where it is
+    empty differs only from another value."""
+    rows = [row for row in differing(old, config_to_dict(new)) if all(row[1:]) or row[0] not in _FILLED_IN]
+    return sorted(rows, key=lambda row: row[0].split("."))

@@ -71,7 +71,7 @@ class LocalCopies:
         self._node, self._is_first = FolderGroup.of_node(), rank_and_world_size()[0] == 0
         self._leaders: list[int] = []  # the rank that leads each node, in order of the nodes' numbers
         self._number = 0  # of this node in that order
-        self._start = ""
+        self.start = ""
         self._room_for = 0  # bytes of a copy for which there was room
 
     def path(self, step: int) -> Path:
@@ -194,9 +194,9 @@ class LocalCopies:
             if self._node.leads and self._of_run.is_dir() and is_own(self._base):
                 shutil.rmtree(self._of_run, ignore_errors=True)
             return
-        self._start = from_rank_zero(uuid.uuid4().hex)
+        self.start = from_rank_zero(uuid.uuid4().hex)
         before = None if kept is None else [read_manifest(kept)["extra"][START], step_of(kept.name)]
-        record = json.dumps({"name": self._start, "origin": before}) + "\n"
+        record = json.dumps({"name": self.start, "origin": before}) + "\n"
         try:
             agree(lambda: write_atomic(self.record, record), here=self._is_first)
         except OSError as error:
@@ -217,11 +217,6 @@ class LocalCopies:
                 self._of_run.rmdir()
 
     # -- while training ----------------------------------------------------------------------------------
-
-    def labelled(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Returns what a copy holds besides the state: `extra`, and which start it is of."""
-        assert self._start, "`follow` comes first"
-        return {**extra, START: self._start}
 
     def has_room(self, size: int) -> bool:
         """Returns whether every node has room for two copies; else no more are made, and a line says so. size: of this

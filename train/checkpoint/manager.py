@@ -19,7 +19,7 @@ import torch.distributed as dist
 from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.train.checkpoint.files import check_shapes, find_problem
-from matmix.train.checkpoint.local_copies import LocalCopies
+from matmix.train.checkpoint.local_copies import START, LocalCopies
 from matmix.train.checkpoint.manifest import GENERATORS, check_sizes, read_manifest
 from matmix.train.checkpoint.save import (
     BackgroundSave,
@@ -178,7 +178,7 @@ class CheckpointManager:
         self.wait()
         if copies.off:
             return
-        state = self._copied(step, engine, copies.labelled(extra))
+        state = self._copied(step, engine, {**extra, START: copies.start})
         if state is None:
             copies.give_up("there is no host memory for a copy of the state")
         elif copies.has_room(engine.host.size):

@@ -23,7 +23,7 @@ from typing import Any
 from matmix.data.artifacts import artifact_name, artifact_path, parse_json
 from matmix.data.storage.files import open_durable
 from matmix.train.checkpoint.steps import LEFTOVERS, MANIFEST, list_steps, step_name, step_of
-from matmix.train.engine.layouts import COUNTS, title
+from matmix.train.engine.config import COUNTS, title
 from matmix.train.process.heartbeat import beat
 
 GENERATORS = "generators"

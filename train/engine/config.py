@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from matmix.train.errors import require_at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +54,7 @@ class EngineConfig:
         return f"{name}, {self.precision}, activation checkpointing {self.activation_checkpointing}{by}"
 
     def __post_init__(self) -> None:
-        if self.replicate < 1:
-            raise ValueError(f"engine.replicate must be >= 1, got {self.replicate}")
-        if self.selective_every < 1:
-            raise ValueError(f"engine.selective_every must be >= 1, got {self.selective_every}")
+        require_at_least(self, "engine.", replicate=1, selective_every=1)
         if self.replicate > 1 and self.name != "fsdp2":
             raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
@@ -63,3 +63,14 @@ class EngineConfig:
                 "engine.compile does not work with DeepSpeed at engine.zero_stage = 3; "
                 'use stage 2, or engine.name = "fsdp2"'
             )
+
+
+# -- layouts of checkpoints ----------------------------------------------------------------------------------------
+
+COUNTS: dict[str, tuple[str, ...]] = {"torch": (), "deepspeed": ("zero_stage",), "portable": ()}
+"""What layouts call the engine that wrote them -> the numbers that only such layouts have."""
+
+
+def title(layout: Mapping[str, Any]) -> str:
+    """Returns what lists call a checkpoint with this layout."""
+    return f"{layout['engine']}, ZeRO-{layout['zero_stage']}" if "zero_stage" in layout else layout["engine"]

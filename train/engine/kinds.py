@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from matmix.train.engine import full_tensors
-from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.config import COUNTS, EngineConfig
 from matmix.train.engine.full_state import CheckpointFiles, FullState, averaged
-from matmix.train.engine.layouts import COUNTS
 from matmix.train.engine.mesh import MeshShape
 from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.engine.zero_files import ZeroFiles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -20,11 +20,12 @@ from matmix.train.engine.base import Engine, persistent_tensors
 from matmix.train.engine.full_state import MODEL, RenamedState
 from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names
+from matmix.train.recipe import differing
 
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
-_SIZES = frozenset({"architecture", "options", "vocab_size", "max_seqlen", "type_vocab_size", "head", "image.size"})
+_SIZES = ("architecture.", "options.", "vocab_size.", "max_seqlen.", "type_vocab_size.", "head.", "image.size.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,15 +223,6 @@ def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: Init
 
 def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:
     """Lists the options of the model that are other than the source's, but for sizes, output and dropout."""
-    there, here = (_flat(model_config_to_dict(model)) for model in (theirs, ours))
-    keys = [key for key in here if key in there and there[key] != here[key] and "dropout" not in key]
-    return ", ".join(f"model.{key} {there[key]!r} -> {here[key]!r}" for key in keys)
-
-
-def _flat(values: Mapping[str, object], skip: Collection[str] = _SIZES, prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        if prefix + key in skip:
-            continue
-        flat |= _flat(value, skip, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return flat
+    rows = differing(model_config_to_dict(theirs), model_config_to_dict(ours))
+    rows = [(key, *values) for key, *values in rows if None not in values and "dropout" not in key]
+    return ", ".join(f"model.{key} {old!r} -> {new!r}" for key, old, new in rows if not f"{key}.".startswith(_SIZES))

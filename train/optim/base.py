@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -32,6 +33,8 @@ class Optimizer(torch.optim.Optimizer):
     optimizer flat pieces of several parameters, and takes none whose updates are not elementwise."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [optimizer.options]; every field has a default."""
+    parts: Mapping[str, Optimizer] = types.MappingProxyType({})
+    """The optimizers behind this object, by the names that recipes say; empty: itself alone."""
     also_kept: Callable[[torch.Tensor], State] = staticmethod(lambda parameter: {})
     """Makes the entries that others add to what it keeps of a parameter, such as an average."""
 
@@ -64,11 +67,6 @@ class Optimizer(torch.optim.Optimizer):
         return self.state[parameter]
 
     # -- for engines, checkpoints and estimates ----------------------------------------------------------
-
-    @property
-    def parts(self) -> Mapping[str, Optimizer]:
-        """The optimizers behind this object, by the names that recipes say; empty: itself alone."""
-        return {}
 
     def part_of(self, group: Mapping[str, Any]) -> Optimizer:
         """Returns the optimizer that updates the parameters of a group."""
@@ -107,18 +105,14 @@ class SeveralOptimizers(Optimizer):
     def __init__(self, parts: Mapping[str, Optimizer], groups: list[dict[str, Any]]) -> None:
         """parts: by the name that a group says in "optimizer"; groups: those of all parts, in the order of the run."""
         super().__init__(groups, {})
-        self._parts = dict(parts)
+        self.parts = parts
         self.elementwise = all(part.elementwise for part in parts.values())
 
-    @property
-    def parts(self) -> Mapping[str, Optimizer]:
-        return self._parts
-
     def part_of(self, group: Mapping[str, Any]) -> Optimizer:
-        return self._parts[group["optimizer"]]
+        return self.parts[group["optimizer"]]
 
     def step(self, closure: None = None) -> None:
-        for name, part in self._parts.items():
+        for name, part in self.parts.items():
             # DeepSpeed puts other groups here for a while, one at a time.
             part.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
             part.state = self.state

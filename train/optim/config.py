@@ -8,7 +8,7 @@ import re
 from typing import Any, Literal
 
 from matmix.model.parameter_rules import ParameterRule
-from matmix.train.errors import require
+from matmix.train.errors import require, require_at_least
 
 RULE = "optimizer.rule"
 
@@ -97,9 +97,8 @@ class OptimizerConfig:
             f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
         )
         require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
-        require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay}")
+        require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0)
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")
-        require(self.max_grad_norm >= 0, f"optimizer.max_grad_norm must be >= 0, got {self.max_grad_norm}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,10 +117,9 @@ class ScheduleConfig:
     """wsd only: length of the final decay, a share of all steps if below 1, else a number of steps."""
 
     def __post_init__(self) -> None:
-        require(self.warmup >= 0, f"schedule.warmup must be >= 0, got {self.warmup}")
+        require_at_least(self, "schedule.", warmup=0, decay=0)
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
-        require(self.decay >= 0, f"schedule.decay must be >= 0, got {self.decay}")
 
 
 def _length(value: float, steps: int) -> float:
@@ -160,6 +158,6 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.decay < 1, f"ema.decay must be at least 0 and below 1, got {self.decay}")
-        require(self.every >= 1, f"ema.every must be >= 1, got {self.every}")
+        require_at_least(self, "ema.", every=1)
         given = self.warmup or self.every != 1
         require(bool(self.decay) or not given, "ema.warmup and ema.every need ema.decay, such as 0.9999")

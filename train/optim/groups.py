@@ -6,6 +6,7 @@ By their shapes matrices and embeddings are decayed, and vectors (norms, biases,
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import fnmatch
@@ -123,16 +124,13 @@ def _heights(names: Iterable[str]) -> dict[str, int]:
 def _matched(patterns: Iterable[str], names: Collection[str], where: str) -> list[str]:
     """Returns the names that any of the patterns is for, in their order. Raises ValueError (one line) for a pattern
     that is for none; where: the patterns, for the message."""
+    matched: set[str] = set()
     for pattern in patterns:
-        if not matches_any(pattern, names):
+        if not (own := [name for name in names if fnmatch.fnmatchcase(name, pattern)]):
             near = ", ".join(_nearest(pattern, names))
             raise ValueError(f'{where} "{pattern}" matches no parameter of this model; the nearest: {near}')
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def matches_any(pattern: str, names: Iterable[str]) -> bool:
-    """Returns whether a pattern of a rule is for any of these parameters."""
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+        matched.update(own)
+    return [name for name in names if name in matched]
 
 
 def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
@@ -251,8 +249,5 @@ def rule_words(group: ParameterGroup) -> str:
 
 def short_names(names: Iterable[str]) -> list[str]:
     """Returns names with * for the number of a layer, and how many there are of each."""
-    counts: dict[str, int] = {}
-    for name in names:
-        short = re.sub(r"\.\d+(?=\.)", ".*", name)
-        counts[short] = counts.get(short, 0) + 1
+    counts = collections.Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names)
     return [f"{name} of {count} layers" if count > 1 else name for name, count in counts.items()]
