@@ -107,8 +107,7 @@ class LocalCopies:
         return kept if all(isinstance(name, str) for name, *_ in kept) else []
 
     def _find(self, kept: list[_Kept], after: int) -> dict[int, tuple[str, bytes]]:
-        """Returns the copies here that count: step -> hash of what it says of itself, the same on all nodes, and its
-        manifest."""
+        """Returns the copies here that count: step -> hash of what it says, the same on all nodes, and its manifest."""
         copies = {}
         for step in list_steps(self.folder):
             path = self.path(step)
@@ -219,8 +218,8 @@ class LocalCopies:
     # -- while training ----------------------------------------------------------------------------------
 
     def has_room(self, size: int) -> bool:
-        """Returns whether every node has room for two copies; else no more are made, and a line says so. size: of this
-        rank's."""
+        """Returns whether every node has room for two copies of such a `size`; else no more are made, and a line says
+        so."""
         sizes = [sum(parts) for parts in self._by_node(size)]
         if self._shares:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]

@@ -45,8 +45,7 @@ class Store:
     """The place where the checkpoints of a run are written, and where they count: a folder that all ranks see."""
 
     def __init__(self, directory: Path, where: str = "", folder: FolderGroup | None = None) -> None:
-        """where: the name that the user knows the place by; folder: the ranks that share `directory`, by default
-        all."""
+        """where: what the user calls the place; folder: the ranks that share `directory`, by default all."""
         self.directory, self.where = directory, where or str(directory)
         self.folder = folder or FolderGroup.of_all()
 
@@ -77,8 +76,7 @@ class Store:
         """Removes from `directory`, on a rank that leads it, what else may go after a save that failed."""
 
     def remove_all_but(self, written: int, keep: Keep) -> None:
-        """Removes, on all ranks, the checkpoints that need not stay beside that of `written`, which is known to be
-        valid."""
+        """Removes, on all ranks, the checkpoints that need not stay beside that of `written`, which is valid."""
         if self.folder.leads:
             self.remove_here({written, *keep(filter(self.looks_whole, self.steps()))})
 
@@ -211,7 +209,7 @@ class CheckpointManager:
         return None
 
     def wait(self) -> int | None:
-        """Waits for a save in the background; returns its step if the storage failed, else None. Raises its other
+        """Waits for a save in the background; returns its step if the storage failed, else None. Raises other
         errors."""
         running, self._running = self._running, None
         if running is None or running.saved.result():

@@ -80,8 +80,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
-    """Returns the manifest that `raw` holds. Raises ValueError (one line) where its root, form or directory's name is
-    wrong."""
+    """Returns the manifest that `raw` holds. Raises ValueError (one line) for a wrong root, form or directory's
+    name."""
     damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
     end = len(_HEAD) + 64
     if raw.startswith(_HEAD) and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
@@ -196,9 +196,8 @@ class Listing:
 
 
 def list_checkpoints(directory: str | Path, *, verify: Callable[[Path], str | None] | None = None) -> Listing:
-    """Lists what is in a run's folder `checkpoints`; a run may be writing to it meanwhile. Imports no torch. verify:
-    says what is wrong with a checkpoint, as `find_problem` does, which reads every file; without it, only sizes are
-    looked at."""
+    """Lists what is in a run's folder `checkpoints`, to which a run may be writing. Imports no torch. verify: says what
+    is wrong with a checkpoint, as `find_problem` does, which reads every file; without it, only sizes are looked at."""
     directory = Path(directory)
     checkpoints = []
     for step in list_steps(directory):

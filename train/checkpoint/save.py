@@ -143,8 +143,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """Returns the states of Python's, NumPy's and torch's generators (CPU, and the CUDA device in use) as JSON
-    values."""
+    """Returns the states of Python's, NumPy's and torch's generators (CPU, and the CUDA device in use) for JSON."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {

@@ -61,8 +61,8 @@ class HostMemory:
 
     @torch.no_grad()
     def copy(self, state: State) -> State:
-        """Returns a copy of `state` that nothing changes until the next one: its tensors are on the CPU, and those that
-        share memory share it in the copy.
+        """Returns a copy of `state` on the CPU that nothing changes until the next one; memory that tensors share is
+        shared.
 
         state: dicts, lists and tuples in each other, with tensors, DTensors and anything else that can be copied.
         """
@@ -92,7 +92,7 @@ class HostMemory:
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """Returns the OSError that `error` is, was caused by, or hides (torch reports a failed write as RuntimeError), or
+    """Returns the OSError that `error` is, was caused by, or hides (torch's failed writes are RuntimeErrors), or
     None."""
     seen = error
     while seen is not None:
@@ -135,9 +135,8 @@ class Engine(abc.ABC):
     def prepare(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
 
-        initialize: fills parameters and buffers in place, sharded (DTensor) or not; what it leaves alone keeps its
-        weights, unless the model was on the meta device. make_optimizer: builds the optimizer from the model as the
-        engine left it.
+        initialize: fills parameters and buffers in place, sharded (DTensor) or not; may leave alone what is not on the
+        meta device. make_optimizer: builds the optimizer from the model as the engine left it.
         """
         config = self.config
         mode, selective_by = config.activation_checkpointing, config.selective_by
@@ -197,21 +196,19 @@ class Engine(abc.ABC):
         is until the next one; without, it is good until the next step."""
 
     def load(self, state: FullState) -> None:
-        """Takes over weights, buffers, moments and step counts from the state of any engine, of which a rank reads what
-        it holds. Options of the optimizer stay. Raises ValueError, before anything changes, if there is no room for
-        it."""
+        """Takes over all that the state of any engine holds but the options of the optimizer; a rank reads what it
+        needs. Raises ValueError, before anything changes, if there is no room for it."""
         wanted = state_to_fill(self.optimizer, dict(self.module.named_parameters()), state)
         self.load_weights(state)
         for key, tensor in wanted.items():
             fill(tensor, state, key)
 
     def load_weights(self, state: FullState) -> None:
-        """Takes over the weights and buffers that `state` has; others stay as they are, and so do rows that it
-        lacks."""
+        """Takes over the weights and buffers that `state` has; others stay as they are, as do rows that it lacks."""
         load_weights(self.named_tensors(), state)
 
     def layout(self) -> dict[str, Any]:
-        """Returns what a checkpoint's reader must know: kind of engine, number of ranks, names and full shapes of all
+        """Returns what a checkpoint's reader must know: kind of engine, number of ranks, names and shapes of all
         tensors."""
         return {"engine": self.kind, "world_size": self.world_size, "shapes": self.shapes()}
 
@@ -228,8 +225,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copied_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields name (as in a checkpoint) and this rank's part of what other ranks hold a copy of, as the same
-        bits."""
+        """Yields name (as in a checkpoint) and this rank's part of what other ranks hold a copy of, bit for bit."""
 
     @abc.abstractmethod
     def common_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,8 +254,7 @@ class Engine(abc.ABC):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns every rank's `tensor`, stacked in order of rank, on every rank; NaN and infinity arrive as they
-        are."""
+        """Returns every rank's `tensor`, stacked in order of rank, on every rank; NaN and infinity arrive as such."""
         if not is_distributed():
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.world_size * tensor.numel())

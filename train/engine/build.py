@@ -7,8 +7,7 @@ from matmix.train.process.distributed import Distributed
 
 
 def build_engine(config: EngineConfig, distributed: Distributed, mesh: Mesh | None = None) -> Engine:
-    """Returns the engine of `config.name`; mesh: that of the run. Raises ValueError (one line) where it does not
-    fit."""
+    """Returns the engine of `config.name`; mesh: that of the run. Raises ValueError (one line) if it does not fit."""
     mesh = mesh or make_mesh(config, distributed)
     if config.kind == "deepspeed":
         from matmix.train.engine.zero import PartitionedEngine, ZeroEngine

@@ -67,8 +67,7 @@ def clip_groups(
 def agree_on_norms(
     norms: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the largest of the copies' `norms`, a NaN above all, and whether their `own` norms differed (0-dim,
-    bool).
+    """Returns the largest of the copies' `norms`, a NaN above all, and whether their `own` norms differed, 0-dim bool.
 
     norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies. The host does not wait.
     """

@@ -110,8 +110,7 @@ class CheckpointFiles(FullState):
 
     @staticmethod
     def shards(files: Iterable[str]) -> set[str]:
-        """Returns those `files` of which the others say what lies in them: a rank reads those alone that `files_for`
-        names."""
+        """Returns those `files` of which a rank reads only what `files_for` names; the others say what lies in them."""
         return set()
 
     def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:

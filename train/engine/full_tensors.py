@@ -32,7 +32,7 @@ class TensorFiles(FullState):
     """Tensors in .safetensors files, of which only the rows that are asked for are read."""
 
     def __init__(self, paths: Iterable[Path], damaged: str) -> None:
-        """damaged: the beginning of errors. Raises ValueError (one line) for an unknown format or dtype, and a tensor
+        """damaged: the beginning of errors. Raises ValueError (one line) for an unknown format or dtype, or a tensor
         twice."""
         self.entries: dict[str, Entry] = {}
         self._files = {}

@@ -35,8 +35,7 @@ assert _READERS.keys() == COUNTS.keys()
 
 
 def files_of(kind: Any) -> type[CheckpointFiles]:
-    """Returns what reads the files of a checkpoint whose layout calls its engine so. Raises ValueError for other
-    names."""
+    """Returns what reads the files of a checkpoint whose layout calls its engine so. Raises ValueError for others."""
     if kind not in _READERS:
         raise ValueError(f"no engine is called {kind!a}")
     return _READERS[kind]

@@ -166,7 +166,7 @@ class Mesh(MeshShape):
 
 
 def make_mesh(config: EngineConfig, distributed: Distributed) -> Mesh:
-    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) where their number does not
+    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) if their number does not
     fit."""
     return Mesh(dimensions_of(config, distributed.world_size), distributed.rank, distributed.device)
 

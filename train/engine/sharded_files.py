@@ -110,8 +110,8 @@ class ShardedFiles(CheckpointFiles):
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, list[Chunk]]]:
-    """Returns exactly the tensors that the checkpoint's `layout` names, and the chunks of each. Raises ValueError (one
-    line) for anything else."""
+    """Returns exactly the tensors that the `layout` names, and the chunks of each. Raises ValueError (one line) for
+    others."""
     try:
         return _checked(read_json(directory / INDEX), directory, layout)
     except FileNotFoundError:

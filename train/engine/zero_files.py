@@ -35,15 +35,14 @@ _CLASSES = [
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """Returns the contents of one file: tensors, which stay on the disk until they are touched, and plain values
-    alone."""
+    """Returns the contents of one file: tensors, left on the disk until they are touched, and plain values alone."""
     with torch.serialization.safe_globals(_CLASSES):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 @contextlib.contextmanager
 def _holding(directory: Path) -> Iterator[None]:
-    """Turns what files of another form raise into a ValueError (one line). They are no accident: their hashes were
+    """Turns what files of another form raise into a ValueError (one line). They are none by accident: hashes were
     right."""
     try:
         yield
@@ -53,8 +52,7 @@ def _holding(directory: Path) -> Iterator[None]:
 
 
 def make_files() -> Any:
-    """Returns what a DeepSpeed engine writes its files with, which keeps them in `contents`. (Its base class is
-    imported late.)"""
+    """Returns what a DeepSpeed engine writes its files with, which keeps them in `contents`."""
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
     class Files(TorchCheckpointEngine):

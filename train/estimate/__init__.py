@@ -29,8 +29,8 @@ FLOAT = 4  # bytes of an element of weights, gradients and moments
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active: bytes of the storages that ops have made and that are still alive, a record after every op, and the
-    number of those that compute, which views do not.
+    """While active: counts bytes of living storages that ops have made, a record after every op, and the ops that
+    compute.
 
     Freed storages report themselves through weak references, so that a step of thousands of ops costs no search.
     """
@@ -90,11 +90,8 @@ class StepMemory:
     computed: int  # ops that compute; a fused op counts as one
 
     def peak(self, *, standing: float = 0.0, share: float = 1.0) -> tuple[float, float]:
-        """(gradients, activations and temporaries) in bytes at the moment when their sum is greatest.
-
-        standing: bytes of gradients that are there before this micro-batch and stay. share: how much of a gradient that
-        this micro-batch completes stays on this rank.
-        """
+        """(gradients, activations and temporaries) in bytes at the moment when their sum is greatest. standing: bytes
+        of gradients from before that stay. share: how much of a complete gradient stays on this rank."""
         return max(((standing + grown * share, rest) for rest, grown in self.timeline), key=sum)
 
 
@@ -138,8 +135,7 @@ _simulated: dict[str, StepMemory] = {}
 
 
 def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
-    """Returns what `simulate_step` would, from two small batches: memory is linear in the number of sequences.
-    Cached."""
+    """Returns what `simulate_step` would, from two small batches, as memory is linear in their number. Cached."""
     # What does not change memory must not make another entry in the cache.
     same = RunConfig(
         model=config.model,

@@ -61,11 +61,9 @@ class Plan:
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Returns `config` with a vocabulary and a number of outputs: where they are left to the data, the data's as far as
-    it is on this machine, else a usual vocabulary.
-
-    Raises ValueError (one line) for a damaged manifest, or generated samples whose options do not fit.
-    """
+    """Returns `config` with vocabulary and outputs: where they are left to the data, the data's if it is on this
+    machine, else usual ones. Raises ValueError (one line) for a damaged manifest, or generated samples that do not
+    fit."""
     model, facts = config.model, config.modality.facts_here(config.data)
     if model.model_class.takes_head and not model.head.outputs and facts.outputs:
         model = with_outputs(model, facts)
@@ -75,10 +73,8 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def with_steps_of_epochs(config: RunConfig) -> tuple[RunConfig, str]:
-    """`config` with the steps of its epochs, and where their number is from, in words; "" where it is given in steps.
-
-    Where the data is not on this machine, or has to be read through to be counted, the steps stay what they are.
-    """
+    """Returns `config` with the steps of its epochs, and where their number is from in words; "" where it is given in
+    steps. Where the data is not here, or has to be read through to be counted, the steps stay what they are."""
     if not config.epochs:
         return config, ""
     told = f"epochs = {config.epochs:g}"
@@ -101,18 +97,15 @@ def vocabulary_words(config: RunConfig) -> str:
 
 
 def kept_tensors(config: RunConfig, model: Backbone) -> list[torch.Tensor]:
-    """Returns what the optimizer of a run will keep of the parameters of `model`, but for numbers, on the meta
-    device."""
+    """Returns what the optimizer will keep of the parameters of `model`, but for numbers, on the meta device."""
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
     states = optimizer.entries(dict(model.named_parameters())).values()
     return [tensor for state in states for tensor in state.values() if tensor.dim()]
 
 
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
-    """Plans `config` on `ranks` processes; mode: checkpointing of activations, None = as the config says.
-
-    Raises ValueError where the batch does not divide.
-    """
+    """Plans `config` on `ranks` processes; mode: of checkpointing activations. Raises ValueError if they do not divide
+    the batch."""
     config = with_vocabulary(config)
     model = build_model(config.model, device="meta")
     task, data_size = config.task(), config.data_size(ranks)
@@ -160,8 +153,7 @@ def print_plans(phases: Sequence[RunConfig]) -> int:
 
 
 def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
-    """Prints the plan for the number of ranks in WORLD_SIZE (one where unset); after_another: what it begins with may
-    not be there yet."""
+    """Prints the plan for the ranks in WORLD_SIZE; after_another: what it begins with may not be there yet."""
     beginning = "weights drawn by the seed"
     if has_begun(config):
         beginning = f"the newest checkpoint in {config.run_dir}"

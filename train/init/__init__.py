@@ -48,8 +48,7 @@ class InitSource:
 
 
 class _Mapped(FullState):
-    """Tensors that may lie in the map of a file, in any type of numbers: only what is asked for is read, and made
-    float32."""
+    """Tensors of any type, maybe in the map of a file: only what is asked for is read, and made float32."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {MODEL + name: tensor for name, tensor in tensors.items()}
@@ -66,10 +65,8 @@ class _Mapped(FullState):
 
 
 def source_of(init: InitConfig) -> InitSource:
-    """Opens what `init.from` names. Called on all ranks; of what lies at a URL, one rank of each node fetches a copy.
-
-    Raises FileNotFoundError or ValueError (one line).
-    """
+    """Opens what `init.from` names, on all ranks; of what lies at a URL, one rank of each node fetches a copy. Raises
+    FileNotFoundError or ValueError (one line)."""
     path, fetched = Path(init.from_), None
     if is_url(init.from_):
         node = FolderGroup.of_node()
@@ -83,8 +80,8 @@ def source_of(init: InitConfig) -> InitSource:
 
 
 def _find(path: Path, fetched: Path | None, init: InitConfig) -> Callable[[], InitSource]:
-    """Returns what opens a source. fetched: the checkpoint of a run, where it is known to be whole. The ranks share the
-    check of others."""
+    """Returns what opens a source. fetched: the whole checkpoint of a run, where it is known. The ranks share the
+    check."""
     if not path.exists():
         raise FileNotFoundError(f"init.from: there is no {init.from_}")
     if (path / "config.toml").is_file():
@@ -141,8 +138,8 @@ def _tokenizer_in(folder: Path) -> Tokenizer | None:
 
 
 def _put_around(tokenizer: Tokenizer | None) -> tuple[str, str]:
-    """Returns the names of the special tokens that an export's tokenizer puts before and after a text. That of a
-    language model puts none after it, as prompts go on: its documents end with eos where there is such a token."""
+    """Returns the names of the special tokens that an export's tokenizer puts around a text; that of a language model
+    ends none, as prompts go on: its documents end with eos where there is such a token."""
     if not isinstance(tokenizer, FastTokenizer):
         return "none", "none"
     special, text = tokenizer.special, tokenizer.backend.encode("a", add_special_tokens=True).ids

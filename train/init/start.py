@@ -73,10 +73,7 @@ class _Taken(RenamedState):
 
 def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None) -> None:
     """Fills the model of `engine`, as the seed has drawn it, with what `config.init` takes of its source, and says so
-    in one line. Called on all ranks; tokenizer: of the data.
-
-    Raises FileNotFoundError or ValueError (one line), before anything changes, for what does not fit.
-    """
+    in one line, on all ranks. Raises FileNotFoundError or ValueError (one line), before anything changes."""
     source = source_of(config.init)
     check_tokenizers(source, tokenizer, config.init)
     shapes = {name: tuple(shape) for name, shape in engine.shapes().items()}
@@ -88,8 +85,8 @@ def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None
 
 
 def load_start(model: Backbone, source: InitSource) -> None:
-    """Fills a whole model on one device with the weights of `source`, which has all of them; a head that the model has
-    no use for is left. Raises ValueError (one line) for what does not fit."""
+    """Fills a whole model on one device with the weights of `source`, which has all of them and maybe a head that is
+    left. Raises ValueError (one line) for what does not fit."""
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model)}
     start = plan_start(source, model.config, shapes, InitConfig())
     assert not start.new, "an architecture of the source's own has no new weights"
@@ -98,8 +95,8 @@ def load_start(model: Backbone, source: InitSource) -> None:
 
 
 def planned_start(config: RunConfig) -> tuple[RunConfig, str]:
-    """Says in one line what a run of `config` would begin with; returns before that `config` with the source's
-    vocabulary, where it leaves that to the data. Raises as `start_weights`."""
+    """Returns `config`, with the source's vocabulary where it leaves that to the data, and a line that says what its
+    run would begin with. Raises as `start_weights`."""
     source = source_of(config.init)
     if not config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=source.model.vocab_size)
@@ -202,8 +199,7 @@ def _grown(
 
 
 def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: InitConfig) -> None:
-    """Raises ValueError (one line) where ids of the source stand for other pieces in the data, whose tokenizer may only
-    have more of them."""
+    """Raises ValueError (one line) where ids of the source stand for other pieces in the data, which may have more."""
     theirs = source.tokenizer
     if init.other_tokenizer or tokenizer is None or theirs is None or tokenizer.sha256 == theirs.sha256:
         return

@@ -17,8 +17,8 @@ FALLBACK = "adamw"
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
-    """Returns the optimizer of this name, or the one of your own that "my_package.module:Name" stands for. Raises
-    ValueError (one line) where there is none, or where it does not say what it keeps."""
+    """Returns the optimizer of this name, or your own of "my_package.module:Name". Raises ValueError (one line) where
+    there is none, or where it does not say what it keeps."""
     kind = find_part(name, OPTIMIZERS, "optimizer", Optimizer)
     if kind.new_state is Optimizer.new_state:
         raise ValueError(f"optimizer {name!r} does not say what it keeps of each parameter: it has no method new_state")

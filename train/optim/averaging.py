@@ -64,8 +64,7 @@ def decay_at(step: int, config: EmaConfig) -> float:
 
 @torch.no_grad()
 def swap_average(weight: torch.Tensor, state: Mapping[str, Any] | None) -> None:
-    """Puts the average into the weight's place and the weight into the average's, if it has one; state: what the
-    optimizer keeps of it. Twice leaves every bit as it was."""
+    """Lets a weight and its average change places, if the optimizer's `state` of it has one. Twice leaves every bit."""
     if state and AVERAGE in state:
         here, there = local_part(weight.detach()), local_part(state[AVERAGE])
         kept = here.clone()

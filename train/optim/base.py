@@ -20,8 +20,8 @@ State = dict[str, torch.Tensor]
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer that a recipe can name. Engines, checkpoints, conversions and estimates of memory ask it for what it
-    keeps of each parameter and know no optimizer by name.
+    """An optimizer that a recipe can name. Engines, checkpoints and estimates ask it for what it keeps of each
+    parameter.
 
     `param_groups` come with "lr", "weight_decay", the "param_names" of their "params" and what engines and the loop
     need; `step` reads them and changes parameters in place. Parameters may be parts of the model's: sharded (DTensor),
@@ -52,11 +52,11 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def new_state(self, parameter: torch.Tensor) -> State:
-        """Makes all that is kept of `parameter`, as it is before the first step: new tensors on the parameter's device.
+        """Makes all that is kept of `parameter` before the first step: new tensors on its device, maybe the meta
+        device.
 
         Numbers, such as a count of steps, are 0-dim tensors. An entry in the parameter's shape comes from
-        `torch.zeros_like(parameter)`, so that it is sharded as the parameter is. The parameter may be on the meta
-        device, for those who want to know shapes and dtypes alone.
+        `torch.zeros_like(parameter)`, so that it is sharded as the parameter is.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method new_state")
 
@@ -87,11 +87,8 @@ class Optimizer(torch.optim.Optimizer):
         return ((name, state) for name, one, _ in self.named_parameters() if (state := self.state.get(one)))
 
     def entries(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, State]:
-        """Returns what is kept of each of the model's parameters once it is updated: tensors on the meta device, in the
-        shapes that belong to whole parameters.
-
-        parameters: by name, sharded or not.
-        """
+        """Returns what is kept of each of the model's `parameters`, sharded or not, once it is updated: tensors on the
+        meta device in the shapes of whole parameters."""
         return {
             name: self.whole_state(torch.empty(full_shape(parameters[name]), device="meta"), group)
             for group in self.param_groups
@@ -121,8 +118,7 @@ class SeveralOptimizers(Optimizer):
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Returns whether it is a DTensor. To name that class means to import it, which takes half a second that a start on
-    one process has no use for."""
+    """Returns whether it is a DTensor, without the import of that class, which takes half a second of a start."""
     return hasattr(tensor, "to_local")
 
 

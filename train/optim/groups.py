@@ -71,11 +71,8 @@ class _Treatment:
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> list[ParameterGroup]:
-    """Returns the groups of the trainable parameters of `model`, on the meta device, sharded or not.
-
-    seqlen: length of the training sequences. Raises ValueError (one line) for a rule that matches nothing or cannot
-    apply to what it matches.
-    """
+    """Returns the groups of the trainable parameters of `model`, on the meta device, sharded or not; seqlen: of the
+    training sequences. Raises ValueError (one line) for a rule that matches nothing or cannot apply."""
     shapes = {name: full_shape(p) for name, p in model.named_parameters() if p.requires_grad}
     treatments = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
     for name, (owner, rule) in stated_rules(model, seqlen).items():
@@ -112,8 +109,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
 
 
 def _heights(names: Iterable[str]) -> dict[str, int]:
-    """Returns how far below the output each parameter lies: those of the last layer 1, embeddings one more than the
-    first."""
+    """Returns how far below the output each parameter lies: the last layer 1, embeddings one more than the first."""
     layers = {name: int(match[1]) for name in names if (match := re.match(r"blocks\.(\d+)\.", name))}
     depth = 1 + max(layers.values(), default=-1)
     return {
@@ -122,8 +118,8 @@ def _heights(names: Iterable[str]) -> dict[str, int]:
 
 
 def _matched(patterns: Iterable[str], names: Collection[str], where: str) -> list[str]:
-    """Returns the names that any of the patterns is for, in their order. Raises ValueError (one line) for a pattern
-    that is for none; where: the patterns, for the message."""
+    """Returns the names that any of the patterns is for, in their order. Raises ValueError (one line, beginning with
+    `where`) for a pattern that is for none."""
     matched: set[str] = set()
     for pattern in patterns:
         if not (own := [name for name in names if fnmatch.fnmatchcase(name, pattern)]):
@@ -182,12 +178,11 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: EmaConfig | None = None) -> Optimizer:
-    """Makes the optimizer of the trainable parameters of `model`, sharded or not, with the average of them that `ema`
-    asks for: the one that `config` names, or several as one where rules or shapes ask for others.
+    """Makes the optimizer that `config` names, or several as one where rules or shapes ask for others, of the trainable
+    parameters of `model`, sharded or not, with the average of them that `ema` asks for.
 
     Its groups say beside torch's options "lr_factor", for whoever sets "lr", "clip_group" and "clip", for the engine
-    that clips, and "optimizer", the name of the one that updates them. Raises ValueError as `parameter_groups` does,
-    and for a name or options that there are not.
+    that clips, and "optimizer". Raises ValueError as `parameter_groups` does, and for unknown names or options.
     """
     parameters = dict(model.named_parameters())
     groups = [
@@ -213,8 +208,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: 
 
 
 def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:
-    """Returns what a checkpoint keeps of rules: name -> [factor on the rate, own clipping norm or 0], where one has
-    either."""
+    """Returns what a checkpoint keeps of rules: name -> [factor on the rate, own clipping norm or 0]."""
     return {
         name: [group.lr, 0.0 if group.clip_group == OTHERS else group.clip]
         for group in groups
@@ -224,10 +218,7 @@ def rule_record(groups: Iterable[ParameterGroup]) -> dict[str, list[float]]:
 
 
 def changed_rules(before: Mapping[str, list[float]], groups: Iterable[ParameterGroup]) -> str:
-    """Says in one line how rates and clipping differ from those of a checkpoint; "" where they do not.
-
-    before: its `rule_record`.
-    """
+    """Says in one line how rates and clipping differ from `before`, a checkpoint's `rule_record`; "" if they do not."""
     groups = list(groups)
     now, parts = rule_record(groups), []
     for group in groups:

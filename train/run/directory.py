@@ -209,8 +209,7 @@ def refused_changes(changes: Iterable[Change]) -> str:
 
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
-    """Raises ValueError unless `tokenizer` is that of a checkpoint whose `extra` is `saved`; None = the data has no
-    tokens."""
+    """Raises ValueError unless `tokenizer` is the one in a checkpoint's `extra`; None = the data holds no tokens."""
     if tokenizer is None:
         return
     wanted = str(saved.get("tokenizer_sha256"))

@@ -62,8 +62,7 @@ class RunLock:
     def acquire(self) -> None:
         """Takes the lock, and makes the directory if there is none. On a file system without locks a warning says so.
 
-        Raises ValueError (one line) that names the owner, where there is one; OSError where the directory cannot be
-        written.
+        Raises ValueError (one line) that names the owner, if there is one; OSError if the directory cannot be written.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -113,7 +112,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_earlier_attempt(owner: dict[str, Any]) -> bool:
-    """Returns True for an earlier start of this same job, whose node died: the file server does not know yet."""
+    """Returns True for an earlier start of this same job on a node that died: the file server does not know yet."""
     attempt = str(owner.get("attempt") or "")
     return attempt != attempt_id() and job_of(attempt) == job_of(attempt_id())
 

@@ -34,8 +34,7 @@ class UploadedStore(Store):
     """Checkpoints of a run at a URL: written into each node's folder, then uploaded; only what is uploaded counts."""
 
     def __init__(self, sync: RunSync, *, up_to_date: bool, keep_last: int) -> None:
-        """sync: rank 0 holds its lease; up_to_date: this node took part in the last start; keep_last: checkpoints in
-        its folder."""
+        """sync: rank 0 holds its lease; up_to_date: this node took part in the last start; keep_last: of those here."""
         super().__init__(sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}", FolderGroup.of_node())
         self.sync, self.up_to_date, self.keep_last = sync, up_to_date, keep_last
         self._is_first = rank_and_world_size()[0] == 0

@@ -118,8 +118,7 @@ class RunSync:
         return [(name, step) for name, step in steps if step is not None]
 
     def withdraw(self, step: int) -> None:
-        """Makes a checkpoint at the URL invalid before other files take its place. Raises LeaseLostError if the run is
-        lost."""
+        """Makes a checkpoint at the URL invalid before other files take its place. Raises LeaseLostError."""
         self.lease.check()
         self.at(step).remove([MANIFEST])
 
@@ -130,7 +129,7 @@ class RunSync:
         self.push_records()
 
     def publish(self, step: int) -> None:
-        """Makes an uploaded checkpoint valid. Raises RemoteError if it is not at the URL, whole, and LeaseLostError."""
+        """Makes an uploaded checkpoint valid. Raises RemoteError if it is not whole at the URL, and LeaseLostError."""
         self.lease.check()
         remote, files = self.at(step), read_manifest(self.path(step))["files"]
         there = remote.sizes()
@@ -187,8 +186,8 @@ class RunSync:
                 raise ValueError(f"checkpoint {target} is damaged: {name} does not match its checksum")
 
     def outline(self, whole: bool) -> None:
-        """Puts all checkpoints of the URL here: manifests, and the other files with no content but the right size.
-        whole: with it."""
+        """Puts all checkpoints of the URL here: manifests, and other files of the right size but, unless `whole`, no
+        content."""
         sizes = self.remote.sizes(CHECKPOINTS)
         self.remote.download_all([n for n in sizes if whole or n.endswith(f"/{MANIFEST}")], self.folder)
         for name, size in sizes.items():

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Reader(RunSync):
-    """A folder with what this process has read of a run at a URL, its own until it ends: nobody else changes what is in
-    it."""
+    """A folder with what this process has read of a run at a URL, its own until it ends: nobody else changes it."""
 
     def __init__(self, url: str, use: str) -> None:
         """use: a part of the folder's name. Processes that read at the same time have a folder each."""
@@ -93,7 +92,7 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
 
 
 def local_outline(run: str | Path, *, whole: bool = False) -> Path:
-    """Returns a run directory as `fetch_run` does, but with all checkpoints as `RunSync.outline` puts them."""
+    """Returns a run directory as `fetch_run` does, with all checkpoints as `RunSync.outline` puts them there."""
     if not is_url(run):
         return Path(run)
     reader = _reader(str(run), "outline")
