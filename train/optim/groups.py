@@ -122,7 +122,7 @@ def _matched(patterns: Iterable[str], names: Collection[str], where: str) -> lis
     `where`) for a pattern that is for none."""
     matched: set[str] = set()
     for pattern in patterns:
-        if not (own := [name for name in names if fnmatch.fnmatchcase(name, pattern)]):
+        if not (own := fnmatch.filter(names, pattern)):
             near = ", ".join(_nearest(pattern, names))
             raise ValueError(f'{where} "{pattern}" matches no parameter of this model; the nearest: {near}')
         matched.update(own)

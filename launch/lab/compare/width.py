@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.optim.config import RuleConfig
-from matmix.train.optim.groups import matches_any, parameter_groups
+from matmix.train.optim.groups import parameter_groups
 from matmix.train.recipe import config_to_dict, differences
 
 HEADDIM_FACTOR = 1.5
@@ -184,7 +185,7 @@ def _with_checked_rules(config: RunConfig, is_control: bool) -> RunConfig:
 
 def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
     """Returns the rule with those of its patterns that match a name; None where none does."""
-    patterns = tuple(pattern for pattern in rule.patterns if matches_any(pattern, names))
+    patterns = tuple(pattern for pattern in rule.patterns if fnmatch.filter(names, pattern))
     if patterns == rule.patterns:
         return rule
     return dataclasses.replace(rule, match=patterns) if patterns else None
