@@ -91,13 +91,14 @@ def published_layer(layer: Hydra, causal: peers.CausalScan, norm: peers.Op) -> C
     vectors = (layer.config.ngroups, layer.config.d_state)
 
     def forward(u: Tensor) -> Tensor:
-        widths = [layer.d_inner, layer.d_inner + 4 * layer.d_group, layer.nheads, layer.nheads]
+        inner, group = layer.form.inner, layer.form.group_width
+        widths = [inner, inner + 4 * group, layer.nheads, layer.nheads]
         z, xbc, dt_forward, dt_backward = layer.in_proj(u).split(widths, -1)
         decay = -torch.exp(layer.A_log.float())
         steps = [F.softplus(dt + layer.dt_bias) for dt in (dt_forward, dt_backward)]
         conv, padding = layer.conv1d, layer.config.d_conv // 2
         xbc = F.conv1d(xbc.transpose(1, 2), conv.weight, conv.bias, padding=padding, groups=conv.groups)
-        x, *bc = F.silu(xbc.transpose(1, 2)).split([layer.d_inner, *[layer.d_group] * 4], -1)
+        x, *bc = F.silu(xbc.transpose(1, 2)).split([inner, *[group] * 4], -1)
         k_forward, q_forward, k_backward, q_backward = (part.unflatten(-1, vectors) for part in bc)
         diagonal = F.linear(x, layer.fc_D.weight, layer.D)
         v = x.unflatten(-1, (layer.nheads, -1))

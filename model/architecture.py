@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class Architecture(nn.Module):
         return 1, False
 
     @classmethod
-    def resized_parameter(cls, name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+    def resized_parameter(cls, name: str, value: Tensor, config: Any) -> Tensor:
         """A parameter of a model that was trained on inputs of another size, as a model of `config` begins with it."""
         return value
 
     @classmethod
-    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
+    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> Tensor:
         """Returns zeros (batch_size, seqlen, ...) in the shape and dtype of the inputs of `forward`, on the default
         device; for estimates."""
         assert cls.inputs == "tokens", f"{cls.__name__} reads no tokens and says not what instead"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
@@ -35,21 +35,21 @@ class Backbone(Called, Architecture):
         self.config = config
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.n_layers))
 
-    def embed(self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None, **more: torch.Tensor) -> torch.Tensor:
+    def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None, **more: Tensor) -> Tensor:
         """Inputs (B, L, ...), such as token ids (B, L) or values (B, L, channels), -> the residual stream
         (B, L, d_model). With cu_seqlens, B is 1 and holds several documents. more: further inputs of `forward`."""
         raise NotImplementedError
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         """Maps the residual stream to the features that the output projection is applied to, of the same shape."""
         raise NotImplementedError
 
-    def pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def pool(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Maps the residual stream (n, d_model) of documents that stand one after the other, of `lengths` (ndocs,)
         int64, which may be 0, to one row for each, (ndocs, d_model). Called where `per_document` is true."""
         raise NotImplementedError
 
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor | None, Tensor | None]:
         """weight (outputs, d_model) and bias (outputs,) or None of the output projection; token models have vocab_size
         outputs. Without a weight the features are the outputs."""
         raise NotImplementedError
@@ -58,7 +58,7 @@ class Backbone(Called, Architecture):
         """The layer whose weight and bias `output_projection` gives; None where these are of other layers, too."""
         return None
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """The outputs (..., outputs) of features (..., d_model), on the device of the projection."""
         layer = self.output_layer()
         if layer is not None and is_quantised(layer):
@@ -70,15 +70,15 @@ class Backbone(Called, Architecture):
 
     def forward(
         self,
-        inputs: torch.Tensor,
+        inputs: Tensor,
         *,
-        cu_seqlens: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         max_seqlen: int | None = None,
-        select: torch.Tensor | None = None,
-        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
-        streams: list[torch.Tensor] | None = None,
-        **more: torch.Tensor | None,
+        select: Tensor | None = None,
+        readout: Callable[[Tensor, Tensor | None, Tensor | None], Any] | None = None,
+        streams: list[Tensor] | None = None,
+        **more: Tensor | None,
     ) -> Any:
         """The outputs, or whatever `readout` makes of the features.
 
@@ -123,11 +123,11 @@ class Backbone(Called, Architecture):
             inputs = in_one_row(inputs, indices)
             more = {name: in_one_row(value, indices) for name, value in more.items()}
 
-        def in_place(x: torch.Tensor) -> torch.Tensor:
+        def in_place(x: Tensor) -> Tensor:
             x = x.flatten(0, 1).to(inputs.device)  # blocks may be on several devices
             return x if indices is None else pad_back(x, indices, batch * length)
 
-        packed: list[torch.Tensor] | None = None if streams is None else []
+        packed: list[Tensor] | None = None if streams is None else []
         x = self.run_blocks(self.embed(inputs, cu_seqlens, **more), cu_seqlens, max_seqlen, streams=packed)
         if streams is not None:
             streams += (in_place(stream).unflatten(0, (batch, length)) for stream in packed)
@@ -140,7 +140,7 @@ class Backbone(Called, Architecture):
         outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 
-    def run_blocks(self, x: torch.Tensor, *arguments: Any, streams: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def run_blocks(self, x: Tensor, *arguments: Any, streams: list[Tensor] | None = None) -> Tensor:
         """The residual stream behind the last block, from that before the first. arguments: of each block besides;
         streams: a list that the streams before the first block and after each are added to."""
         for block in self.blocks:
@@ -151,7 +151,7 @@ class Backbone(Called, Architecture):
             streams.append(x)
         return x
 
-    def monitor(self) -> dict[str, torch.Tensor]:
+    def monitor(self) -> dict[str, Tensor]:
         """Scalars of the last forward pass to watch in training, such as the norms of MRU states, by layer."""
         return {
             f"blocks.{index}.{name}": value

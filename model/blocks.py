@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.calls import Called
 from matmix.model.config import ModelConfig
@@ -17,7 +17,7 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import ScanOrders
 
 
-def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+def activate(x: Tensor, name: str) -> Tensor:
     """gelu (exact), gelu_tanh, relu or silu."""
     if name == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
@@ -45,7 +45,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(hidden, config.d_model, bias=config.mlp_bias)
         self.init_rules = {"down.weight": normal_init(residual_std(config))}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down(activate(self.up(x), self.activation))
 
 
@@ -57,7 +57,7 @@ class LayerScale(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.d_model))
         self.init_rules = {"weight": constant_init(config.layer_scale)}
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: Tensor) -> Tensor:
         return y * self.weight
 
 
@@ -69,7 +69,7 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, y: Tensor) -> Tensor:
         if not self.training or self.rate == 0:
             return y
         kept = torch.rand(y.shape[0], *[1] * (y.dim() - 1), device=y.device) >= self.rate
@@ -105,22 +105,22 @@ class Block(Called):
 
     def forward(
         self,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         orders: ScanOrders | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if self.mixer is not None:
             x = self.add(x, self.mix(x, cu_seqlens, max_seqlen, orders), self.norm_mixer)
         return self.after_mixer(x)
 
     def mix(
         self,
-        x: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         orders: ScanOrders | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns what the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are
         given, then without cu_seqlens."""
         x = self.norm_mixer(x) if self.pre else x
@@ -131,13 +131,13 @@ class Block(Called):
         )
         return self.scale_mixer(y)
 
-    def after_mixer(self, x: torch.Tensor) -> torch.Tensor:
+    def after_mixer(self, x: Tensor) -> Tensor:
         """The MLP half."""
         if self.mlp is None:
             return x
         return self.add(x, self.scale_mlp(self.mlp(self.norm_mlp(x) if self.pre else x)), self.norm_mlp)
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    def add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """Add y to the stream, and normalise the sum in post-norm models."""
         x = x + self.drop_path(self.dropout(y))
         return x if self.pre else norm(x)
@@ -147,20 +147,18 @@ class Block(Called):
         weights."""
         return None if self.mixer is None else self.mixer.initial_state(batch_size, device)
 
-    def step_in_place(self, x: torch.Tensor, state: Any) -> torch.Tensor:
+    def step_in_place(self, x: Tensor, state: Any) -> Tensor:
         """`step` whose new state takes the memory of the given one."""
         if self.mixer is not None:
             y = self.mixer(self.norm_mixer(x) if self.pre else x, state, method="step_in_place")
             x = self.add(x, self.scale_mixer(y), self.norm_mixer)
         return self.after_mixer(x)
 
-    def step(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """One token: x (B, d_model)."""
         return self.forward_with_state(x, state, by="step")
 
-    def forward_with_state(
-        self, x: torch.Tensor, state: Any, by: str = "forward_with_state"
-    ) -> tuple[torch.Tensor, Any]:
+    def forward_with_state(self, x: Tensor, state: Any, by: str = "forward_with_state") -> tuple[Tensor, Any]:
         """Continue from a state over x (B, L, d_model); by: the mixer's method."""
         if self.mixer is not None:
             y, state = self.mixer(self.norm_mixer(x) if self.pre else x, state, method=by)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Called(nn.Module):
@@ -35,7 +35,7 @@ def any_method(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def weights_of(module: nn.Module, *names: str) -> tuple[torch.Tensor | None, ...]:
+def weights_of(module: nn.Module, *names: str) -> tuple[Tensor | None, ...]:
     """Parameters of `module` itself, for an operation that takes them in place of a call.
 
     Where accelerate keeps them elsewhere, its hook brings them for the moment and takes them away again. Raises
@@ -63,12 +63,12 @@ def weights_of(module: nn.Module, *names: str) -> tuple[torch.Tensor | None, ...
     return weights
 
 
-def weight_of(module: nn.Module, name: str = "weight") -> torch.Tensor:
+def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """One of `weights_of`."""
     return weights_of(module, name)[0]
 
 
-def matrix_of(embedding: nn.Module) -> torch.Tensor:
+def matrix_of(embedding: nn.Module) -> Tensor:
     """The matrix (rows, width) that an embedding looks rows up in, for an output projection that is tied to it. Where
     an adapter stands around it, or in its place, that is with what the adapter makes of it."""
     if isinstance(embedding, nn.Embedding):
@@ -82,7 +82,7 @@ def is_quantised(layer: nn.Module) -> bool:
     or as PyTorch's own quantised layers no tensor at all. (Some libraries give their weights the type they stand
     for.)"""
     weight = layer.weight
-    return not (isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1)
+    return not (isinstance(weight, Tensor) and weight.is_floating_point() and weight.dtype.itemsize > 1)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from matmix.kernels.checks import values_wanted
 from matmix.model.architectures.language_model import LanguageModel
@@ -19,7 +20,7 @@ from matmix.model.mixers.base import Mixer, overwrite
 def decode(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
-    draw: Callable[[int, torch.Tensor], int],
+    draw: Callable[[int, Tensor], int],
     *,
     max_new_tokens: int,
     end: int | None = None,
@@ -81,7 +82,7 @@ def decode(
 class _Rows:
     """Prompts that are one batch."""
 
-    def __init__(self, model: LanguageModel, numbers: list[int], logits: torch.Tensor, state: Any) -> None:
+    def __init__(self, model: LanguageModel, numbers: list[int], logits: Tensor, state: Any) -> None:
         self.model, self.numbers, self.state = model, numbers, state
         self.logits = logits
         """(n, vocab_size) of what comes next."""
@@ -155,12 +156,12 @@ class StaticStep:
         self.model = model
         self.token_ids = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.state = map_state(lambda x: x.clone(memory_format=torch.contiguous_format), state)
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         """(batch_size, vocab_size) of what follows the last token; None before the first step."""
-        self._watched: torch.Tensor | None = None
+        self._watched: Tensor | None = None
         self._graph = self._capture(device) if takes_graphs(device) else None
 
-    def step(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def step(self, token_ids: Tensor) -> Tensor:
         """Logits (batch_size, vocab_size) after one more token for each row, token_ids (batch_size,) on any device; the
         next step overwrites them. Raises OverflowError where a state does not stay finite."""
         self.token_ids.copy_(token_ids)
@@ -228,6 +229,6 @@ def _mixers(model: LanguageModel) -> list[Mixer]:
     return [block.mixer for block in model.blocks if block.mixer is not None]
 
 
-def _kept(buffer: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+def _kept(buffer: Tensor | None, new: Tensor) -> Tensor:
     """The buffer with these numbers in it, which the first ones are."""
     return new.clone() if buffer is None else buffer.copy_(new)

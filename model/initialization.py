@@ -12,12 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 INIT_STD = 0.02
 """Standard deviation of matrices without a rule of their own, where nothing else is given."""
 
-InitRule = Callable[[torch.Size, torch.Generator], torch.Tensor]
+InitRule = Callable[[torch.Size, torch.Generator], Tensor]
 """Draws one parameter: (full shape, CPU generator) -> float32 tensor. A function at the top of a module, or a partial
 function of one: modules hold their rules, and what is defined within a function cannot be pickled with them."""
 
@@ -27,7 +27,7 @@ def normal_init(std: float) -> InitRule:
     return partial(draw_normal, std=std)
 
 
-def draw_normal(shape: torch.Size, generator: torch.Generator, *, std: float) -> torch.Tensor:
+def draw_normal(shape: torch.Size, generator: torch.Generator, *, std: float) -> Tensor:
     """The rule of `normal_init`."""
     return torch.randn(shape, generator=generator) * std
 
@@ -37,7 +37,7 @@ def uniform_init(bound: float) -> InitRule:
     return partial(draw_uniform, bound=bound)
 
 
-def draw_uniform(shape: torch.Size, generator: torch.Generator, *, bound: float) -> torch.Tensor:
+def draw_uniform(shape: torch.Size, generator: torch.Generator, *, bound: float) -> Tensor:
     """The rule of `uniform_init`."""
     return (torch.rand(shape, generator=generator) * 2 - 1) * bound
 
@@ -47,7 +47,7 @@ def constant_init(value: float) -> InitRule:
     return partial(draw_constant, value=value)
 
 
-def draw_constant(shape: torch.Size, generator: torch.Generator, *, value: float) -> torch.Tensor:
+def draw_constant(shape: torch.Size, generator: torch.Generator, *, value: float) -> Tensor:
     """The rule of `constant_init`, which needs no generator."""
     return torch.full(shape, value)
 
@@ -98,7 +98,7 @@ def default_init_rule(module: nn.Module, name: str, std: float = INIT_STD) -> In
     return normal_init(std)
 
 
-def copy_into_parameter(parameter: torch.Tensor, values: torch.Tensor) -> None:
+def copy_into_parameter(parameter: Tensor, values: Tensor) -> None:
     """Copy the full float32 `values` into a plain or sharded parameter, each rank taking its own part."""
     if hasattr(parameter, "device_mesh"):
         from torch.distributed.tensor import distribute_tensor

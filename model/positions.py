@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def document_positions(length: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def document_positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
     """Position of each of `length` tokens within its document: (length,) int64, counting from 0.
 
     `cu_seqlens` (ndocs + 1,) int32 holds the document boundaries; None means one document.
@@ -23,7 +24,7 @@ def document_positions(length: int, cu_seqlens: torch.Tensor | None, device: tor
     return positions - torch.repeat_interleave(starts, lengths, output_size=length)
 
 
-def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+def unpad_indices(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """Describes a padded batch without its padding.
 
     Args: attention_mask (B, L), nonzero where a token is real.
@@ -39,13 +40,13 @@ def unpad_indices(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return mask.flatten().nonzero().squeeze(1), cu_seqlens, longest
 
 
-def in_one_row(inputs: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
+def in_one_row(inputs: Tensor, indices: Tensor | None) -> Tensor:
     """(B, L, ...) -> (1, n, ...): the flattened batch, or only its positions `indices` (n,)."""
     flat = inputs.flatten(0, 1)
     return (flat if indices is None else flat[indices]).unsqueeze(0)
 
 
-def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
+def pad_back(features: Tensor, indices: Tensor, rows: int) -> Tensor:
     """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
     return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)
 
@@ -53,13 +54,13 @@ def pad_back(features: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.
 class SimilarDocuments(NamedTuple):
     """Packed documents to be filled up to rows of one length. On the host."""
 
-    places: torch.Tensor
+    places: Tensor
     """int64 (documents, longest): the place of each position of the rows in the packed row; beyond it for padding."""
-    real: torch.Tensor
+    real: Tensor
     """bool (documents, longest): positions that are no padding."""
 
 
-def similar_documents(cu_seqlens: torch.Tensor, bound: Callable[[int], int]) -> list[SimilarDocuments]:
+def similar_documents(cu_seqlens: Tensor, bound: Callable[[int], int]) -> list[SimilarDocuments]:
     """All documents that have tokens, those of one bound(length) together. Reads cu_seqlens on the host."""
     boundaries = cu_seqlens.tolist()
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -75,9 +76,7 @@ def similar_documents(cu_seqlens: torch.Tensor, bound: Callable[[int], int]) -> 
     return groups
 
 
-def by_documents(
-    run: Callable[..., torch.Tensor], cu_seqlens: torch.Tensor, bound: Callable[[int], int], *parts: torch.Tensor
-) -> torch.Tensor:
+def by_documents(run: Callable[..., Tensor], cu_seqlens: Tensor, bound: Callable[[int], int], *parts: Tensor) -> Tensor:
     """Runs packed documents by themselves, similar ones together: parts (n, ...) -> what `run` makes of them (n, ...).
 
     run(*rows, real): rows (documents, longest, ...) of each part, zero in padding behind the documents, and
@@ -98,14 +97,14 @@ def by_documents(
     return torch.cat(outputs).index_select(0, torch.cat(order).argsort().to(parts[0].device))
 
 
-def first_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def first_of_documents(x: Tensor, lengths: Tensor) -> Tensor:
     """x (n, C), documents of `lengths` (ndocs,) one after the other -> the first row of each, (ndocs, C); zero for
     empty ones."""
     starts = (lengths.cumsum(0) - lengths).clamp(max=max(x.shape[0] - 1, 0))
     return x[starts] * (lengths > 0).unsqueeze(1)
 
 
-def mean_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def mean_of_documents(x: Tensor, lengths: Tensor) -> Tensor:
     """x (n, C), documents of `lengths` (ndocs,) one after the other -> the mean of each, (ndocs, C); zero for empty
     ones. Added in float32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -114,9 +113,7 @@ def mean_of_documents(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return F.embedding_bag(rows, wide, lengths.cumsum(0) - lengths, mode="mean").to(x.dtype)
 
 
-def rotary_tables(
-    positions: torch.Tensor, headdim: int, base: float, kind: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def rotary_tables(positions: Tensor, headdim: int, base: float, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cosines, sines and (for xPos) log-scales of a rotary embedding, each (L, headdim / 2) float32.
 
     kind "rope": pair d turns by base^(-2d/headdim) per position (arXiv 2104.09864). kind "xpos": the form of
@@ -134,16 +131,14 @@ def rotary_tables(
     return angles.cos(), angles.sin(), steps * zeta.log()
 
 
-def apply_rotary(
-    q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, base: float, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, base: float, kind: str) -> tuple[Tensor, Tensor]:
     """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in
     float32 at least."""
     cos, sin, log_scale = (
         None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
     )
 
-    def turn(x: torch.Tensor, sign: int) -> torch.Tensor:
+    def turn(x: Tensor, sign: int) -> Tensor:
         even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         if log_scale is not None:

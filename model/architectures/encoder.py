@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
@@ -31,9 +31,7 @@ class EncoderEmbeddings(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.embedding_norm_eps)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
-    def forward(
-        self, inputs: torch.Tensor, token_type_ids: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, inputs: Tensor, token_type_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Token ids (B, L) int64, or what `word` gives for them, (B, L, d_model)."""
         x = inputs if inputs.is_floating_point() else self.word(inputs)
         if hasattr(self, "token_type"):
@@ -77,18 +75,13 @@ class EncoderTrunk(Backbone):
                 f"sequence length {seqlen} exceeds the {config.max_seqlen} position embeddings; raise model.max_seqlen"
             )
 
-    def embed(
-        self,
-        inputs: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None, token_type_ids: Tensor | None = None) -> Tensor:
         return self.embeddings(inputs, token_type_ids, cu_seqlens)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
 
@@ -102,7 +95,7 @@ class MaskedLMHead(nn.Module):
         self.norm = nn.LayerNorm(config.d_model, eps=config.head_norm_eps)
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(activate(self.dense(x), self.activation))
 
 
@@ -126,9 +119,9 @@ class Encoder(EncoderTrunk):
     def output_flops(cls, config: Any) -> float:
         return super().output_flops(config) + 2.0 * config.d_model**2
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x))
 
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor | None, Tensor | None]:
         weight = matrix_of(self.embeddings.word) if self.config.tie_embeddings else weight_of(self.output)
         return weight, weight_of(self.head, "bias")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.text_heads import WithClassifier
@@ -45,7 +45,7 @@ class ImageTrunk(Backbone):
         return scan_count(config.image), config.image.class_outside
 
     @classmethod
-    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> torch.Tensor:
+    def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> Tensor:
         image = config.image
         return torch.zeros(batch_size, image.channels, image.size, image.size)
 
@@ -56,17 +56,15 @@ class ImageTrunk(Backbone):
         return patches.flops() * config.image.side**2 / config.image.length
 
     @classmethod
-    def resized_parameter(cls, name: str, value: torch.Tensor, config: Any) -> torch.Tensor:
+    def resized_parameter(cls, name: str, value: Tensor, config: Any) -> Tensor:
         if name == "embeddings.positions":
             return resized_positions(value, config.image.side, config.image.side)
         return value
 
-    def embed(self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         return self.embeddings(inputs)
 
-    def stream(
-        self, images: torch.Tensor, streams: list[torch.Tensor] | None = None, **more: torch.Tensor
-    ) -> torch.Tensor:
+    def stream(self, images: Tensor, streams: list[Tensor] | None = None, **more: Tensor) -> Tensor:
         """The residual stream (B, L, d_model) behind the last block; streams: as of `run_blocks`; more: further
         arguments of `embed`."""
         rows, columns = patch_grid(images, self.config.image)
@@ -75,15 +73,15 @@ class ImageTrunk(Backbone):
 
     def forward(
         self,
-        inputs: torch.Tensor,
+        inputs: Tensor,
         *,
-        cu_seqlens: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         max_seqlen: int | None = None,
-        select: torch.Tensor | None = None,
-        readout: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], Any] | None = None,
-        streams: list[torch.Tensor] | None = None,
-        **more: torch.Tensor | None,
+        select: Tensor | None = None,
+        readout: Callable[[Tensor, Tensor | None, Tensor | None], Any] | None = None,
+        streams: list[Tensor] | None = None,
+        **more: Tensor | None,
     ) -> Any:
         """Outputs of images (B, channels, H, W), or whatever `readout` makes of the features.
 
@@ -98,7 +96,7 @@ class ImageTrunk(Backbone):
         x = self.features(self.of_outputs(self.stream(inputs, streams, **more), select))
         return self.project(x) if readout is None else readout(x, *self.output_projection())
 
-    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    def of_outputs(self, x: Tensor, select: Tensor | None) -> Tensor:
         """The part of the stream (B, L, d_model) that outputs are made from."""
         raise NotImplementedError
 
@@ -125,10 +123,10 @@ class ImageClassifier(WithClassifier, ImageTrunk):
                 'set model.image.pooling = "mean"'
             )
 
-    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    def of_outputs(self, x: Tensor, select: Tensor | None) -> Tensor:
         return self.pooled(x)
 
-    def pooled(self, x: torch.Tensor) -> torch.Tensor:
+    def pooled(self, x: Tensor) -> Tensor:
         """The stream (B, L, d_model) after the final norm -> one vector for each image, (B, d_model). The mean is over
         the patches, without the class token."""
         image = self.config.image
@@ -143,7 +141,7 @@ class ImageClassifier(WithClassifier, ImageTrunk):
             total = total - wide[:, place]
         return (total / patches).to(x.dtype)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.classifier(x)
 
 
@@ -166,9 +164,7 @@ class MaskedImage(ImageTrunk):
     def output_flops(cls, config: Any) -> float:
         return 2.0 * config.d_model * config.image.channels * config.image.patch**2
 
-    def embed(
-        self, inputs: torch.Tensor, cu_seqlens: torch.Tensor | None = None, masked: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
         """masked: bool (B, rows, columns) of squares that are hidden, each of one patch, or of any number of patches in
         height and width; None = none. Raises ValueError (one line) where the squares are no whole patches."""
         if masked is not None:
@@ -182,18 +178,18 @@ class MaskedImage(ImageTrunk):
                 masked = masked.repeat_interleave(count // masked.shape[dim], dim)
         return self.embeddings(inputs, masked, self.mask_token)
 
-    def of_outputs(self, x: torch.Tensor, select: torch.Tensor | None) -> torch.Tensor:
+    def of_outputs(self, x: Tensor, select: Tensor | None) -> Tensor:
         image = self.config.image
         if image.class_token != "none":
             place = image.class_place(x.shape[1] - 1)
             x = torch.cat((x[:, :place], x[:, place + 1 :]), 1)
         return x if select is None else x.flatten(0, 1)[select]
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
     def output_layer(self) -> nn.Module:
         return self.decoder
 
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor | None, Tensor | None]:
         return weights_of(self.decoder, "weight", "bias")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, final_norm
@@ -31,23 +31,18 @@ class LanguageModel(Backbone):
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def embed(
-        self,
-        inputs: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None, token_type_ids: Tensor | None = None) -> Tensor:
         if token_type_ids is not None:
             raise ValueError("a language_model has no token types; leave token_type_ids out")
         return self.embedding_dropout(inputs if inputs.is_floating_point() else self.embedding(inputs))
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
     def output_layer(self) -> nn.Module | None:
         return None if self.config.tie_embeddings else self.output
 
-    def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor, Tensor | None]:
         return matrix_of(self.embedding) if self.config.tie_embeddings else weight_of(self.output), None
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> list[Any]:
@@ -55,19 +50,19 @@ class LanguageModel(Backbone):
         made; None = where the weights of each layer are."""
         return [block.initial_state(batch_size, device) for block in self.blocks]
 
-    def step(self, token_ids: torch.Tensor, state: list[Any]) -> tuple[torch.Tensor, list[Any]]:
+    def step(self, token_ids: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
         """Next-token logits (B, vocab_size) and new state after one more token each, token_ids (B,)."""
         x, new_state = self.carry(self.embed(token_ids), state, "step")
         return self.project(self.features(x)), new_state
 
-    def step_in_place(self, token_ids: torch.Tensor, state: list[Any]) -> torch.Tensor:
+    def step_in_place(self, token_ids: Tensor, state: list[Any]) -> Tensor:
         """`step` whose new state takes the memory of the given one; states that overflow are not refused."""
         x = self.embed(token_ids)
         for block, block_state in zip(self.blocks, state, strict=True):
             x = block(x, block_state, method="step_in_place")
         return self.project(self.features(x))
 
-    def prefill(self, input_ids: torch.Tensor, state: list[Any] | None = None) -> tuple[torch.Tensor, list[Any]]:
+    def prefill(self, input_ids: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
         """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
         form."""
         if input_ids.shape[1] == 0:
@@ -76,12 +71,8 @@ class LanguageModel(Backbone):
         return self.read(input_ids, state, lambda x: x[:, -1])
 
     def read(
-        self,
-        inputs: torch.Tensor,
-        state: list[Any],
-        take: Callable[[torch.Tensor], torch.Tensor],
-        streams: list[torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, list[Any]]:
+        self, inputs: Tensor, state: list[Any], take: Callable[[Tensor], Tensor], streams: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Any]]:
         """Logits (..., vocab_size) of what `take` takes (..., d_model) of the stream (B, L, d_model) behind the last
         block, and the new state, in parallel form.
 
@@ -91,8 +82,8 @@ class LanguageModel(Backbone):
         return self.project(self.features(take(x))), new_state
 
     def carry(
-        self, x: torch.Tensor, state: list[Any], method: str, streams: list[torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, list[Any]]:
+        self, x: Tensor, state: list[Any], method: str, streams: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Any]]:
         """The residual stream x behind the last block, and the new state, by a method of all blocks."""
         new_state = []
         for block, block_state in zip(self.blocks, state, strict=True):

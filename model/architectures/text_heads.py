@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.encoder import EncoderTrunk
@@ -25,7 +25,7 @@ class ClassifierHead(nn.Module):
         self.dropout = nn.Dropout(config.head.dropout)
         self.output = nn.Linear(config.d_model, config.head.count)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> what `output` is applied to, of the same shape."""
         if hasattr(self, "dense"):
             x = torch.tanh(self.dense(x))
@@ -46,13 +46,13 @@ class WithClassifier:
     def output_flops(cls, config: Any) -> float:
         return 2.0 * config.d_model * (config.head.count + config.head.hidden * config.d_model)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.classifier(super().features(x))
 
     def output_layer(self) -> nn.Module:
         return self.classifier.output
 
-    def output_projection(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def output_projection(self) -> tuple[Tensor | None, Tensor | None]:
         return weights_of(self.classifier.output, "weight", "bias")
 
 
@@ -70,13 +70,13 @@ class TextEmbedder(EncoderTrunk):
     def output_flops(cls, config: Any) -> float:
         return 0.0
 
-    def pool(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def pool(self, x: Tensor, lengths: Tensor) -> Tensor:
         """The pooled features after the final norm."""
         if self.config.head.pooling == "cls":
             return self.norm(first_of_documents(x, lengths))
         return mean_of_documents(self.norm(x), lengths)
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return x
 
 

@@ -7,14 +7,14 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from matmix.model.images.config import ImageConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
-def patch_grid(images: torch.Tensor, image: ImageConfig) -> tuple[int, int]:
+def patch_grid(images: Tensor, image: ImageConfig) -> tuple[int, int]:
     """Rows and columns of patches of images (B, C, H, W). Raises ValueError (one line) for other shapes and sizes."""
     if images.dim() != 4 or images.shape[1] != image.channels:
         raise ValueError(
@@ -29,7 +29,7 @@ def patch_grid(images: torch.Tensor, image: ImageConfig) -> tuple[int, int]:
     return height // image.patch, width // image.patch
 
 
-def cut_patches(images: torch.Tensor, patch: int) -> torch.Tensor:
+def cut_patches(images: Tensor, patch: int) -> Tensor:
     """Images (B, C, H, W) -> the pixels of each patch, (B, rows * columns, C patch patch), row by row."""
     batch, channels, height, width = images.shape
     cut = images.reshape(batch, channels, height // patch, patch, width // patch, patch)
@@ -49,7 +49,7 @@ class LinearPatches(nn.Linear):
         # are not lost beside the positions.
         self.init_rules = {"weight": normal_init(1 / math.sqrt(3 * self.in_features))}
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         return super().forward(cut_patches(images, self.patch))
 
     def flops(self) -> float:
@@ -77,7 +77,7 @@ class ConvStem(nn.Module):
         for index, width in enumerate(widths[:-1]):
             self.init_rules[f"convs.{index}.weight"] = normal_init(math.sqrt(2 / (9 * width)))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         x = images
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = nn.functional.gelu(norm(conv(x)))
@@ -99,7 +99,7 @@ def make_patches(image: ImageConfig, d_model: int) -> LinearPatches | ConvStem:
 # -- positions of patches in a picture, for pictures of any size -----------------------------------------------------
 
 
-def resized_positions(positions: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def resized_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
     """Learned positions (side * side, C) of a square grid -> (rows * columns, C): interpolated (bicubic), or as they
     are where the grids are the same."""
     side = round(positions.shape[0] ** 0.5)
@@ -110,7 +110,7 @@ def resized_positions(positions: torch.Tensor, rows: int, columns: int) -> torch
     return grid[0].flatten(1).T.to(positions.dtype)
 
 
-def sincos_positions(rows: int, columns: int, side: int, width: int, device: torch.device) -> torch.Tensor:
+def sincos_positions(rows: int, columns: int, side: int, width: int, device: torch.device) -> Tensor:
     """Sines and cosines of rows and columns, (rows * columns, width) float32, width a multiple of 4: a quarter each of
     sines and cosines of the row, and of the column.
 
@@ -118,7 +118,7 @@ def sincos_positions(rows: int, columns: int, side: int, width: int, device: tor
     """
     frequencies = 10000.0 ** (-torch.arange(width // 4, device=device, dtype=torch.float32) / (width // 4))
 
-    def along(count: int) -> torch.Tensor:
+    def along(count: int) -> Tensor:
         places = (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (side / count) - 0.5
         angles = places.unsqueeze(1) * frequencies
         return torch.cat((angles.sin(), angles.cos()), 1)
@@ -150,9 +150,7 @@ class ImageEmbeddings(nn.Module):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         return {"positions": NOT_DECAYED} if self.image.positions == "learned" else {}
 
-    def forward(
-        self, images: torch.Tensor, masked: torch.Tensor | None = None, token: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, images: Tensor, masked: Tensor | None = None, token: Tensor | None = None) -> Tensor:
         """masked: bool (B, rows, columns), patches that `token` (d_model,) stands for; no pixel of theirs is read, also
         by the convolutions of other patches."""
         rows, columns = patch_grid(images, self.image)

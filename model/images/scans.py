@@ -6,31 +6,32 @@ All are permutations of the numbers that patches have row by row, computed on th
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from matmix.model.images.config import ImageConfig
 from matmix.model.mixers.base import ScanOrders
 
 
-def row_snake(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+def row_snake(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Row by row, every second one from right to left: (rows * columns,) int64."""
     grid = torch.arange(rows * columns, device=device).view(rows, columns)
     backwards = torch.arange(rows, device=device).unsqueeze(1) % 2 == 1
     return torch.where(backwards, grid.flip(1), grid).flatten()
 
 
-def column_order(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+def column_order(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Column by column from top to bottom: (rows * columns,) int64."""
     return torch.arange(rows * columns, device=device).view(rows, columns).T.flatten()
 
 
-def column_snake(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+def column_snake(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Column by column, every second one from bottom to top: (rows * columns,) int64."""
     grid = torch.arange(rows * columns, device=device).view(rows, columns)
     backwards = torch.arange(columns, device=device) % 2 == 1
     return torch.where(backwards, grid.flip(0), grid).T.flatten()
 
 
-def hilbert_order(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+def hilbert_order(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
     """Along the Hilbert curve of the smallest square of 2^n x 2^n that holds the grid, left out what lies outside of
     the grid: (rows * columns,) int64. Neighbours on it are neighbours in the picture, but for jumps past what was left
     out."""

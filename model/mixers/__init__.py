@@ -1,12 +1,6 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
-from matmix.model.mixers.attention.masked import (
-    SmaCausal,
-    SmaDecay,
-    SmaFourier,
-    SmaSemiseparable,
-    SmaToeplitz,
-)
+from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
 from matmix.model.mixers.attention.softmax_attention import Attention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.hyena import Hyena

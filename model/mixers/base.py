@@ -360,7 +360,7 @@ class Mixer(Called):
 
     def values(self, x: Tensor) -> Tensor:
         """f(x) (B, L, H, P), the values that M is multiplied with."""
-        raise NotImplementedError
+        return self.v_proj(x).unflatten(-1, (self.nheads, -1))
 
     def mix(self, matrix: Tensor, values: Tensor) -> Tensor:
         """M f(x): (B, H, L, L) and (B, L, H, P) -> (B, L, H, P)."""

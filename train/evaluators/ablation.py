@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
@@ -36,8 +36,7 @@ class MixingGain(Evaluator):
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         options = self.config.evaluation
         limit = min(options.ablation_batches, options.batches or options.ablation_batches)
-        losses = image_losses if isinstance(self.task, ImageClassification) else token_losses
-        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)), losses)
+        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)))
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
         gain = metrics.get("mixing_gain")
@@ -51,28 +50,13 @@ class MixingGain(Evaluator):
         return [f"With the mixers' outputs replaced by their means the loss is {gain:.2f} nats per image higher."]
 
 
-def token_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns the loss of each prediction of a token."""
-    return row_losses(model, batch).loss
-
-
-def image_losses(model: nn.Module, batch: Batch) -> Tensor:
-    """Returns float32 (B,): the loss of each image, 0 without a label."""
-    return image_costs(model(batch.inputs).float(), batch.labels)[0]
-
-
 @torch.no_grad()
-def mixing_metrics(
-    engine: Engine,
-    batches: Callable[[], Iterable[Batch]],
-    losses: Callable[[nn.Module, Batch], Tensor] = token_losses,
-) -> dict[str, float]:
+def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
     """Returns `loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and
     `mixing_gain`, by how much that is above the loss of the model as it is, on the same batches. To be called on all
     ranks.
 
-    batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank. losses: of a
-    micro-batch, one for each prediction.
+    batches: gives this rank's micro-batches, on its device, each time it is called; as many on every rank.
 
     The means are taken in a pass before, by layer and channel, over the positions of all ranks that have a target:
     where nothing is mixed, no other position has a say in the loss. Of an image with a target these are all; each patch
@@ -86,6 +70,13 @@ def mixing_metrics(
     predicting = torch.empty(0, dtype=torch.int64)
     images = engine.module.per_document
 
+    def summed_loss(batch: Batch) -> Tensor:
+        if images:
+            losses = image_costs(engine.model(batch.inputs).float(), batch.labels)[0]
+        else:
+            losses = row_losses(engine.model, batch).loss
+        return losses.sum(dtype=torch.float64)
+
     def noted(place: int, mix: Callable[..., Tensor], x: Tensor, *documents: Any) -> Tensor:
         y = mix(x, *documents)
         rows = y.sum(1, dtype=torch.float64) / y.shape[1] if images else y.flatten(0, 1)
@@ -98,13 +89,13 @@ def mixing_metrics(
         for batch in batches():
             predicting = labelled(batch.labels).nonzero().squeeze(1) if images else _predicting(batch)
             count += predicting.numel()
-            loss += losses(engine.model, batch).sum(dtype=torch.float64)
+            loss += summed_loss(batch)
     sums = engine.sum_over_batches(torch.cat([outputs.flatten(), count]))
     means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
 
     with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
         for batch in batches():
-            ablated += losses(engine.model, batch).sum(dtype=torch.float64)
+            ablated += summed_loss(batch)
     loss_sum, ablated_sum, targets = engine.sum_over_batches(torch.cat([loss, ablated, count])).tolist()
     if targets == 0:
         return {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
@@ -30,12 +31,16 @@ class AccuracyByLength(Evaluator):
         return longer is not None and isinstance(task, TokenPrediction)
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
-        metrics = {}
+        metrics, mesh = {}, evaluation.engine.mesh
         for multiple in multiples(self.config):
-            longer = _at_multiple(self.config, multiple, evaluation.engine.mesh.data_size)
-            accuracy, of_samples = _score(evaluation, longer)
+            longer = _at_multiple(self.config, multiple, mesh.data_size)
+            loader = make_loader(longer, "validation", mesh.data_rank, mesh.data_size)
+            sums = torch.zeros(4, dtype=torch.float64)
+            for batch in dataclasses.replace(evaluation, loader=loader).batches(longer.evaluation.batches):
+                sums += _counts(evaluation.engine, batch)
+            right, answers, whole, samples = evaluation.sum_over_ranks(sums.to(evaluation.engine.device)).tolist()
             ending = "" if multiple == 1 else f"_x{multiple}"
-            metrics |= {f"accuracy{ending}": accuracy, f"sequence_accuracy{ending}": of_samples}
+            metrics |= {f"accuracy{ending}": right / answers, f"sequence_accuracy{ending}": whole / samples}
         return metrics
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
@@ -73,29 +78,13 @@ def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
     return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
 
 
-def _score(evaluation: Evaluation, config: RunConfig) -> tuple[float, float]:
-    """Returns (share of answers, share of samples) that are right."""
-    engine = evaluation.engine
-    loader = make_loader(config, "validation", engine.mesh.data_rank, engine.mesh.data_size)
-    sums = torch.zeros(4, dtype=torch.float64)
-    for batch in dataclasses.replace(evaluation, loader=loader).batches(config.evaluation.batches):
-        sums += _counts(engine, batch)
-    right, answers, whole, samples = evaluation.sum_over_ranks(sums.to(engine.device)).tolist()
-    return right / answers, whole / samples
-
-
-def _counts(engine: Engine, batch: Batch) -> torch.Tensor:
+def _counts(engine: Engine, batch: Batch) -> Tensor:
     """Returns float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch."""
     labels = batch.labels
     places = torch.nonzero(labels.flatten() != IGNORED)[:, 0]
-
-    def readout(features: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(features, weight, bias).argmax(dim=-1)
-
-    on_device = dataclasses.replace(batch, select=places).to(engine.device)
-    guesses = engine.model(
-        on_device.inputs, max_seqlen=batch.max_seqlen, select=on_device.select, readout=readout
-    ).cpu()
+    device = dataclasses.replace(batch, select=places).to(engine.device)
+    options = {"max_seqlen": batch.max_seqlen, "select": device.select}
+    guesses = engine.model(device.inputs, readout=lambda *given: F.linear(*given).argmax(dim=-1), **options).cpu()
     rows = places // labels.shape[1]
     right = guesses == labels.flatten()[places]
     answers = torch.bincount(rows, minlength=len(labels))

@@ -104,10 +104,7 @@ class Task:
         """Returns a batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and
         benchmarks."""
         return Batch(
-            inputs=inputs,
-            labels=inputs.clone(),
-            max_seqlen=inputs.shape[1],
-            n_tokens=inputs.shape[0] * inputs.shape[1],
+            inputs=inputs, labels=inputs.clone(), max_seqlen=inputs.shape[1], n_tokens=inputs.shape[0] * inputs.shape[1]
         )
 
     @property

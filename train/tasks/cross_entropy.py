@@ -81,13 +81,8 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad, _grad_loss, _grad_correct):
         features, weight, bias = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        return (
-            (features * grad).to(features.dtype),
-            (weight * grad).to(weight_dtype),
-            None if bias is None else (bias * grad).to(bias_dtype),
-            None,
-            None,
-        )
+        grad_bias = None if bias is None else (bias * grad).to(bias_dtype)
+        return (features * grad).to(features.dtype), (weight * grad).to(weight_dtype), grad_bias, None, None
 
 
 def linear_cross_entropy(
@@ -99,18 +94,10 @@ def linear_cross_entropy(
     """
     if features.shape[0] == 0:
         # A rank without a masked token still takes part in every collective of the backward pass.
-        zero = features.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)
-        zero = zero.float()
+        zero = (features.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)).float()
         return CrossEntropy(zero, zero.detach(), zero.detach())
     if features.is_cuda:
         return _fused(features, weight, bias, targets, z_loss)
-    return chunked_linear_cross_entropy(features, weight, bias, targets, z_loss=z_loss)
-
-
-def chunked_linear_cross_entropy(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, z_loss: float = 0.0
-) -> CrossEntropy:
-    """Returns `linear_cross_entropy` in PyTorch alone, on any device; n > 0."""
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss))
 
 
@@ -135,16 +122,8 @@ def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, tar
 
 
 def _fused(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> CrossEntropy:
-    output = _liger(
-        features,
-        weight,
-        bias,
-        targets,
-        lse_square_scale=z_loss,
-        reduction="sum",
-        return_z_loss=True,
-        accum_dtype=torch.float32,
-    )
+    options = {"lse_square_scale": z_loss, "return_z_loss": True, "accum_dtype": torch.float32}
+    output = _liger(features, weight, bias, targets, reduction="sum", **options)
     count = (targets != IGNORED).sum()
     loss = (output.loss - output.z_loss).detach().float()
     # The kernel reports accuracy as a mean over the rows that have a target; without any it is 0/0.
@@ -155,12 +134,6 @@ def _fused(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tenso
 def _liger(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, **options: Any) -> Any:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # imports Triton: CUDA only
 
-    return liger_fused_linear_cross_entropy(
-        features,
-        weight.to(features.dtype),
-        targets,
-        bias=None if bias is None else bias.to(features.dtype),
-        ignore_index=IGNORED,
-        return_token_accuracy=True,
-        **options,
-    )
+    weight, bias = weight.to(features.dtype), None if bias is None else bias.to(features.dtype)
+    options |= {"bias": bias, "ignore_index": IGNORED, "return_token_accuracy": True}
+    return liger_fused_linear_cross_entropy(features, weight, targets, **options)

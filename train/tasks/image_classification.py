@@ -48,10 +48,9 @@ class ImageClassification(Task):
         """With the probabilities of the classes as predictions, where the batch says which images it has."""
         logits = self.forward(model, batch).float()
         loss, *others = image_costs(logits, batch.labels)
-        predicted = None
-        if batch.examples is not None:
-            predicted = Predicted(batch.examples, logits.softmax(1), batch.labels)
-        return Costs(loss, dict(zip(self.recorded, others, strict=True)), predicted)
+        predicted = Predicted(batch.examples, logits.softmax(1), batch.labels)
+        known = batch.examples is not None
+        return Costs(loss, dict(zip(self.recorded, others, strict=True)), predicted if known else None)
 
     def example_batch(self, inputs: Tensor) -> Batch:
         labels = torch.zeros(len(inputs), dtype=torch.long)

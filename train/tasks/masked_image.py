@@ -39,15 +39,8 @@ class MaskedRows:
 
     def __init__(self, rows: Rows, side: int, options: MaskedImageOptions, seed: int) -> None:
         self.rows, self.side, self.seed = rows, side, seed
+        self.limit, self.samples_per_epoch = rows.limit, rows.samples_per_epoch
         self.hidden = hidden_squares(side, options)
-
-    @property
-    def limit(self) -> int | None:
-        return self.rows.limit
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        return self.rows.samples_per_epoch
 
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
         batch = self.rows.__getitems__(samples)

@@ -76,15 +76,13 @@ def control_lines(known: Iterable[Metric], metrics: Mapping[str, float]) -> list
     if not beside:
         return []
     listed = ", ".join(f"{metric.title} {control_words(metric, metrics)}" for metric in beside)
-    return [f"Control without a model: {listed}.", *_verdict(beside, metrics)]
+    lines = [f"Control without a model: {listed}."]
 
-
-def _verdict(beside: list[Metric], metrics: Mapping[str, float]) -> list[str]:
     def is_better(metric: Metric) -> bool:
-        sign = 1 if metric.higher_is_better else -1
-        return sign * metrics[metric.name] > sign * metrics[_CONTROL + metric.name]
+        gain = metrics[metric.name] - metrics[_CONTROL + metric.name]
+        return gain > 0 if metric.higher_is_better else gain < 0
 
     behind = [metric.title for metric in beside if not is_better(metric)]
     if len(behind) == len(beside):
-        return ["The model is not better than this control: it has learned nothing that helps here."]
-    return [f"The model is not better than this control in: {', '.join(behind)}."] if behind else []
+        return [*lines, "The model is not better than this control: it has learned nothing that helps here."]
+    return [*lines, f"The model is not better than this control in: {', '.join(behind)}."] if behind else lines

@@ -95,7 +95,7 @@ class MaskedLM(TokenPrediction):
     def asks(self, split: str) -> dict[str, MaskingConfig]:
         return {"masking": self.objective.masking if split == "train" else self.objective.evaluation_masking}
 
-    def example_batch(self, inputs: torch.Tensor) -> Batch:
+    def example_batch(self, inputs: Tensor) -> Batch:
         select = torch.arange(max(1, int(inputs.numel() * self.target_share)))
         labels = torch.full_like(inputs, IGNORED)
         labels.view(-1)[select] = inputs.view(-1)[select]

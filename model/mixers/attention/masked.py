@@ -39,15 +39,6 @@ STATE_BLOCK = 4
 """State channels that a product with L takes at a time: it works on `STATE_BLOCK` times as much as there are values."""
 
 
-def decay_mask(log_gate: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """L[i, j] = product of the gates of j + 1 .. i for i >= j, else 0: (B or 1, H or 1, L, L), in float32 at least.
-
-    Args: log_gate (B, L, H), (H,) or None for gates of 1: the lower triangle of ones.
-    """
-    lower = like.new_ones(length, length, dtype=torch.promote_types(like.dtype, torch.float32)).tril()
-    return lower[None, None] if log_gate is None else gate_sums(log_gate, length).exp() * lower
-
-
 def fourier_mask(length: int, like: Tensor) -> Tensor:
     """L[i, j] = cos(2 pi i j / L), (1, 1, L, L), in float32 at least."""
     position = torch.arange(length, device=like.device)
@@ -172,9 +163,6 @@ class MaskedAttention(Mixer):
         q, k, _ = self.project(x)
         return torch.einsum("bthn,bshn->bhts", q, k) * self.mask(x)
 
-    def values(self, x: Tensor) -> Tensor:
-        return self.project(x)[2]
-
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         weight = weight_of(self.norm)
         y = F.rms_norm(working(mixed), mixed.shape[-1:], eps=self.norm.eps).flatten(-2) * weight
@@ -199,7 +187,10 @@ class SmaCausal(MaskedAttention):
         return None
 
     def mask(self, x: Tensor) -> Tensor:
-        return decay_mask(self.log_gates(x), x.shape[1], x)
+        """L[i, j] = product of the gates of j + 1 .. i for i >= j, else 0, in float32 at least."""
+        gates, length = self.log_gates(x), x.shape[1]
+        lower = x.new_ones(length, length, dtype=torch.promote_types(x.dtype, torch.float32)).tril()
+        return lower[None, None] if gates is None else gate_sums(gates, length).exp() * lower
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.project(x)

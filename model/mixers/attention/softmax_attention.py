@@ -52,13 +52,7 @@ def packed_attention(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, mask: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """scaled_dot_product_attention of q (B, L, H, D), k (B, S, H, D), v (B, S, H, P) -> (B, L, H, P).
 
@@ -175,6 +169,3 @@ class Attention(Mixer):
             future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
         return scores.softmax(-1)
-
-    def values(self, x: Tensor) -> Tensor:
-        return self.v_proj(x).unflatten(-1, (self.nheads, -1))

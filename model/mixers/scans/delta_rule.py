@@ -12,6 +12,7 @@ like binomial coefficients where keys repeat, and cancel.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -145,42 +146,33 @@ def in_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
 
 
 def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, L, heads, P) and the last state of each row."""
+    """Outputs (B, L, heads, P) and the last state of each row; None where rows hold documents.
+
+    Documents start chunks of their own, and their n-th chunks are taken together, so that there are as many steps as
+    the longest has chunks.
+    """
     if layout.aligned:
         assert initial_state is None
-        entering, final = entering_document_states(maps, layout), None
+        spans = [
+            (last - first + 1, first) for first, last in zip(layout.firsts, layout.lasts, strict=True) if first >= 0
+        ]
+        spans.sort(reverse=True)
+        chunks = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]
+        order = torch.tensor(list(itertools.chain(*chunks)), device=maps.written.device)
+        transitions, written = (part.index_select(0, order).split([*map(len, chunks)]) for part in maps[2:])
     else:
-        entering, final = entering_row_states(maps, layout, initial_state)
-    y = maps.reads @ entering + maps.local
-    return layout.join(y.transpose(1, 2)), final
-
-
-def entering_row_states(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The states before all chunks (M, heads, N, P), and the last of each row."""
-    transition, written = (part.unflatten(0, (layout.rows, layout.per_row)) for part in maps[2:])
-    state = torch.zeros_like(written[:, 0]) if initial_state is None else initial_state.to(written.dtype)
+        transitions, written = (part.unflatten(0, (layout.rows, layout.per_row)).unbind(1) for part in maps[2:])
+    state = torch.zeros_like(written[0]) if initial_state is None else initial_state.to(maps.written.dtype)
     states = []
-    for step, added in zip(transition.unbind(1), written.unbind(1), strict=True):
+    for transition, added in zip(transitions, written, strict=True):
+        state = state[: len(added)]  # longer documents come first
         states.append(state)
-        state = step @ state + added
-    return torch.stack(states, 1).flatten(0, 1), state
-
-
-def entering_document_states(maps: ChunkMaps, layout: ChunkLayout) -> Tensor:
-    """Returns the states before all chunks where documents start chunks of their own: their n-th chunks are taken
-    together, so that there are as many steps as the longest document has chunks."""
-    spans = [(last - first + 1, first) for first, last in zip(layout.firsts, layout.lasts, strict=True) if first >= 0]
-    spans.sort(reverse=True)
-    steps = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]
-    sizes = [len(step) for step in steps]
-    order = torch.tensor([chunk for step in steps for chunk in step], device=maps.written.device)
-    transition, written = (part.index_select(0, order).split(sizes) for part in maps[2:])
-    state, states = torch.zeros_like(written[0]), []
-    for step, added in zip(transition, written, strict=True):
-        state = state[: step.shape[0]]  # longer documents come first
-        states.append(state)
-        state = step @ state + added
-    return torch.cat(states).index_select(0, order.argsort())
+        state = transition @ state + added
+    if layout.aligned:
+        entering, state = torch.cat(states).index_select(0, order.argsort()), None
+    else:
+        entering = torch.stack(states, 1).flatten(0, 1)
+    return layout.join((maps.reads @ entering + maps.local).transpose(1, 2)), state
 
 
 def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -122,6 +122,3 @@ class LinearAttention(Mixer):
             return matrix
         exact = working(matrix)
         return (exact / (exact.sum(-1, keepdim=True) + self.config.eps)).to(matrix.dtype)
-
-    def values(self, x: Tensor) -> Tensor:
-        return self.project(x)[2]

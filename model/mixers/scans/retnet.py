@@ -120,9 +120,6 @@ class RetNet(Mixer):
         matrix = torch.einsum("bthd,bshd->bhts", q, k) * decay
         return matrix.tril() if self.causal else matrix
 
-    def values(self, x: Tensor) -> Tensor:
-        return self.v_proj(x).unflatten(-1, (self.nheads, -1))
-
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Norm of each head, gate and output projection."""
         y = mixed.flatten(-2)

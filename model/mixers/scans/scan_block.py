@@ -159,13 +159,11 @@ class ScanBlock(Mixer):
 
     def diagonal_options(self) -> dict[str, Any]:
         """The parameters of M's diagonal, by their names in `scan_layer`."""
-        if self.diagonal == "none":
-            return {}
-        if self.diagonal == "constant":
-            return {"D": self.D}
-        # An adapter or quantised layer is more than its weight.
-        weight = weight_of(self.fc_D) if type(self.fc_D) is nn.Linear else self.fc_D
-        return {"D": self.D, "diagonal_weight": weight}
+        weight = None
+        if self.diagonal == "projected":
+            # An adapter or quantised layer is more than its weight.
+            weight = weight_of(self.fc_D) if type(self.fc_D) is nn.Linear else self.fc_D
+        return {"D": None if self.diagonal == "none" else self.D, "diagonal_weight": weight}
 
     def mix_projected(self, projected: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """All that follows in_proj: (B, L, width of in_proj) -> (B, L, d_model)."""

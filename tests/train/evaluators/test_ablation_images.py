@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from matmix.data.loading.batch import Batch
 from matmix.model import build_model, initialize
 from matmix.model.calls import Called
-from matmix.train.evaluators.ablation import image_losses, mixing_metrics
+from matmix.train.evaluators.ablation import mixing_metrics
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
 
@@ -74,7 +74,7 @@ def test_the_loss_without_mixing_is_that_of_constants_for_mixers(scan, token, re
             block.scale_mixer = nn.Identity()
             block.mixer = Constant(y[there].double().mean((0, 1)))
         expected = F.cross_entropy(without(images)[there], torch.tensor(labels)[there]).item()
-    found = mixing_metrics(engine_of(model), lambda: batches, image_losses)
+    found = mixing_metrics(engine_of(model), lambda: batches)
     assert abs(expected - plain) > 1e-2
     assert found["loss_without_mixing"] == pytest.approx(expected, rel=1e-5)
     assert found["mixing_gain"] == pytest.approx(expected - plain, abs=1e-5)

@@ -4,7 +4,7 @@ split."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import IGNORED
+from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Costs, Loss, Metric, Predicted, Task
 
 
@@ -24,6 +26,12 @@ class ExampleTask(Task):
 
     modalities = ("examples",)
     examples: ClassVar[type[Examples]]
+    has_classes: ClassVar[bool] = False
+    """Its outputs are classes that the data names."""
+    stands_for: ClassVar[Outputs] = Outputs()
+    """What its outputs stand for, but for the names of classes."""
+    made_up: ClassVar[tuple[int, Any]] = (1, 0)
+    """Documents and label of an example in an `example_batch`."""
 
     def asks(self, split: str) -> dict[str, type[Examples]]:
         return {"kind": self.examples}
@@ -71,7 +79,11 @@ class ExampleTask(Task):
         values: under "predicted" what stands under "label" in a file of examples, "label" itself, None where there is
         none, and what else there is to say. predicted: as of `scores`, but labels may be missing."""
         for number, value, label in each(predicted):
-            yield number, {"predicted": value, "label": label}
+            yield number, self.row(value, label, examples)
+
+    def row(self, value: Any, label: Any, examples: Examples) -> dict[str, Any]:
+        """Returns the JSON values of one prediction, from numbers and lists of them."""
+        return {"predicted": value, "label": label}
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         return self.cost(self.forward(model, batch).float(), batch)
@@ -84,10 +96,15 @@ class ExampleTask(Task):
         return Costs(loss.reshape(1), sums, self.predictions(outputs, batch))
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        batch = super().example_batch(inputs)
-        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
-        batch.examples = torch.arange(len(inputs))
+        documents, label = self.made_up
+        batch = super().example_batch(inputs.repeat_interleave(documents, 0))
+        batch.labels = torch.tensor([label] * len(inputs))
+        batch.examples = torch.arange(len(batch.inputs))
         return batch
+
+    def outputs(self, data: DataConfig) -> Outputs:
+        names = self.modality(data).class_names(data, kind=self.examples) if self.has_classes else ()
+        return replace(self.stands_for, labels=names)
 
 
 def labelled(labels: Tensor) -> Tensor:
@@ -150,17 +167,11 @@ def weights_like(weights: Sequence[float], logits: Tensor) -> Tensor | None:
 def class_cost(logits: Tensor, labels: Tensor, options: ClassOptions) -> Loss:
     """Returns the cross-entropy of logits (n, classes) and labels (n,): with weights and smoothing to train on, without
     them to report, and how many are predicted right."""
-    plain = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    total = plain
+    options_of_all = {"ignore_index": IGNORED, "reduction": "sum"}
+    plain = total = F.cross_entropy(logits, labels, **options_of_all)
     if options.label_smoothing or options.class_weights:
-        total = F.cross_entropy(
-            logits,
-            labels,
-            weight=weights_like(options.class_weights, logits),
-            ignore_index=IGNORED,
-            reduction="sum",
-            label_smoothing=options.label_smoothing,
-        )
+        weights, smoothing = weights_like(options.class_weights, logits), options.label_smoothing
+        total = F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing, **options_of_all)
     return Loss(total, plain.detach(), {"accuracy": (logits.argmax(1) == labels).sum().float()})
 
 

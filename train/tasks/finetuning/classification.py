@@ -8,11 +8,9 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts
 from matmix.data.loading.batch import Batch
@@ -26,7 +24,6 @@ from matmix.train.tasks.finetuning.base import (
     calibration_error,
     check_weights,
     class_cost,
-    each,
     labelled,
     most_frequent,
     weights_like,
@@ -43,6 +40,8 @@ class SequenceClassification(ExampleTask):
 
     architectures = ("sequence_classifier",)
     examples = ClassTexts
+    has_classes = True
+    stands_for = Outputs(problem_type="single_label_classification")
     Options = ClassOptions
     recorded = ("accuracy",)
     metrics = (
@@ -79,16 +78,11 @@ class SequenceClassification(ExampleTask):
         if len(classes) == 2:
             yield classes[1]
 
-    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields names of classes, and the probability of each under "values"."""
+    def row(self, value: Any, label: Any, examples: Examples) -> dict[str, Any]:
+        """Returns names of classes, and the probability of each under "values"."""
         names = examples.classes.names
-        for number, values, label in each(predicted):
-            row = {"predicted": names[int(np.argmax(values))], "label": None if label is None else names[label]}
-            yield number, {**row, "values": values}
-
-    def outputs(self, data: DataConfig) -> Outputs:
-        names = self.modality(data).class_names(data, kind=self.examples)
-        return Outputs(labels=names, problem_type="single_label_classification")
+        known = None if label is None else names[label]
+        return {"predicted": names[int(np.argmax(value))], "label": known, "values": value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +102,9 @@ class MultiLabel(ExampleTask):
 
     architectures = ("sequence_classifier",)
     examples = MultiLabelTexts
+    has_classes = True
+    stands_for = Outputs(problem_type="multi_label_classification")
+    made_up = (1, [0.0])
     Options = MultiLabelOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per example")
     metrics = (
@@ -152,23 +149,12 @@ class MultiLabel(ExampleTask):
         yield np.isin(np.arange(len(order)), order[: f1.argmax() + 1]).astype(float)
         yield np.ones(len(order))
 
-    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields lists of names of classes, and the probability of each class under "values"."""
-
+    def row(self, value: Any, label: Any, examples: Examples) -> dict[str, Any]:
+        """Returns lists of names of classes, and the probability of each class under "values"."""
         names = examples.classes.names
-        chosen = (predicted.values >= self.options.threshold).tolist()
-        for (number, values, label), given in zip(each(predicted), chosen, strict=True):
-            row = {"predicted": list(compress(names, given))}
-            yield number, {**row, "label": None if label is None else list(compress(names, label)), "values": values}
-
-    def example_batch(self, inputs: Tensor) -> Batch:
-        batch = super().example_batch(inputs)
-        batch.labels = batch.labels[:, None].float()
-        return batch
-
-    def outputs(self, data: DataConfig) -> Outputs:
-        names = self.modality(data).class_names(data, kind=self.examples)
-        return Outputs(labels=names, problem_type="multi_label_classification")
+        given = np.array(value, np.float32) >= self.options.threshold
+        known = None if label is None else list(compress(names, label))
+        return {"predicted": list(compress(names, given)), "label": known, "values": value}
 
 
 class Regression(ExampleTask):
@@ -176,6 +162,8 @@ class Regression(ExampleTask):
 
     architectures = ("sequence_classifier",)
     examples = ValueTexts
+    stands_for = Outputs(problem_type="regression")
+    made_up = (1, [0.0])
     loss_metric = Metric(name="loss", title="loss", unit="squared error")
     metrics = (
         Metric(name="pearson", title="Pearson correlation", higher_is_better=True, digits=3),
@@ -208,14 +196,6 @@ class Regression(ExampleTask):
             row = {"predicted": values, "label": examples.values(number)}
             yield number, {name: one[0] if one and len(one) == 1 else one for name, one in row.items()}
 
-    def example_batch(self, inputs: Tensor) -> Batch:
-        batch = super().example_batch(inputs)
-        batch.labels = batch.labels[:, None].float()
-        return batch
-
-    def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(problem_type="regression")
-
 
 def correlations(values: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Returns Pearson and Spearman correlation of (n, k) values with their labels, means over k; 0 where all values are
@@ -238,6 +218,8 @@ class MultipleChoice(ExampleTask):
 
     architectures = ("sequence_classifier",)
     examples = Choices
+    stands_for = Outputs(multiple_choice=True)
+    made_up = (2, 0)
     Options = ClassOptions
     recorded = ("accuracy",)
     metrics = (share("accuracy", "accuracy", "the same choice for all"), CALIBRATION)
@@ -262,16 +244,6 @@ class MultipleChoice(ExampleTask):
         """Yields the choice that is right most often."""
         yield np.eye(values.shape[1])[most_frequent(labels)]
 
-    def prediction_rows(self, predicted: Predicted, examples: Examples) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields numbers of choices from 0 on, and the probability of each under "values"."""
-        for number, values, label in each(predicted):
-            yield number, {"predicted": int(np.argmax(values)), "label": label, "values": values}
-
-    def example_batch(self, inputs: Tensor) -> Batch:
-        """Returns examples with two choices each."""
-        batch = super().example_batch(inputs.repeat_interleave(2, 0))
-        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
-        return batch
-
-    def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(multiple_choice=True)
+    def row(self, value: Any, label: Any, examples: Examples) -> dict[str, Any]:
+        """Returns numbers of choices from 0 on, and the probability of each under "values"."""
+        return {"predicted": int(np.argmax(value)), "label": label, "values": value}

@@ -36,6 +36,7 @@ class Embedding(ExampleTask):
 
     architectures = ("text_embedder",)
     examples = TextPairs
+    made_up = (2, 0)
     Options = EmbeddingOptions
     recorded = ("in_batch_accuracy",)
     metrics = (
@@ -88,16 +89,8 @@ class Embedding(ExampleTask):
         """Yields the cosine of both texts, and their vectors, of length 1, under "vectors"."""
         labels = examples.similarities
         for number, first, second in zip(predicted.numbers.tolist(), *_both(predicted), strict=True):
-            label = None if labels is None else labels[number]
-            yield (
-                number,
-                {"predicted": float(first @ second), "label": label, "vectors": [first.tolist(), second.tolist()]},
-            )
-
-    def example_batch(self, inputs: Tensor) -> Batch:
-        batch = super().example_batch(inputs.repeat_interleave(2, 0))
-        batch.labels = torch.zeros(len(inputs), dtype=torch.long)
-        return batch
+            row = {"predicted": float(first @ second), "label": None if labels is None else labels[number]}
+            yield number, {**row, "vectors": [first.tolist(), second.tolist()]}
 
 
 def _both(predicted: Predicted) -> list[np.ndarray]:

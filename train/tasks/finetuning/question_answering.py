@@ -42,10 +42,7 @@ class QuestionAnswering(ExampleTask):
     examples = Answers
     Options = AnswerOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per window")
-    metrics = (
-        share("f1", "F1", _ONE_ANSWER),
-        share("exact_match", "exact match", _ONE_ANSWER),
-    )
+    metrics = (share("f1", "F1", _ONE_ANSWER), share("exact_match", "exact match", _ONE_ANSWER))
 
     @property
     def target_share(self) -> float:
@@ -68,12 +65,10 @@ class QuestionAnswering(ExampleTask):
         reach = reach.triu() & reach.tril(self.options.longest_answer - 1)
         reach[0] = False
         values = logits.new_zeros(windows, 4)
-        for window, pair in enumerate(logits):
+        for value, pair in zip(values, logits, strict=True):
             scores = (pair[:, None, 0] + pair[None, :, 1]).masked_fill(~reach, -torch.inf)
-            best = int(scores.argmax())
-            values[window] = torch.stack(
-                [scores.new_tensor(best // width), scores.new_tensor(best % width), scores.max(), pair[0].sum()]
-            )
+            first, last = divmod(int(scores.argmax()), width)
+            value[0], value[1], value[2], value[3] = first, last, scores[first, last], pair[0].sum()
         starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)[: len(batch.examples)]  # there may be none
         return Predicted(batch.examples[starts], values, batch.labels)
 
@@ -98,8 +93,7 @@ class QuestionAnswering(ExampleTask):
 
     def control(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
         """Returns the scores of the answer that is right most often, which may be none."""
-        rows = self.answers(predicted, examples)
-        wanted = [examples.answers(row) or [""] for row in rows]
+        wanted = [examples.answers(row) or [""] for row in self.answers(predicted, examples)]
         [(most, _)] = Counter(" ".join(normalized(text)) for right in wanted for text in set(right)).most_common(1)
         return _answer_scores((most, right) for right in wanted)
 
@@ -127,11 +121,9 @@ def _windows(batch: Batch) -> Tensor:
 def _by_window(outputs: Tensor, batch: Batch) -> Tensor:
     """Returns the outputs (n, 2) as (windows, positions, 2), -inf where a window has fewer positions."""
     counts = _windows(batch).unique_consecutive(return_counts=True)[1]
-    return (
-        torch.nn.utils.rnn.pad_sequence(outputs.split(counts.tolist()), True, -torch.inf)
-        if len(counts)
-        else (outputs.new_zeros(0, 1, 2))
-    )
+    if not len(counts):
+        return outputs.new_zeros(0, 1, 2)
+    return torch.nn.utils.rnn.pad_sequence(outputs.split(counts.tolist()), True, -torch.inf)
 
 
 def _answer_scores(answers: Iterable[tuple[str, Sequence[str]]]) -> dict[str, float]:

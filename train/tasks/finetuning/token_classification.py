@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,6 @@ from matmix.data.examples.texts import Words
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED
-from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning.base import MOST_FREQUENT, ClassOptions, ExampleTask, class_cost, most_frequent
 from matmix.train.tasks.metrics import share
@@ -36,6 +36,7 @@ class TokenClassification(ExampleTask):
 
     architectures = ("token_classifier",)
     examples = Words
+    has_classes = True
     Options = TokenClassOptions
     recorded = ("accuracy",)
     loss_metric = Metric(name="loss", title="loss", unit="nats per word")
@@ -51,15 +52,16 @@ class TokenClassification(ExampleTask):
         """Raises ValueError (one line) for names of classes that entities cannot be read from."""
         loader = super().make_loader(data, split=split, **options)
         names = loader.facts.examples.classes.names
-        if _spell_entities(names) and "" in names:
+        if not _spell_entities(names):
+            return loader
+        if "" in names:
             raise ValueError('a class has an empty name, and others spell entities, such as B-...; name it, as in "O"')
-        if _spell_entities(names) and self.options.strict:
-            for name in names:
-                if name != "O" and not name.startswith(_ENTITIES):
-                    raise ValueError(
-                        f'class "{name}" is no tag of IOB2, which are O, B-... and I-...; leave out '
-                        "objective.options.strict, or rename it"
-                    )
+        others = [name for name in names if name != "O" and not name.startswith(_ENTITIES)]
+        if others and self.options.strict:
+            raise ValueError(
+                f'class "{others[0]}" is no tag of IOB2, which are O, B-... and I-...; leave out '
+                "objective.options.strict, or rename it"
+            )
         return loader
 
     @property
@@ -108,9 +110,6 @@ class TokenClassification(ExampleTask):
         batch.select = batch.examples = torch.arange(inputs.numel())
         return batch
 
-    def outputs(self, data: DataConfig) -> Outputs:
-        return Outputs(labels=self.modality(data).class_names(data, kind=self.examples))
-
 
 def _spell_entities(names: Sequence[str]) -> bool:
     return any(name.startswith(_ENTITIES) for name in names)
@@ -123,8 +122,6 @@ def entity_scores(labels: list[list[str]], predicted: list[list[str]], *, strict
     from seqeval.metrics.v1 import precision_recall_fscore_support as by_scheme
     from seqeval.scheme import IOB2
 
-    options = {"average": "micro", "zero_division": 0}
-    scores = (
-        by_scheme(labels, predicted, scheme=IOB2, **options) if strict else by_conlleval(labels, predicted, **options)
-    )
+    score = partial(by_scheme, scheme=IOB2) if strict else by_conlleval
+    scores = score(labels, predicted, average="micro", zero_division=0)
     return dict(zip(("entity_precision", "entity_recall", "entity_f1"), map(float, scores[:3]), strict=True))
