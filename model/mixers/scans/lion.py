@@ -267,7 +267,8 @@ class LionLit(Mixer):
     @property
     def gate_offsets(self) -> dict[str, int]:
         """Which gates lie between two tokens; see `LionGates`."""
-        return {"gate_offset": 1, "forward_gate_offset": 0}
+        usual = {"gate_offset": 1, "forward_gate_offset": 0}
+        return {name: getattr(self.config, name, offset) for name, offset in usual.items()}
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor | None:
         """The gates before the sigmoid for x (B, L, d_model): (B, L, H), (H,) where they are constant, or None. Gates
@@ -413,10 +414,6 @@ class LionS(LionLit):
     def flops_in_orders(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool, scans: int) -> float:
         gates = config.gate_sets * 2.0 * d_model * head_count(d_model, config)
         return super().flops_in_orders(d_model, config, seqlen, causal, scans) + gates
-
-    @property
-    def gate_offsets(self) -> dict[str, int]:
-        return {"gate_offset": self.config.gate_offset, "forward_gate_offset": self.config.forward_gate_offset}
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""

@@ -213,36 +213,25 @@ def correlations(values: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-class MultipleChoice(ExampleTask):
+class MultipleChoice(SequenceClassification):
     """Each choice is a document with one output; the cross-entropy is that over the choices of an example."""
 
-    architectures = ("sequence_classifier",)
     examples = Choices
+    has_classes = False
     stands_for = Outputs(multiple_choice=True)
     made_up = (2, 0)
-    Options = ClassOptions
-    recorded = ("accuracy",)
     metrics = (share("accuracy", "accuracy", "the same choice for all"), CALIBRATION)
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        return class_cost(outputs.view(len(batch.labels), -1), batch.labels, self.options)
+        return super().cost(outputs.view(len(batch.labels), -1), batch)
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
         logits = outputs.view(len(batch.labels), -1)
-        return Predicted(batch.examples[:: logits.shape[1]], logits.softmax(1), batch.labels)
+        return super().predictions(logits, batch)._replace(numbers=batch.examples[:: logits.shape[1]])
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        from sklearn import metrics
-
-        values, labels = with_labels(predicted)
-        return {
-            "accuracy": float(metrics.accuracy_score(labels, values.argmax(1))),
-            "calibration_error": calibration_error(values, labels),
-        }
-
-    def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the choice that is right most often."""
-        yield np.eye(values.shape[1])[most_frequent(labels)]
+        scores = super().scores(predicted, examples)
+        return {metric.name: scores[metric.name] for metric in self.metrics}
 
     def row(self, value: Any, label: Any, examples: Examples) -> dict[str, Any]:
         """Returns numbers of choices from 0 on, and the probability of each under "values"."""

@@ -49,11 +49,8 @@ class QuestionAnswering(ExampleTask):
         return 1.0
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        logits = _by_window(outputs, batch)
-        total = sum(
-            F.cross_entropy(logits[:, :, end], batch.labels[:, end], ignore_index=IGNORED, reduction="sum") / 2
-            for end in (0, 1)
-        )
+        # Positions are the classes, of which there is one for either end.
+        total = F.cross_entropy(_by_window(outputs, batch), batch.labels, ignore_index=IGNORED, reduction="sum") / 2
         return Loss(total, total.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
@@ -80,16 +77,12 @@ class QuestionAnswering(ExampleTask):
             row, answer = examples.answer(number, int(first), int(last))
             best[row] = max(best[row], (float(score), answer), key=lambda pair: pair[0])
             nothing[row] = min(nothing[row], float(null))
-        refuse = self.options.unanswerable
-        return {
-            row: "" if refuse and nothing[row] - score > self.options.null_threshold else answer
-            for row, (score, answer) in best.items()
-        }
+        threshold = self.options.null_threshold if self.options.unanswerable else np.inf
+        return {row: "" if nothing[row] - score > threshold else answer for row, (score, answer) in best.items()}
 
     def scores(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
-        return _answer_scores(
-            (given, examples.answers(row) or [""]) for row, given in self.answers(predicted, examples).items()
-        )
+        answers = self.answers(predicted, examples)
+        return _answer_scores((given, examples.answers(row) or [""]) for row, given in answers.items())
 
     def control(self, predicted: Predicted, examples: Answers) -> dict[str, float]:
         """Returns the scores of the answer that is right most often, which may be none."""
