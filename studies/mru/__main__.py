@@ -88,17 +88,14 @@ class Study:
         return 0
 
     def grid(self, results: Results) -> None:
-        """Every variant on every dataset."""
         data = dict(text.split("=", 1) for text in self.data)
         grid.run_grid(results, data, self.names, steps=self.steps, seeds=self.seeds, shard=self.place)
 
     def growth(self, results: Results) -> None:
-        """Norms in layers that were not trained."""
         for name, case in grid.share(list(growth.CASES.items()), self.place):
             _measure(results, "growth", name, lambda case=case: growth.growth(case))
 
     def beyond(self, results: Results) -> None:
-        """The best models along longer texts."""
         best = grid.best_runs(results.read(grid.PART))
         for name in grid.share([name for name in self.names if (grid.FOLLOWED, name) in best], self.place):
             facts = {"variant": name, "rate": best[grid.FOLLOWED, name]["rate"]}
@@ -106,22 +103,22 @@ class Study:
             _measure(results, "beyond", key, lambda k=key, f=facts: f | growth.beyond(results.weights(k), self.plays))
 
     def speed(self, results: Results) -> None:
-        """Times of layers, measured again each time: they belong beside those of the same minutes."""
-        for name, found in speed.speed().items():
-            results.write("speed", name, found)
+        """Measured again each time: times belong beside those of the same minutes."""
+        for name, times in speed.speed().items():
+            results.write("speed", name, times)
 
     def report(self, results: Results) -> None:
         """Gathers what is there, writes the record and the pictures to `out` and the tables to the folder of the
         results, and prints the tables. Raises ValueError where there is no result at all."""
-        found = {part: results.read(part) for part in (grid.PART, "growth", "beyond", "speed")}
-        if not any(found.values()):
+        parts = {part: results.read(part) for part in (grid.PART, "growth", "beyond", "speed")}
+        if not any(parts.values()):
             raise ValueError(f"{results.folder} holds no results: run another part first")
         self.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.out / "mru_study.json", json.dumps(record_of(found), separators=(",", ":")) + "\n")
-        text = tables.tables(found)
+        write_atomic(self.out / "mru_study.json", json.dumps(record_of(parts), separators=(",", ":")) + "\n")
+        text = tables.tables(parts)
         write_atomic(results.folder / "tables.md", text + "\n")
         print(text)
-        for name, png in pictures.pictures(found).items():
+        for name, png in pictures.pictures(parts).items():
             write_atomic(self.out / f"mru_{name}.png", png)
 
 
@@ -130,16 +127,16 @@ def _measure(results: Results, part: str, key: str, run: Callable[[], Result]) -
         print(f"{part}: {key}", flush=True)
 
 
-def record_of(found: dict[str, Any]) -> dict[str, Any]:
+def record_of(parts: dict[str, Any]) -> dict[str, Any]:
     """Returns the record that is committed: all results, with curves for the runs that are drawn only, and with losses
     by position for the best run of each variant only."""
-    best = grid.best_runs(found[grid.PART]).values()
+    best = grid.best_runs(parts[grid.PART]).values()
 
     def kept(result: Result) -> Result:
         keep = {"position_loss": result in best, "curve": result in best and result["variant"] in pictures.DRAWN}
         return {name: value for name, value in result.items() if keep.get(name, True)}
 
-    return {"environment": environment(), **found, grid.PART: [kept(result) for result in found[grid.PART].values()]}
+    return {"environment": environment(), **parts, grid.PART: [kept(result) for result in parts[grid.PART].values()]}
 
 
 def main(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,25 +13,18 @@ from typing import Any, TypeVar
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.many.runs import time_left
+from matmix.launch.many.scores import spread
 from matmix.studies.mru.runs import run
 from matmix.studies.mru.variants import RATES, configs
 
 PART = "grid"
-
 FOLLOWED = "characters"
 """The dataset, by its name, whose runs keep their weights, to be followed along longer texts."""
 
 T = TypeVar("T")
-
 Result = dict[str, Any]
-
 Shard = tuple[int, int]
 """Its number, from 1, and the number of shards."""
-
-
-def slug(*parts: str) -> str:
-    """Returns a file name for what these words name together."""
-    return re.sub(r"[^A-Za-z0-9._+@-]+", "-", "-".join(parts)).strip("-.")
 
 
 class Results:
@@ -40,12 +34,13 @@ class Results:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, part: str, key: str) -> Path:
-        return self.folder / f"{part}-{slug(key)}.json"
+    def path(self, part: str, key: str, end: str = "json") -> Path:
+        slug = re.sub(r"[^A-Za-z0-9._+@-]+", "-", key).strip("-.")
+        return self.folder / f"{part}-{slug}.{end}"
 
     def weights(self, key: str) -> Path:
         """Returns the file in which a run leaves its weights."""
-        return self.folder / f"weights-{slug(key)}.pt"
+        return self.path("weights", key, "pt")
 
     def write(self, part: str, key: str, result: Result) -> None:
         write_atomic(self.path(part, key), json.dumps({"key": key, **result}))
@@ -59,8 +54,41 @@ class Results:
 
     def read(self, part: str) -> dict[str, Result]:
         """Returns all results of a part, by key."""
-        found = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{part}-*.json")))
-        return {result.pop("key"): result for result in found}
+        files = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{part}-*.json")))
+        return {result.pop("key"): result for result in files}
+
+
+class Grid:
+    """The finished runs of the grid."""
+
+    def __init__(self, runs: Mapping[str, Result]) -> None:
+        self.results = list(runs.values())
+        self.best = best_runs(runs)
+        self.datasets = sorted({result["data"] for result in self.results})
+
+    def runs(self, **facts: Any) -> list[Result]:
+        """Returns runs with these facts, such as their variant, by rate and seed."""
+        same = [result for result in self.results if facts.items() <= result.items()]
+        return sorted(same, key=lambda result: (result["rate"], result["seed"]))
+
+    def seeds(self, best: Result) -> list[float]:
+        """Returns losses of all seeds at the rate of a best run."""
+        return [loss_of(run) for run in self.runs(**{name: best[name] for name in ("data", "variant", "rate")})]
+
+    def ranked(self, data: str) -> list[str]:
+        """Returns variants with runs on a dataset, the lowest mean loss over seeds first, those with a loss of NaN
+        last."""
+
+        def loss(variant: str) -> float:
+            mean = spread(self.seeds(self.best[data, variant])).mean if (data, variant) in self.best else math.nan
+            return math.inf if math.isnan(mean) else mean
+
+        return sorted(dict.fromkeys(run["variant"] for run in self.runs(data=data)), key=loss)
+
+
+def loss_of(result: Result) -> float:
+    """Returns the validation loss of a run, NaN of one that diverged."""
+    return math.nan if result["loss"] is None else result["loss"]
 
 
 def share(items: Sequence[T], shard: Shard) -> list[T]:
@@ -72,12 +100,9 @@ def run_key(data: str, variant: str, rate: float, seed: int) -> str:
     return f"{data}, {variant} @{rate:g} seed {seed}"
 
 
-def best_runs(found: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
-    """Returns (dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number.
-
-    found: results of the grid.
-    """
-    known = [result for result in found.values() if result["seed"] == 0 and result["loss"] is not None]
+def best_runs(runs: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
+    """Returns (dataset, variant) -> the run of seed 0 with the lowest loss; none where no loss is a number."""
+    known = [result for result in runs.values() if result["seed"] == 0 and result["loss"] is not None]
     known.sort(key=lambda result: (result["loss"], result["rate"]), reverse=True)
     return {(result["data"], result["variant"]): result for result in known}  # the last one stays
 

@@ -129,7 +129,7 @@ def documents(data: str, tokenizer_sha256: str) -> list[tuple[Tensor, Tensor]]:
     with contextlib.closing(loader):
         # Nothing predicts where a document begins.
         whole = ((batch.input_ids, batch.labels) for batch in loader if bool((batch.labels != IGNORED).all()))
-        found = list(itertools.islice(whole, ROWS))
-    if not found:
+        rows = list(itertools.islice(whole, ROWS))
+    if not rows:
         raise ValueError(f"{data}: no document of the validation split has {LENGTH + 1:,} tokens; give other --plays")
-    return found
+    return rows

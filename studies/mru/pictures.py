@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
 import torch
 
 from matmix.launch.figures import panels, png_of
-from matmix.studies.mru.grid import PART, best_runs
+from matmix.studies.mru.grid import PART, Grid, Result
 from matmix.studies.mru.growth import BIN
 from matmix.studies.mru.runs import CURVE
-from matmix.studies.mru.tables import datasets, ranked, seeds_of
 from matmix.studies.mru.variants import ATTENTION, NONE
 
 LIMIT = math.log(torch.finfo(torch.float32).max)
@@ -43,10 +43,14 @@ DRAWN: dict[str, str] = {
 """Variants whose curves are drawn -> style of the line."""
 
 
-def pictures(found: dict[str, Any]) -> dict[str, bytes]:
-    """Returns the PNG of each picture for which there are results, by name. found: part -> results by key."""
-    draws = {"losses": draw_losses, "training": draw_training, "growth": draw_growth, "beyond": draw_beyond}
-    return {name: png_of(draw(found)) for name, draw in draws.items() if found[name if name in found else PART]}
+def pictures(parts: dict[str, dict[str, Result]]) -> dict[str, bytes]:
+    """Returns the PNG of each picture for which there are results, by name. parts: part -> results by key."""
+    grid = Grid(parts[PART])
+    draws: dict[str, tuple[Callable[[Any], Any], Any]] = {
+        "losses": (draw_losses, grid), "training": (draw_training, grid),
+        "growth": (draw_growth, parts["growth"]), "beyond": (draw_beyond, parts["beyond"]),
+    }  # fmt: skip
+    return {name: png_of(draw(shown)) for name, (draw, shown) in draws.items() if getattr(shown, "results", shown)}
 
 
 def _colour(variant: str) -> str:
@@ -57,23 +61,22 @@ def _style(variant: str) -> dict[str, Any]:
     return {"color": _colour(variant), "linestyle": DRAWN.get(variant, "-"), "linewidth": 1.8, "label": variant}
 
 
-def draw_losses(found: dict[str, Any]) -> Any:
+def draw_losses(grid: Grid) -> Any:
     """Draws every seed of every variant at its best rate, a panel for each dataset; variants as the first one ranks
     them."""
-    names, best = datasets(found), best_runs(found[PART])
-    order = list(dict.fromkeys(variant for name in names for variant in ranked(found, name)))
-    figure, (axes,) = panels((11, 1.6 + 0.24 * len(order)), 1, len(names), sharey=True)
-    for one, name in zip(axes, names, strict=True):
+    order = list(dict.fromkeys(variant for name in grid.datasets for variant in grid.ranked(name)))
+    figure, (axes,) = panels((11, 1.6 + 0.24 * len(order)), 1, len(grid.datasets), sharey=True)
+    for one, name in zip(axes, grid.datasets, strict=True):
         for place, variant in enumerate(order):
-            run = best.get((name, variant))
-            losses = [loss for loss in seeds_of(found, run) if math.isfinite(loss)] if run else []
+            run = grid.best.get((name, variant))
+            losses = [loss for loss in grid.seeds(run) if math.isfinite(loss)] if run else []
             marker = "o" if "," in variant else "D"
             one.plot(losses, [place] * len(losses), linestyle="-", marker=marker, markersize=6, color=_colour(variant))
             if not losses:
                 one.annotate("NaN", (0.98, place), xycoords=("axes fraction", "data"), ha="right", va="center")
         for control, line in ((NONE, ":"), (ATTENTION, "--")):
-            if (run := best.get((name, control))) is not None:
-                mean = fmean(filter(math.isfinite, seeds_of(found, run)))
+            if (run := grid.best.get((name, control))) is not None:
+                mean = fmean(filter(math.isfinite, grid.seeds(run)))
                 one.axvline(mean, color="black", linewidth=1, linestyle=line, label=control)
         one.set(title=name, xlabel="validation loss, each seed (nats per token)")
     drawn = {line.get_label(): line for one in axes for line in one.get_lines()}
@@ -84,14 +87,12 @@ def draw_losses(found: dict[str, Any]) -> Any:
     return figure
 
 
-def draw_training(found: dict[str, Any]) -> Any:
+def draw_training(grid: Grid) -> Any:
     """Draws training losses of a few variants at their best rates."""
-    names, best = datasets(found), best_runs(found[PART])
-    figure, (axes,) = panels((11, 5.8), 1, len(names))
-    for one, name in zip(axes, names, strict=True):
+    figure, (axes,) = panels((11, 5.8), 1, len(grid.datasets))
+    for one, name in zip(axes, grid.datasets, strict=True):
         shown: list[float] = []
-        for variant in (variant for variant in DRAWN if (name, variant) in best):
-            run = best[name, variant]
+        for variant, run in ((variant, grid.best[name, variant]) for variant in DRAWN if (name, variant) in grid.best):
             values = run["curve"]
             steps = [min(CURVE * (place + 1), run["steps"]) for place in range(len(values))]
             one.plot(steps, values, **{**_style(variant), "label": f"{variant} ({run['rate']:g})"})
@@ -119,14 +120,14 @@ def _to_the_limit(tokens: list[int], values: list[float | None]) -> tuple[list[i
     return tokens[: end + 1], [*values[:end], LIMIT][: len(values)]
 
 
-def draw_growth(found: dict[str, Any]) -> Any:
+def draw_growth(results: dict[str, Result]) -> Any:
     """Draws along random tokens, a panel for each size of the elements but 0."""
-    first = next(iter(found["growth"].values()))
+    first = next(iter(results.values()))
     stds, last = [std for std in first["sizes"] if std != "0"], first["tokens"][-1]
     ticks = [tick for tick in (1, 8, 64, 512, 8192) if tick <= last]
     figure, (axes,) = panels((11, 5.2), 1, len(stds), sharey=True)
     for one, std in zip(axes, stds, strict=True):
-        for name, result in found["growth"].items():
+        for name, result in results.items():
             construction, _, form = name.partition(", ")
             line = {"color": COLOURS[construction], "linestyle": "--" if form == "chunked" else "-", "linewidth": 1.8}
             one.plot(*_to_the_limit(result["tokens"], result["sizes"][std]["mean"]), label=name, **line)
@@ -141,10 +142,10 @@ def draw_growth(found: dict[str, Any]) -> Any:
     return figure
 
 
-def draw_beyond(found: dict[str, Any]) -> Any:
+def draw_beyond(results: dict[str, Result]) -> Any:
     """Draws losses and largest log-norms of a few trained models along texts far longer than their training's."""
     figure, ((left, right),) = panels((11, 5.2), 1, 2)
-    by_variant = {result["variant"]: result for result in found["beyond"].values()}
+    by_variant = {result["variant"]: result for result in results.values()}
     for variant in filter(by_variant.get, DRAWN):
         result = by_variant[variant]
         tokens = result["tokens"]

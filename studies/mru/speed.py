@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from typing import Any
 
 import torch
 
-from matmix.benchmarks.measure import Clock
+from matmix.benchmarks.measure import Candidate, Clock, Speed, both_passes
 from matmix.kernels.mru.constructions import CONSTRUCTIONS
 from matmix.model import initialize
 from matmix.model.mixers import MIXERS
@@ -42,23 +41,18 @@ def speed() -> dict[str, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     x, cotangent = (torch.randn(BATCH, SEQLEN, WIDTH, generator=generator).to(device) for _ in range(2))
     x.requires_grad_()
-    layers = {}
+    candidates = []
     for name, (mixer, options) in CASES.items():
         kind = MIXERS[mixer]
         layer = kind(WIDTH, kind.Config(**options), causal=True, max_seqlen=SEQLEN, output_std=0.02)
         initialize(layer, 0)
-        layers[name] = layer.to(device)
-
-    clock = Clock(device)
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in layers}
-    for turn in range(ROUNDS + 1):
-        for name, layer in layers.items():
-            forward, y = clock.seconds(functools.partial(layer, x))
-            backward, _ = clock.seconds(functools.partial(y.backward, cotangent))
-            if turn:  # the first warms up
-                taken[name].append((forward, backward, forward + backward))
-    found = {}
-    for name, times in taken.items():
-        medians = [round(1e3 * statistics.median(seconds), 2) for seconds in zip(*times, strict=True)]
-        found[name] = dict(zip(("forward_ms", "backward_ms", "together_ms"), medians, strict=True), device=device.type)
-    return found
+        leaves = [x, *layer.to(device).parameters()]
+        candidates.append(Candidate(name=name, run=functools.partial(layer, x), leaves=leaves, cotangent=cotangent))
+        both_passes(candidates[-1])  # warms up
+    Speed(rounds=ROUNDS).take_turns(candidates, Clock(device))
+    parts = {"forward_ms": "forward", "backward_ms": "backward", "together_ms": "both"}
+    return {
+        one.name: {key: round(1e3 * one.record["seconds"][part]["median"], 2) for key, part in parts.items()}
+        | {"device": device.type}
+        for one in candidates
+    }

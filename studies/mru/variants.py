@@ -95,11 +95,11 @@ def configs(data: str, overrides: Mapping[str, Any]) -> dict[str, RunConfig]:
     cannot be read, and for a variant that cannot have so many parameters.
     """
     values = merged(merged(read_toml(Path(__file__).with_name("base.toml")), {"data": {"path": data}}), overrides)
-    found = {name: config_from_dict(merged(values, changes), f'variant "{name}"') for name, changes in VARIANTS.items()}
-    with contextlib.closing(make_loader(found[ATTENTION], "train", 0, 1)) as loader:
-        found = {name: with_data_facts(config, loader) for name, config in found.items()}
-    target = count_parameters(found[ATTENTION].model)
-    return {name: equalised(name, config, target) for name, config in found.items()}
+    known = {name: config_from_dict(merged(values, changes), f'variant "{name}"') for name, changes in VARIANTS.items()}
+    with contextlib.closing(make_loader(known[ATTENTION], "train", 0, 1)) as loader:
+        known = {name: with_data_facts(config, loader) for name, config in known.items()}
+    target = count_parameters(known[ATTENTION].model)
+    return {name: equalised(name, config, target) for name, config in known.items()}
 
 
 def equalised(name: str, config: RunConfig, target: int) -> RunConfig:
