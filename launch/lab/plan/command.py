@@ -34,7 +34,6 @@ class PlanRun:
     """Seconds that a save stops training, if measured."""
 
     def run(self, rest: list[str], typed: Sequence[str]) -> int:
-        """Prints the plan and returns the exit code. Raises ValueError (one line) for the user's mistakes."""
         from matmix.launch.lab.plan.report import describe_plan
         from matmix.train.config import RunConfig
         from matmix.train.recipe import load_config
@@ -44,5 +43,5 @@ class PlanRun:
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu is a share between 0 and 1, got {self.mfu}")
         check_overrides(self, rest, RunConfig)
-        print("\n".join(describe_plan(load_config(self.recipe, rest), rest, **dataclasses.asdict(self))))
+        print("\n".join(describe_plan(load_config(self.recipe, rest), rest, self)))
         return 0

@@ -4,9 +4,12 @@ micro-batch and checkpointing are fastest there."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from matmix.data.artifacts import read_json_lines, shell_line
 from matmix.train.arguments import read_table
@@ -17,9 +20,14 @@ from matmix.train.estimate.plan import Plan, make_plan
 from matmix.train.meters.speed import PEAK_FLOPS, Arithmetic, arithmetic
 from matmix.train.recipe_files import read_toml
 
+GB = 10**9
+# Assumed where nobody has measured: what well-tuned attention models reach in bf16 on such GPUs.
+ASSUMED_EFFICIENCY = 0.35
+USABLE = 0.92  # share of a GPU's memory that a plan may fill: the CUDA context and fragments take the rest
+MODES: tuple[Mode, ...] = ("none", "selective by op", "selective", "full")  # by what they recompute
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Collective:
+
+class Collective(NamedTuple):
     """One kind of exchange."""
 
     what: str
@@ -34,14 +42,11 @@ class Collective:
 
 def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Collective]:
     """Returns the exchanges of the engine of `config` in a step of `plan`."""
-    if plan.ranks == 1:
-        return []
-    exchanges = sent(config.engine, plan.ranks, plan.sizes)
+    exchanges = sent(config.engine, plan.ranks, plan.sizes) if plan.ranks > 1 else ()
     return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in exchanges]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Risk:
+class Risk(NamedTuple):
     """Seconds, but for `lost`, a share of the time."""
 
     mtbf: float  # mean time between failures of the whole run
@@ -63,24 +68,11 @@ def assess(config: RunConfig, plan: Plan, cluster: Cluster, step_seconds: float,
         elements = plan.sizes.parameters + plan.sizes.moments
         stall = elements * FLOAT / parts_to_save(config.engine, plan.ranks) / (cluster.host_gb_per_s * GB)
     mtbf = cluster.mtbf_gpu_hours * 3600 / plan.ranks
-    every = config.checkpoint.every or config.steps
-    return Risk(
-        mtbf=mtbf,
-        stall=stall,
-        interval=every * step_seconds,
-        best_interval=math.sqrt(2 * stall * mtbf),
-        restart=60 * cluster.restart_minutes,
-    )
+    interval = (config.checkpoint.every or config.steps) * step_seconds
+    return Risk(mtbf, stall, interval, math.sqrt(2 * stall * mtbf), 60 * cluster.restart_minutes)
 
 
-# Assumed where nobody has measured: what well-tuned attention models reach in bf16 on such GPUs.
-ASSUMED_EFFICIENCY = 0.35
-USABLE = 0.92  # share of a GPU's memory that a plan may fill: the CUDA context and fragments take the rest
-MODES: tuple[Mode, ...] = ("none", "selective by op", "selective", "full")  # by what they recompute
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A plan on a cluster."""
 
     config: RunConfig
@@ -121,12 +113,6 @@ def measured_efficiency(run: Path) -> float:
     return statistics.median(shares[len(shares) // 2 :])
 
 
-def recomputed_forwards(mode: Mode, every: int) -> float:
-    """Counts the forward passes that checkpointing adds to a step. By op matrix products are kept, and only they
-    count."""
-    return {"none": 0.0, "selective by op": 0.0, "selective": 1 / every, "full": 1.0}[mode]
-
-
 def estimate(
     config: RunConfig, ranks: int, cluster: Cluster, efficiency: float, *, mode: Mode | None = None
 ) -> Estimate:
@@ -134,21 +120,16 @@ def estimate(
     mode = mode or checkpointing_mode(config)
     plan = make_plan(config, ranks, mode=mode)
     kind = arithmetic(config.engine.precision)
-    forwards = 3 + recomputed_forwards(mode, config.engine.selective_every)
+    # Forward, backward and what checkpointing runs again; by op matrix products are kept, and only they count.
+    forwards = 3 + {"selective": 1 / config.engine.selective_every, "full": 1.0}.get(mode, 0.0)
     flops = forwards * plan.flops_per_unit * plan.units_per_step
     traffic = collectives(config, plan, cluster.gpus_per_node)
-    return Estimate(
-        config=config,
-        plan=plan,
-        mode=mode,
-        traffic=traffic,
-        arithmetic=kind,
-        compute_seconds=flops / (ranks * cluster.peak(kind) * efficiency),
-        traffic_seconds=sum(part.seconds(cluster) for part in traffic),
-        # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
-        launch_seconds=0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6,
-        fits=plan.total_bytes <= USABLE * cluster.memory_gb * 1e9,
-    )
+    compute = flops / (ranks * cluster.peak(kind) * efficiency)
+    # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
+    launches = 0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6
+    fits = plan.total_bytes <= USABLE * cluster.memory_gb * 1e9
+    exchanging = sum(part.seconds(cluster) for part in traffic)
+    return Estimate(config, plan, mode, traffic, kind, compute, exchanging, launches, fits)
 
 
 def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:
@@ -157,36 +138,29 @@ def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfi
     per_rank = config.global_batch_size // ranks
     if per_rank * ranks != config.global_batch_size:
         return []
-    engines = [dataclasses.replace(config.engine, name="fsdp2", replicate=1)]
+    engines = [("fsdp2", 1)]
     if 1 < cluster.gpus_per_node < ranks and ranks % cluster.gpus_per_node == 0:
-        engines.append(dataclasses.replace(config.engine, name="fsdp2", replicate=ranks // cluster.gpus_per_node))
+        engines.append(("fsdp2", ranks // cluster.gpus_per_node))
     if ranks > 1:
-        engines.append(dataclasses.replace(config.engine, name="ddp", replicate=1))
+        engines.append(("ddp", 1))
     micros = [size for size in range(1, per_rank + 1) if per_rank % size == 0][-6:]
     return [
-        dataclasses.replace(config, engine=engine, micro_batch_size=micro) for engine in engines for micro in micros
+        replace(config, engine=replace(config.engine, name=name, replicate=replicas), micro_batch_size=micro)
+        for (name, replicas), micro in itertools.product(engines, micros)
     ]
 
 
 def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[Estimate]:
     """Returns the estimates that fit, the fastest first; among equals the one that computes least, then the larger
     micro-batch, then less memory."""
-    estimates = [
-        estimate(candidate, ranks, cluster, efficiency, mode=mode)
-        for candidate in candidates(config, ranks, cluster)
-        for mode in MODES
-    ]
-    fitting = [one for one in estimates if one.fits]
-    return sorted(
-        fitting,
-        key=lambda one: (
-            round(one.step_seconds, 6),
-            one.compute_seconds,
-            MODES.index(one.mode),
-            -one.plan.micro_batch_size,
-            one.plan.total_bytes,
-        ),
-    )
+
+    def order(one: Estimate) -> tuple:
+        last = -one.plan.micro_batch_size, one.plan.total_bytes
+        return round(one.step_seconds, 6), one.compute_seconds, MODES.index(one.mode), *last
+
+    choices = itertools.product(candidates(config, ranks, cluster), MODES)
+    estimates = [estimate(candidate, ranks, cluster, efficiency, mode=mode) for candidate, mode in choices]
+    return sorted((one for one in estimates if one.fits), key=order)
 
 
 def options_of(one: Estimate, config: RunConfig) -> list[str]:
@@ -203,8 +177,6 @@ def options_of(one: Estimate, config: RunConfig) -> list[str]:
     }
     return [word for name, (before, new) in changes.items() if before != new for word in (f"--{name}", str(new))]
 
-
-GB = 10**9
 
 # One failure for every 50,700 GPU-hours: the 419 unexpected interruptions that Llama 3's training on 16,384 H100 met in
 # 54 days (arXiv 2407.21783, section 3.3.4).
@@ -257,23 +229,16 @@ class Cluster:
         return tflops * 1e12
 
 
-def _known(name: str, memory_gb: float, node_gb_per_s: float, network_gb_per_s: float = 50.0) -> Cluster:
-    peaks = {kind: peak / 1e12 for kind, peak in PEAK_FLOPS[name].items()}
-    return Cluster(
-        gpu=name,
-        peak_tflops=peaks["bf16"],
-        peak_tflops_tf32=peaks["tf32"],
-        peak_tflops_fp32=peaks["fp32"],
-        memory_gb=memory_gb,
-        node_gb_per_s=node_gb_per_s,
-        network_gb_per_s=network_gb_per_s,
-    )
+def _known(name: str, memory_gb: float, node_gb_per_s: float, **options: float) -> Cluster:
+    peaks = {f"peak_tflops_{kind}": peak / 1e12 for kind, peak in PEAK_FLOPS[name].items()}
+    options |= {"peak_tflops": peaks.pop("peak_tflops_bf16"), **peaks}
+    return Cluster(gpu=name, memory_gb=memory_gb, node_gb_per_s=node_gb_per_s, **options)
 
 
 # Data sheets: memory, and half of the links' total of both directions (NVLink 3, 4, 5; Infinity Fabric). A100 systems
 # came with 200 Gb/s adapters.
 GPUS = {
-    "a100": _known("A100", 80, 300, 25),
+    "a100": _known("A100", 80, 300, network_gb_per_s=25.0),
     "h100": _known("H100", 80, 450),
     "h200": _known("H200", 141, 450),
     "b200": _known("B200", 180, 900),
@@ -290,9 +255,9 @@ def read_cluster(path: Path, gpu: str | None = None) -> Cluster:
         raise FileNotFoundError(f"cluster file not found: {path}")
     values = read_toml(path)
     named = (gpu or str(values.get("gpu", ""))).lower()
-    base = dataclasses.asdict(GPUS[named]) if named in GPUS else {}
-    values.pop("gpu", None) if named in GPUS else None
-    return read_table(Cluster, {**base, **values}, str(path))
+    if named in GPUS:
+        values = {**dataclasses.asdict(GPUS[named]), **values, "gpu": GPUS[named].gpu}
+    return read_table(Cluster, values, str(path))
 
 
 def find_gpu(name: str) -> Cluster:

@@ -6,22 +6,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matmix.data.artifacts import shell_line
-from matmix.launch.lab.plan.estimate import (
-    ASSUMED_EFFICIENCY,
-    USABLE,
-    Cluster,
-    Estimate,
-    Risk,
-    assess,
-    estimate,
-    find_gpu,
-    measured_efficiency,
-    options_of,
-    read_cluster,
-    suggest,
-)
+from matmix.launch.lab.plan import estimate as plans
+from matmix.launch.lab.plan.estimate import Cluster, Estimate, Risk
 from matmix.model.flops import flops_by_part
 from matmix.train.config import RunConfig
 from matmix.train.estimate.plan import vocabulary_words, with_steps_of_epochs, with_vocabulary
@@ -35,18 +24,13 @@ WORTH_SECONDS = 60  # of it; below, nobody waits for them
 MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as new (arXiv 2305.16264)
 
 
-def data_tokens(config: RunConfig) -> int | None:
-    """Returns the tokens of the training split, or images; None where it is not on this machine, or has no end."""
-    return config.modality.size(config.data)
-
-
 def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     """Returns the warnings about an estimate, one line each."""
     config, plan, warnings = one.config, one.plan, []
     if not one.fits:
         warnings.append(
-            f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * USABLE:.0f} GB that can be used "
-            f"of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
+            f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * plans.USABLE:.0f} GB that can "
+            f"be used of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
         )
     tokens = plan.micro_batch_size * config.positions
     if tokens < FEW_TOKENS:
@@ -65,7 +49,8 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
             f"{duration(one.launch_seconds)}, their arithmetic {duration(one.compute_seconds)}; a larger "
             "micro_batch_size, or --engine.compile, launches fewer"
         )
-    available, needed = data_tokens(config), plan.units_per_step * plan.steps
+    available, needed = config.modality.size(config.data), plan.units_per_step * plan.steps
+    # None where the data is not on this machine, or has no end.
     if available is not None and needed > MANY_EPOCHS * available:
         warnings.append(
             f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
@@ -88,83 +73,66 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
 SUGGESTIONS = 3
 
 
-def describe_plan(
-    given: RunConfig,
-    overrides: Sequence[str],
-    *,
-    recipe: str,
-    gpus: int,
-    gpu: str | None,
-    cluster: str | None,
-    mfu: float | None,
-    measured: str | None,
-    save_stall: float | None,
-) -> list[str]:
-    """Returns the lines that `matmix plan` prints. given: the config of the recipe with the overrides; the others are
-    the options of the verb. Raises FileNotFoundError or ValueError (one line)."""
-    hardware = read_cluster(Path(cluster), gpu) if cluster else find_gpu(gpu or "h100")
+def describe_plan(given: RunConfig, overrides: Sequence[str], verb: Any) -> list[str]:
+    """Returns the lines that `matmix plan` prints. given: the config of the recipe with the overrides; verb: the
+    `PlanRun`. Raises FileNotFoundError or ValueError (one line)."""
+    hardware = plans.read_cluster(Path(verb.cluster), verb.gpu) if verb.cluster else plans.find_gpu(verb.gpu or "h100")
     config, counted = with_steps_of_epochs(with_vocabulary(given))
-    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(config.data_size(gpus)))
-    efficiency, source = _efficiency(mfu, measured, hardware)
-    one = estimate(config, gpus, hardware, efficiency)
-    risk = assess(config, one.plan, hardware, one.step_seconds, save_stall)
-    lines = [words] if (words := given.micro_batch_words(given.data_size(gpus))) else []
-    lines += _describe(one, hardware, risk, efficiency, source, vocabulary_words(given), counted)
+    config = dataclasses.replace(config, micro_batch_size=config.micro_batch(config.data_size(verb.gpus)))
+    if verb.mfu is not None:
+        efficiency, source = verb.mfu, "as given"
+    elif verb.measured is not None:
+        efficiency, source = plans.measured_efficiency(Path(verb.measured)), f"measured by {verb.measured}"
+    else:
+        source = f"assumed, not measured on {hardware.gpu}s: give --mfu, or --measured RUN of a short run"
+        efficiency = plans.ASSUMED_EFFICIENCY
+    one = plans.estimate(config, verb.gpus, hardware, efficiency)
+    risk = plans.assess(config, one.plan, hardware, one.step_seconds, verb.save_stall)
+    reached = f"{efficiency:.0%} of {hardware.peak(one.arithmetic) / 1e12:.0f} TFLOP/s in {one.arithmetic} ({source})"
+    lines = [words] if (words := given.micro_batch_words(given.data_size(verb.gpus))) else []
+    lines += _describe(one, hardware, risk, reached, given, f" ({counted})" if counted else "")
     lines += [f"warning: {warning}" for warning in find_warnings(one, hardware, risk)]
-    best = suggest(config, gpus, hardware, efficiency)[:SUGGESTIONS]
-    lines += _describe_suggestions(config, best)
-    if best:
-        lines += ["", "to start the fastest:", launch_command(recipe, overrides, best[0], given, hardware)]
-    return lines
+    best = plans.suggest(config, verb.gpus, hardware, efficiency)[:SUGGESTIONS]
+    if not best:
+        smaller = "shorter sequences" if config.model.model_class.inputs == "tokens" else "smaller images"
+        return [*lines, f"nothing fits: use more GPUs, larger ones, or {smaller}"]
+    lines += ["", "fastest that fit:"]
+    for other in best:
+        options = shell_line(*plans.options_of(other, config)) or "as configured"
+        memory = f"{other.plan.total_bytes / 2**30:.1f} GiB a rank"
+        lines.append(f"  {short_number(other.units_per_second)} {other.plan.unit}/s, {memory}: {options}")
+    return [*lines, "", "to start the fastest:", launch_command(verb.recipe, overrides, best[0], given, hardware)]
 
 
-def _efficiency(mfu: float | None, run: str | None, cluster: Cluster) -> tuple[float, str]:
-    if mfu is not None:
-        return mfu, "as given"
-    if run is not None:
-        return measured_efficiency(Path(run)), f"measured by {run}"
-    return (
-        ASSUMED_EFFICIENCY,
-        f"assumed, not measured on {cluster.gpu}s: give --mfu, or --measured RUN of a short run",
-    )
-
-
-def _describe(
-    one: Estimate, cluster: Cluster, risk: Risk, efficiency: float, source: str, vocabulary: str, counted: str
-) -> list[str]:
-    config, plan = one.config, one.plan
-    share = config.task().target_share
-    parts = flops_by_part(config.model, config.positions, head_share=share)
+def _describe(one: Estimate, cluster: Cluster, risk: Risk, reached: str, given: RunConfig, counted: str) -> list[str]:
+    config, plan, gib = one.config, one.plan, 2**30
+    parts = flops_by_part(config.model, config.positions, head_share=config.task().target_share)
     if plan.unit == "images":
         parts = {name: value * config.positions for name, value in parts.items()}
     work = ", ".join(f"{short_number(value)} {name}" for name, value in parts.items())
-    gib = 2**30
     memory = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
     launching = f", launches {duration(one.launch_seconds)}" if one.launch_seconds else ""
     nodes = -(-plan.ranks // cluster.gpus_per_node)
     units = plan.units_per_step * plan.steps
-    peak = f"{cluster.peak(one.arithmetic) / 1e12:.0f} TFLOP/s in {one.arithmetic}"
     rows = {
         "cluster": f"{plan.ranks} x {cluster.gpu} on {nodes} node{'s' if nodes > 1 else ''}",
-        "parameters": f"{short_number(plan.parameters)} ({vocabulary})",
+        "parameters": f"{short_number(plan.parameters)} ({vocabulary_words(given)})",
         f"FLOPs per {plan.unit[:-1]}": f"{short_number(plan.flops_per_unit)} forward: {work}",
         "batch": f"{plan.batch_words(config)}; {plan.accumulation} x {plan.micro_batch_size} a rank",
         "engine": config.engine.words,
         "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
-    }
-    rows |= {
-        part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
-        f"{'within nodes' if part.within_node else 'between nodes'}, {duration(part.seconds(cluster))}"
-        for part in one.traffic
-    }
-    rows |= {
-        "utilisation": f"{efficiency:.0%} of {peak} ({source})",
+        **{
+            part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
+            f"{'within nodes' if part.within_node else 'between nodes'}, {duration(part.seconds(cluster))}"
+            for part in one.traffic
+        },
+        "utilisation": reached,
         "launches": f"{plan.computed_ops:,} or more kernels a step and rank, {cluster.launch_microseconds:g} µs of the "
         "host for each (assumed, not measured)",
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
         f"exchanges {duration(one.traffic_seconds)} beside it{launching})",
         "speed": f"{short_number(one.units_per_second)} {one.plan.unit}/s",
-        "time": f"{duration(one.seconds)} for {plan.steps:,} steps{f' ({counted})' if counted else ''}, "
+        "time": f"{duration(one.seconds)} for {plan.steps:,} steps{counted}, "
         f"{short_number(units)} {plan.unit}, {3 * plan.flops_per_unit * units:.3g} FLOPs",
         "failures": _describe_failures(one, risk),
     }
@@ -192,16 +160,4 @@ def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config:
     if ranks > cluster.gpus_per_node:
         each = next(size for size in range(cluster.gpus_per_node, 0, -1) if ranks % size == 0)
         words = ["matmix", "launch", "slurm", recipe, "--nodes", str(ranks // each), "--gpus-per-node", str(each)]
-    return f"  {shell_line(*words, *overrides, *options_of(one, config))}"
-
-
-def _describe_suggestions(config: RunConfig, best: Sequence[Estimate]) -> list[str]:
-    if not best:
-        smaller = "shorter sequences" if config.model.model_class.inputs == "tokens" else "smaller images"
-        return [f"nothing fits: use more GPUs, larger ones, or {smaller}"]
-    lines = ["", "fastest that fit:"]
-    for one in best:
-        options = shell_line(*options_of(one, config)) or "as configured"
-        memory = f"{one.plan.total_bytes / 2**30:.1f} GiB a rank"
-        lines.append(f"  {short_number(one.units_per_second)} {one.plan.unit}/s, {memory}: {options}")
-    return lines
+    return f"  {shell_line(*words, *overrides, *plans.options_of(one, config))}"

@@ -10,7 +10,6 @@ import torch
 
 from matmix.launch.cli import TREE
 from matmix.launch.lab.plan import estimate as estimating
-from matmix.launch.lab.plan import report
 from matmix.launch.lab.plan.command import PlanRun
 from matmix.launch.lab.plan.estimate import (
     GPUS,
@@ -203,7 +202,7 @@ def test_recipes_of_images_at_full_size(name, monkeypatch, capsys):
         plans.append(make_plan(*arguments, **options))
         return plans[-1]
 
-    monkeypatch.setattr(report, "suggest", lambda *_: [])
+    monkeypatch.setattr(estimating, "suggest", lambda *_: [])
     monkeypatch.setattr(estimating, "make_plan", noted)
     assert main([name, "--gpus", "8", "--mfu", "0.4"]) == 0
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines() if "  " in line)
