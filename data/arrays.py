@@ -1,7 +1,4 @@
-"""Arrays of one axis in .npy files, written in pieces; files that others may have written are mapped, only where they
-hold the expected kind of array, and never unpickled."""
-
-from __future__ import annotations
+"""Arrays of one axis in .npy files, written in pieces, and mapped where they hold the expected kind of array."""
 
 import io
 import itertools
@@ -22,10 +19,9 @@ def write_vector(path: Path, dtype: str, length: int, pieces: Iterable[bytes]) -
 
 
 def read_vector(path: Path, dtype: str, where: object, *, length: int | None = None) -> np.ndarray:
-    """Returns the array of one axis in a .npy file, mapped read-only: memory is taken for what is looked at, whatever
-    its header says.
+    """Returns the array of one axis in a .npy file, mapped read-only, whatever memory its header asks for.
 
-    Raises FileNotFoundError where there is none, ValueError (one line, beginning with `where`) where it is damaged, of
+    Raises FileNotFoundError where there is none, ValueError (one line that begins with `where`) where it is damaged, of
     another kind, or has not `length` elements.
     """
     try:

@@ -1,10 +1,5 @@
-"""Reads file names and JSON that others may have written, and refuses unsafe ones.
-
-A data set, a checkpoint or an export may come from anywhere. Each name in one of its files leads to a path of this
-machine, so every such name passes `artifact_name` or `artifact_path`; each of its JSON files passes `read_json`.
-"""
-
-from __future__ import annotations
+"""Reads file names and JSON that others may have written, and refuses unsafe ones. Names become paths of this machine,
+so each passes `artifact_name` or `artifact_path`."""
 
 import contextlib
 import json
@@ -25,14 +20,11 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
-    """Returns `name` where it is the plain name of a file inside of an artifact.
+    """Returns `name` where it is the plain name of a file inside of an artifact; nested: or lies in folders of it,
+    after "/".
 
-    Args:
-        name: as the artifact has it.
-        where: what names the file, for the message.
-        nested: whether it may lie in folders of the artifact, written with "/".
-    Raises: ValueError (one line) for what is no text or is empty, separators, "..", absolute paths, control and
-        invisible characters.
+    where: names the file that has it. Raises ValueError (one line) for what is no text or empty, separators, "..",
+    absolute paths, control and invisible characters.
     """
     problem = _problem(name, nested)
     if problem is not None:
@@ -42,10 +34,10 @@ def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
 
 
 def artifact_path(root: str | Path, name: object, where: object, *, nested: bool = False) -> Path:
-    """Returns the path of a file of the artifact in the folder `root`; arguments and errors as for `artifact_name`.
+    """Returns the path of a file, which need not exist, in the folder `root` of an artifact. Arguments and errors as of
+    `artifact_name`.
 
-    Refuses links below `root` as well: they would lead to files that are no part of the artifact. `root` itself may be
-    one. The file need not exist.
+    Refuses links below `root`, which would lead to files that are no part of the artifact; `root` may be one.
     """
     path = Path(root)
     for part in artifact_name(name, where, nested=nested).split("/"):
@@ -56,10 +48,10 @@ def artifact_path(root: str | Path, name: object, where: object, *, nested: bool
 
 
 def check_utf8(text: str, what: str, advice: str) -> None:
-    """Raises ValueError (one line) for a text that Python made of bytes which are no UTF-8: a file's name or a word of
-    a command line. No file that we write could hold it.
+    """Raises ValueError (one line) for a text that Python made of bytes which are no UTF-8: no file of ours could hold
+    it.
 
-    what: how to call it; in place of "{}" comes the text itself. advice: what to do.
+    what: how to call it; "{}" stands for the text itself. advice: what to do.
     """
     try:
         text.encode("utf-8")
@@ -121,8 +113,7 @@ def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
 def panics_as_errors() -> Iterator[None]:
     """Makes the PanicException of a library written in Rust that gives up a ValueError of one line. Also a decorator.
 
-    It is no Exception, and each library has one of its own that cannot be imported: what handles errors would let it
-    through, and it cannot be sent to another process.
+    It is no Exception, cannot be imported, and cannot be sent to another process.
     """
     try:
         yield
@@ -171,7 +162,5 @@ def _shown(name: object) -> str:
 
 
 def shell_line(*words: object) -> str:
-    """Returns `words` as one line for a POSIX shell, which reads it back as these words: those with spaces or other
-    characters that mean something to the shell are quoted. Placeholders that a person is to replace, such as RUN, stay
-    plain."""
+    """Returns `words` as one line that a POSIX shell reads as these words. Placeholders such as RUN stay plain."""
     return shlex.join(map(str, words))

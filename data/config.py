@@ -1,19 +1,40 @@
-"""The `[data]` table of a recipe: where the data is, and how it is read.
+"""The `[data]` table of a recipe: where the data is, and how it is read. `[data]` itself belongs to text, its tables to
+other modalities (`matmix.data.modalities`), which check the files when they open them."""
 
-Each table belongs to a modality (`matmix.data.modalities`): `[data]` itself to text, `[data.images]`, `[data.examples]`
-and `[data.synthetic]` to the others, and `[data.options]` to a modality of your own. Only the fields are checked here;
-the modality checks the files when it opens them.
-"""
-
-from __future__ import annotations
-
+import functools
 import math
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from matmix.data.storage.remote import refuse_secrets
 
-_CROPS = ("random_resized", "shift", "none")
+Limits = Iterable[tuple[str, bool, str]]
+"""Of each field its name, whether its value is fine, and the values that are."""
+
+
+def check_limits(config: object, limits: Limits, table: str) -> None:
+    """Raises ValueError (one line) for the first value that is not fine, or none of its `Literal`. table: stands before
+    its name."""
+    for name, allowed in _choices(type(config)).items():
+        limits = [*limits, (name, getattr(config, name) in allowed, f"one of {', '.join(allowed)}")]
+    for name, fine, allowed in limits:
+        if not fine:
+            raise ValueError(f"{table}{name} must be {allowed}, got {getattr(config, name)!r}")
+
+
+@functools.cache
+def _choices(kind: type) -> dict[str, tuple[str, ...]]:
+    hints = typing.get_type_hints(kind)
+    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
+
+
+def at_least(config: object, **lows: int) -> Limits:
+    """Returns the limits of fields that have a smallest value."""
+    return [
+        (name, getattr(config, name) >= low, f"at least {low}" if low else "0 or more") for name, low in lows.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,13 +57,9 @@ class SyntheticConfig:
     the model can take."""
 
     def __post_init__(self) -> None:
-        least = {"symbols": 2, "items": 1, "depth": 1, "arguments": 2, "validation_samples": 1}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"data.synthetic.{name} must be at least {low}, got {getattr(self, name)}")
-        for multiple in self.eval_lengths:
-            if multiple < 1:
-                raise ValueError(f"data.synthetic.eval_lengths must be multiples of 1 or more, got {multiple}")
+        lows = at_least(self, symbols=2, items=1, depth=1, arguments=2, validation_samples=1)
+        multiples = ("eval_lengths", all(multiple >= 1 for multiple in self.eval_lengths), "multiples of 1 or more")
+        check_limits(self, [*lows, multiples], "data.synthetic.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +95,7 @@ class ExamplesConfig:
     """Question answering: tokens that two windows of a document which is longer than data.seqlen share."""
 
     def __post_init__(self) -> None:
-        if self.stride < 0:
-            raise ValueError(f"data.examples.stride must be 0 or more, got {self.stride}")
+        check_limits(self, [("stride", self.stride >= 0, "0 or more")], "data.examples.")
         if len(set(self.labels)) != len(self.labels):
             raise ValueError("data.examples.labels names a class twice")
         if self.validation and not self.train:
@@ -179,42 +195,27 @@ class ImagesConfig:
         _check_datasets(self, "data.images")
         if self.validation_path and not self.datasets:
             raise ValueError("data.images has no path: name the pictures to train on, too")
-        for name, fine, allowed in (
-            ("size", self.size >= 1, "at least 1"),
+        limits = [
+            *at_least(self, size=1, shift=0, color_jitter=0, erasing_count=1, repeats=1, mixup=0, cutmix=0),
             ("channels", self.channels in (1, 3), "1 or 3"),
-            ("interpolation", self.interpolation in ("bilinear", "bicubic", "random"), "bilinear, bicubic or random"),
             ("crop", 0 < self.crop <= 1, "in (0, 1]"),
-            ("train_crop", self.train_crop in _CROPS, f"one of {', '.join(_CROPS)}"),
             ("scale", _is_range(self.scale) and self.scale[1] <= 1, "two shares in (0, 1], the smaller first"),
             ("ratio", _is_range(self.ratio), "two positive numbers, the smaller first"),
-            ("shift", self.shift >= 0, "0 or more"),
-            ("color_jitter", self.color_jitter >= 0, "0 or more"),
-            ("erasing_mode", self.erasing_mode in ("const", "rand", "pixel"), "const, rand or pixel"),
-            ("erasing_count", self.erasing_count >= 1, "at least 1"),
-            ("repeats", self.repeats >= 1, "at least 1"),
-            ("mixup", self.mixup >= 0, "0 or more"),
-            ("cutmix", self.cutmix >= 0, "0 or more"),
-            ("mix_mode", self.mix_mode in ("batch", "pair"), "batch or pair"),
             ("smoothing", 0 <= self.smoothing < 1, "in [0, 1)"),
-            *(
-                (name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
-                for name in ("hflip", "vflip", "erasing", "mix_probability", "mix_switch")
-            ),
-            *((name, len(getattr(self, name)) in (0, self.channels), "one a channel") for name in ("mean", "std")),
             ("std", all(value > 0 for value in self.std), "positive"),
-        ):
-            if not fine:
-                raise ValueError(f"data.images.{name} must be {allowed}, got {getattr(self, name)!r}")
+            *((name, len(getattr(self, name)) in (0, self.channels), "one a channel") for name in ("mean", "std")),
+        ]
+        shares = ("hflip", "vflip", "erasing", "mix_probability", "mix_switch")
+        limits += [(name, 0 <= getattr(self, name) <= 1, "in [0, 1]") for name in shares]
+        check_limits(self, limits, "data.images.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     path: str = ""
-    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://,
-    file://, ...)."""
+    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://, file://, ...)."""
     mixture: dict[str, float] = field(default_factory=dict)
-    """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences
-    (any scale)."""
+    """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences (any scale)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """A generated task instead of `path` or `mixture`."""
     examples: ExamplesConfig = field(default_factory=ExamplesConfig)
@@ -238,8 +239,7 @@ class DataConfig:
     shuffle: bool = True
     """Shuffle the training split anew in every epoch; validation is always read in order."""
     shuffle_block: int = 16
-    """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data,
-    downloaded) at once."""
+    """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data, downloaded) at once."""
     workers: int = 1
     """Reading processes per rank; 0 reads in the training process. Does not change the batches."""
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
@@ -266,31 +266,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_datasets(self, "data")
         refuse_secrets(self.cache_dir, "data.cache_dir")
-        for name in ("seqlen", "shuffle_block", "prefetch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name} must be at least 1, got {getattr(self, name)}")
-        if not self.cache_gigabytes >= 0:
-            raise ValueError(f"data.cache_gigabytes must be 0 or more, got {self.cache_gigabytes}")
-        if self.workers < 0:
-            raise ValueError(f"data.workers must be 0 or more, got {self.workers}")
-        self._check_one_kind()
-        if self.synthetic.task and self.packing != "rows":
-            raise ValueError(
-                f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '
-                f'not "{self.packing}"'
-            )
-        choices = {
-            "packing": ("concat", "document", "rows"),
-            "prefix": ("none", "bos", "cls"),
-            "suffix": ("none", "eos", "sep"),
-            "worker_start": ("fork", "spawn", "forkserver"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"data.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-
-    def _check_one_kind(self) -> None:
-        """Raises ValueError (one line) where data of two kinds is given."""
+        lows = at_least(self, seqlen=1, shuffle_block=1, prefetch=1, cache_gigabytes=0, workers=0)
+        check_limits(self, lows, "data.")
         kinds = {
             "path": self.path,
             "mixture": self.mixture,
@@ -304,6 +281,11 @@ class DataConfig:
             if "." in other:
                 hint = ' (data.synthetic.task = "" generates nothing)' if other == "synthetic.task" else ""
                 raise ValueError(f"data.{first} and data.{other} are both given: keep one of them{hint}")
+        if self.synthetic.task and self.packing != "rows":
+            raise ValueError(
+                f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '
+                f'not "{self.packing}"'
+            )
 
 
 def datasets_of(config: DataConfig | ImagesConfig, split: str = "train") -> dict[str, float]:

@@ -1,8 +1,5 @@
-"""Reads and writes what a prepared dataset directory says about itself: ``manifest.json``.
-
-The manifest is written last, by a rename, so a directory that has one is complete. It carries a digest of its own
-contents and those of the other small files; `Manifest.parse` is the one way in, for files and for downloads.
-"""
+"""Reads and writes what a prepared dataset says about itself: ``manifest.json``, which is written last, so that a
+directory that has one is complete. It has a digest of its own contents and those of the other small files."""
 
 from __future__ import annotations
 
@@ -136,8 +133,7 @@ class Manifest:
     def parse(cls, raw: bytes, where: object) -> Manifest:
         """Returns the manifest in the bytes of its file; `where` names the dataset in errors.
 
-        Raises ValueError (one line) if it is not JSON, has another version, was changed after it was written, or says
-        what no preparation writes.
+        Raises ValueError (one line) for another version, for changed contents, and for what no preparation writes.
         """
         try:
             values = parse_json(raw, "its manifest.json")
@@ -168,10 +164,8 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: str | Path) -> Manifest:
-        """Reads the manifest of a prepared dataset.
-
-        Raises FileNotFoundError where there is none, ValueError where it cannot be used.
-        """
+        """Returns the manifest of a prepared dataset. Raises FileNotFoundError where there is none, ValueError as
+        `parse`."""
         path = Path(directory) / MANIFEST_NAME
         if not path.is_file():
             raise FileNotFoundError(

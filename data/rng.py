@@ -1,10 +1,9 @@
 """Random numbers that depend on what they are for, and on nothing else.
 
-Every draw in the data room comes from Philox, a counter-based generator (Salmon et al., "Parallel random
-numbers: as easy as 1, 2, 3", 2011): the key is (seed, epoch), and the upper two words of the 256-bit
-counter name the purpose and the item (a block of shards, a sample). Streams of different items can
-therefore not overlap, any of them can be made without making the others, and no process keeps a
-generator whose state would have to be saved.
+Every draw in the data room comes from Philox, a counter-based generator (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", 2011): the key is (seed, epoch), and the upper two words of the 256-bit counter name the purpose and
+the item. Streams of different items cannot overlap, and no process keeps a generator whose state would have to be
+saved.
 """
 
 import numpy as np

@@ -1,9 +1,8 @@
 """One face for sentencepiece models and `tokenizers` files (tokenizer.json), and the training of the former.
 
-Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8
-to 263 to the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: by
-default no normalisation, spaces and line breaks kept, no space put in front, so that ``decode(encode(text))
-== text`` for every text without U+2581, which sentencepiece itself uses for the space.
+Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8 to 263 to
+the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: ``decode(encode(text)) ==
+text`` for every text without U+2581, which sentencepiece itself uses for the space.
 """
 
 from __future__ import annotations
@@ -66,21 +65,17 @@ class Tokenizer:
     file_name: str
 
     def __init__(self, path: Path, raw: bytes) -> None:
-        self.path = path
-        self.raw = raw
-        self.sha256 = hashlib.sha256(raw).hexdigest()
+        self.path, self.raw, self.sha256 = path, raw, hashlib.sha256(raw).hexdigest()
         self.vocab_size: int = 0
         self.special: dict[str, int | None] = {}
         self.special_ids: list[int] = []
         self.unknown_id: int | None = None
+        self._unused: set[int] = set()
 
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
         """Reads a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of a
-        tokenizer, of an export or of a prepared dataset.
-
-        Raises FileNotFoundError or ValueError, each with one line that says what is wrong.
-        """
+        tokenizer, of an export or of a prepared dataset. Raises FileNotFoundError or ValueError, each with one line."""
         file = _find_file(Path(path))
         raw = file.read_bytes()
         if file.suffix == ".json":
@@ -104,10 +99,6 @@ class Tokenizer:
         raise NotImplementedError
 
     @cached_property
-    def _unused(self) -> set[int]:
-        return set()
-
-    @cached_property
     def silent_ids(self) -> frozenset[int]:
         """Ids that give no text: the special ones and the unknown one."""
         return frozenset(self.special_ids if self.unknown_id is None else [*self.special_ids, self.unknown_id])
@@ -115,13 +106,11 @@ class Tokenizer:
     def ordinary_ids(self) -> np.ndarray:
         """Returns the ids that stand for text (int64, ascending): what masking may draw from."""
         ordinary = np.ones(self.vocab_size, dtype=bool)
-        ordinary[list(self.silent_ids)] = False
-        ordinary[list(self._unused)] = False
+        ordinary[[*self.silent_ids, *self._unused]] = False
         return np.flatnonzero(ordinary)
 
     def save(self, directory: str | Path, *, alone: bool = True) -> Path:
-        """Copies the file into a folder as tokenizer.model or tokenizer.json; returns the copy's path. alone: as for
-        `write_atomic`."""
+        """Copies the file into a folder; returns the copy's path. alone: as for `write_atomic`."""
         target = Path(directory) / self.file_name
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, self.raw, alone=alone)
@@ -145,26 +134,21 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self.processor = sentencepiece.SentencePieceProcessor(model_proto=raw)
             self.vocab_size = self.processor.vocab_size()
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"{path} is not a sentencepiece model, or it is damaged") from error
+        except (RuntimeError, TypeError):
+            self.vocab_size = 0
         if self.vocab_size == 0:
             raise ValueError(f"{path} is not a sentencepiece model, or it is damaged")
-        sp = self.processor
+        sp, every = self.processor, range(self.vocab_size)
         known = {"pad": sp.pad_id(), "unk": sp.unk_id(), "bos": sp.bos_id(), "eos": sp.eos_id()}
         for name in SPECIAL_NAMES:
-            index: int | None = known.get(name, -1)
-            if index == -1:
-                ids = (sp.piece_to_id(piece) for piece in _COMMON_NAMES[name])
-                index = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
-            self.special[name] = index
-        if not any(sp.is_byte(i) for i in range(self.vocab_size)):  # there is one for each byte, or none
+            ids = (sp.piece_to_id(piece) for piece in _COMMON_NAMES[name])
+            index = next((i for i in ids if i != sp.unk_id() and sp.is_control(i)), None)
+            self.special[name] = known[name] if known.get(name, -1) != -1 else index
+        if not any(map(sp.is_byte, every)):  # there is one for each byte, or none
             self.unknown_id = sp.unk_id()
-        silent = (i for i in range(self.vocab_size) if sp.is_control(i) or sp.is_unknown(i))
+        silent = (i for i in every if sp.is_control(i) or sp.is_unknown(i))
         self.special_ids = [i for i in silent if i != self.unknown_id]
-
-    @cached_property
-    def _unused(self) -> set[int]:
-        return {i for i in range(self.vocab_size) if self.processor.is_unused(i)}
+        self._unused = set(filter(sp.is_unused, every))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self.processor.encode(list(texts), num_threads=1)
@@ -178,7 +162,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 class FastTokenizer(Tokenizer):
     """A tokenizer.json of the `tokenizers` library; `backend` is the library's own object, in which special tokens that
-    its model lists among its pieces have other names (`matmix.data.tokenizer`)."""
+    its model lists among its pieces have other names."""
 
     kind = "tokenizers"
     file_name = "tokenizer.json"
@@ -222,17 +206,14 @@ class FastTokenizer(Tokenizer):
         if self.special["mask"] is not None and self.special["cls"] is None and self.special["sep"] is None:
             # RoBERTa and its kin: the sentence marks serve as [CLS] and [SEP].
             self.special["cls"], self.special["sep"] = self.special["bos"], self.special["eos"]
-        self._known, self._renamed = set(vocabulary.values()), {vocabulary[name]: old for old, name in new.items()}
+        self._unused = set(range(self.vocab_size)) - set(vocabulary.values())
+        self._renamed = {vocabulary[name]: old for old, name in new.items()}
         index = None if unknown is None else self.backend.token_to_id(unknown)
         # Files exist in which, for example, the end of a text stands for what is unknown as well.
         others = {index for role, index in self.special.items() if role != "unk"}
         self._ambiguous = index if index in others else None
         self.unknown_id = None if index in others else index
         self.special_ids = sorted({*ids.values()} - {self.unknown_id})
-
-    @cached_property
-    def _unused(self) -> set[int]:
-        return set(range(self.vocab_size)) - self._known
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         tokenised: list[list[int]] = []
@@ -268,15 +249,11 @@ def train_sentencepiece(
     normalization: Normalization = "identity",
     character_coverage: float = 0.9995,
 ) -> Tokenizer:
-    """Trains a sentencepiece model and writes it to `out_path` (through a temporary name).
+    """Trains a sentencepiece model on documents, each line of which is a sentence, and writes it to `out_path`.
 
-    Args:
-        texts: documents; each line of a document is one training sentence.
-        vocab_size: number of ids, special tokens and bytes included; the most there may be with "char".
-        byte_fallback: spell characters outside the vocabulary as bytes; without it they become <unk>.
-        character_coverage: share of the characters in `texts` that get a piece of their own.
-
-    Raises ValueError if `texts` is empty or cannot support `vocab_size` (the message names the bound).
+    vocab_size counts special tokens and bytes; with "char" it is the most there may be. Without `byte_fallback`,
+    characters outside the vocabulary become <unk>. Raises ValueError if `texts` is empty or cannot support `vocab_size`
+    (the message names the bound).
     """
     lines = _lines(texts)
     first = next(lines, None)
@@ -374,10 +351,11 @@ _CUT = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior"
 
 
 def make_unspelled(file: dict[str, Any], special: Collection[str]) -> tuple[dict[str, str], bool]:
-    """Changes the contents of a tokenizer.json so that no text gives its special tokens; ids stay as they are.
+    """Changes the contents of a tokenizer.json so that no text gives its special tokens (by name); ids stay as they
+    are.
 
-    special: the names of these tokens. Returns the new names of those that needed one, and whether anything was to be
-    changed. Raises KeyError, TypeError, ValueError or AttributeError where `file` is no tokenizer.json.
+    Returns the new names of those that needed one, and whether anything was changed. Raises KeyError, TypeError,
+    ValueError or AttributeError where `file` is no tokenizer.json.
     """
     model, added = file["model"], file.get("added_tokens") or []
     pieces = pieces_of(model)
@@ -424,8 +402,8 @@ def pieces_of(model: dict[str, Any]) -> set[str]:
 
 
 def unknown_piece(file: dict[str, Any]) -> str | None:
-    """Returns the piece of a tokenizer.json that stands for text which no others can spell; None where there is none,
-    or no such text, as each byte has a piece."""
+    """Returns the piece of a tokenizer.json that stands for text which no others can spell; None where there is
+    none."""
     model, pieces = file["model"], pieces_of(file["model"])
     if model.get("byte_fallback") and pieces >= _BYTES:
         return None
@@ -438,8 +416,7 @@ def unknown_piece(file: dict[str, Any]) -> str | None:
 
 
 def _without_cuts(step: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a pre-tokenizer without the step by which an export cuts special tokens in text: here they are read as
-    they were for training."""
+    """Returns a pre-tokenizer without the step by which an export cuts special tokens in text."""
     *steps, last = (step or {}).get("pretokenizers") or [None]
     pattern = (last or {}).get("pattern")
     if not isinstance(pattern, dict) or not str(pattern.get("Regex")).startswith(_EXPORTS_MARK):

@@ -1,7 +1,5 @@
 """Small public-domain texts that come with matmix (README.md says where they are from)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _SUFFIX = ".jsonl.xz"

@@ -1,14 +1,11 @@
 """Questions whose answers are a part of a text, which may be longer than the model reads at once."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from matmix.data.config import ExamplesConfig
-from matmix.data.examples.base import Document, Encoder, Example, Examples, as_list
+from matmix.data.examples.base import Document, Example, Examples, as_list
 from matmix.data.loading.masking import IGNORED
 
 
@@ -33,12 +30,11 @@ class Answers(Examples):
 
     needed = ("text", "pair")
     by_position = True
+    outputs = 2
 
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
-        if encoder.prefix is None:
+    def prepare(self) -> None:
+        if self.encoder.prefix is None:
             raise ValueError('question answering needs a token that stands for "no answer": set data.prefix = "cls"')
-        self.outputs = 2
         self._spans: list[list[tuple[int, int]]] = []  # of each row: begin and end in the text of each word
         self._words: list[np.ndarray] = []  # of each row: the word of each token
         self._windows: list[Window] = []
@@ -57,43 +53,32 @@ class Answers(Examples):
         around = 1 + 2 * (self.encoder.suffix is not None)
         question = question[: max(0, (length - around) // 2)]
         room = length - around - len(question)
-        step = room - self.config.stride
-        if len(tokens) > room and step < 1:
+        last = max(0, len(tokens) - room)
+        step = room - self.config.stride if last else 1
+        if step < 1:
             raise ValueError(
                 f"{where}: windows of {room} tokens cannot share data.examples.stride = {self.config.stride} of them; "
                 "lower it, or raise data.seqlen"
             )
-        first = 0
-        while True:
+        for first in range(0, last + step, step):
             document = self.encoder.document([question, tokens[first : first + room]], where)
             self._windows.append(Window(row, first, document))
-            if first + room >= len(tokens):
-                break
-            first += step
         self._spans.append(spans)
         self._words.append(words)
         self._targets.append(self._target(row, text, spans, words))
 
     def _target(self, row: int, text: str, spans: list[tuple[int, int]], words: np.ndarray) -> tuple[int, int] | None:
-        begin, answer = self._first_answer(row, text)
-        if begin is None or not len(words):
+        answers, cell = self.answers(row), self.cell("label", row)
+        if not answers:
             return None
-        end = begin + len(answer)
+        stated = isinstance(cell, dict) and cell.get("answer_start")
+        begin = int(stated[0]) if stated else text.find(answers[0])
+        if begin < 0 and not stated:
+            raise ValueError(f"{self.rows.where(row)}: the answer {answers[0]!r:.60} is not in the text")
+        end = begin + len(answers[0])
         inside = [number for number, (left, right) in enumerate(spans) if left < end and right > begin]
         tokens = np.flatnonzero(np.isin(words, inside))
         return (int(tokens[0]), int(tokens[-1])) if len(tokens) else None
-
-    def _first_answer(self, row: int, text: str) -> tuple[int | None, str]:
-        cell = self.cell("label", row)
-        answers = self.answers(row)
-        if not answers:
-            return None, ""
-        if isinstance(cell, dict) and cell.get("answer_start"):
-            return int(cell["answer_start"][0]), answers[0]
-        begin = text.find(answers[0])
-        if begin < 0:
-            raise ValueError(f"{self.rows.where(row)}: the answer {answers[0]!r:.60} is not in the text")
-        return begin, answers[0]
 
     def answers(self, row: int) -> list[str]:
         """Returns the right answers of a row; [] = there is none."""
@@ -124,8 +109,8 @@ class Answers(Examples):
         return np.full((1, 2), IGNORED, np.int64)
 
     def answer(self, number: int, first: int, last: int) -> tuple[int, str]:
-        """Returns the row of window `number`, and the text between two of the positions that count; position 0 is none:
-        ""."""
+        """Returns the row of window `number`, and the text between two of the positions that count, "" for position
+        0."""
         window = self._windows[number]
         if first == 0:
             return window.row, ""

@@ -36,7 +36,7 @@ class Classes:
         self._numbers = {name: number for number, name in enumerate(self.names)}
 
     @classmethod
-    def found(cls, values: Iterable[Any]) -> Classes:
+    def among(cls, values: Iterable[Any]) -> Classes:
         """Returns the classes among the labels of the training examples: sorted, numbers by their size."""
         names = {name_of(value) for value in values}
         return cls(sorted(names, key=int) if all(name.isdecimal() for name in names) else sorted(names))
@@ -45,7 +45,7 @@ class Classes:
         return len(self.names)
 
     def number(self, value: Any, where: Callable[[], str]) -> int:
-        """Raises ValueError (one line) for a class that there is not."""
+        """Returns the number of a class. Raises ValueError (one line) for one that there is not."""
         name = name_of(value)
         if (number := self._numbers.get(name)) is None:
             near = difflib.get_close_matches(name, self.names, n=1)
@@ -163,6 +163,8 @@ class Examples:
     """True where examples to train on have a label."""
     by_position: ClassVar[bool] = False
     """True where the model gives outputs for positions, not for documents."""
+    names_in: ClassVar[Callable[[Any], Iterable[Any]] | None] = None
+    """Gives the classes in a cell of the label column; None where labels are no classes."""
     documents: int = 1
     """Number of documents of each example."""
     outputs: int | None = None
@@ -178,6 +180,17 @@ class Examples:
         else:
             optional = (*optional, "label")
         self.rows = read_rows(config.path(split), config, needed, optional)
+        if self.names_in is not None:
+            self.classes = Classes(config.labels)
+            if not config.labels:
+                self.classes = Classes.among(name for cell in self.training_labels for name in self.names_in(cell))
+            self.outputs = len(self.classes)
+        self.prepare()
+        for number in range(len(self.rows)):
+            self.label(number)
+
+    def prepare(self) -> None:
+        """Readies what labels and examples need, once the rows are read."""
 
     @cached_property
     def training_labels(self) -> list[Any]:
@@ -187,18 +200,10 @@ class Examples:
                 "the classes have no names: set data.examples.labels to them (--labels of matmix evaluate), or "
                 "data.examples.train to the examples to train on"
             )
-        needed = (*self.needed, "label")
-        return list(read_rows(self.config.path("train"), self.config, needed, self.optional).columns["label"])
-
-    def find_classes(self, names: Callable[[Any], Iterable[Any]] = lambda cell: [cell]) -> None:
-        """Sets `classes`, and one output for each: those that the config names, or those in the training examples.
-
-        names: the classes in a cell of the label column.
-        """
-        self.classes = Classes(self.config.labels)
-        if not self.config.labels:
-            self.classes = Classes.found(name for cell in self.training_labels for name in names(cell))
-        self.outputs = len(self.classes)
+        rows = self.rows
+        if self.split != "train":
+            rows = read_rows(self.config.path("train"), self.config, (*self.needed, "label"), self.optional)
+        return list(rows.columns["label"])
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -206,9 +211,16 @@ class Examples:
     def __getitem__(self, number: int) -> Example:
         raise NotImplementedError
 
-    def cell(self, name: str, number: int) -> Any:
+    def label(self, row: int) -> np.ndarray:
+        """Returns the label of a row, (n, ...), `nothing` where it has none. Raises ValueError (one line)."""
+        return self.nothing
+
+    def class_number(self, value: Any, row: int) -> int:
+        return self.classes.number(value, lambda: self.rows.where(row))
+
+    def cell(self, name: str, row: int) -> Any:
         """Returns the row's value in a column; None where there is no such column."""
-        return self.rows.columns[name][number] if name in self.rows.columns else None
+        return self.rows.columns[name][row] if name in self.rows.columns else None
 
     @property
     def nothing(self) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Reads the columns of example files: .tsv, .csv, .jsonl, .parquet, and folders of text files by class."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import hashlib
@@ -50,8 +48,8 @@ class Rows:
 
 @errors_in_one_line(csv.Error, pyarrow.ArrowException)
 def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional: Sequence[str] = ()) -> Rows:
-    """Returns the columns that `config.columns` gives to the names in `needed`, and to those in `optional` that the
-    file has.
+    """Returns the columns of the file that `config.columns` gives to the names in `needed`, and to those in `optional`
+    that it has.
 
     Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
     lacks a column. A warning says how many rows were left out as malformed, where that is allowed.
@@ -76,13 +74,7 @@ class _Form:
 
 
 @functools.lru_cache(maxsize=8)  # training reads a file for its rows, validation for its labels
-def _read(
-    path: Path,
-    changed: int,
-    names: tuple[tuple[str, str], ...],
-    needed: frozenset[str],
-    form: _Form,
-) -> Rows:
+def _read(path: Path, changed: int, names: tuple[tuple[str, str], ...], needed: frozenset[str], form: _Form) -> Rows:
     """Reads a file. changed: when the file was, so that a newer one is read again."""
     kind = "" if path.is_dir() else path.suffix
     if kind not in _READERS:

@@ -1,68 +1,45 @@
 """From labelled examples to micro-batches: the same sequence of global batches on any ranks and workers.
 
-Sample n of the training split is example p[n mod N] of epoch n div N, where N is the number of examples and p a
-permutation drawn from (seed, epoch). Evaluation reads the examples in order, and fills the last global batch with ones
-that have no number, no label and one token.
+Sample n of the training split is example p[n mod N] of epoch n div N, where p is a permutation of the N examples drawn
+from (seed, epoch). Evaluation reads them in order, and fills the last global batch with ones without number or label.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 import torch
 
+from matmix.data.config import DataConfig
 from matmix.data.examples.base import Example, Examples
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.rows import Failure, errors_as_failures
+from matmix.data.loading.order import Recent
+from matmix.data.loading.rows import Failure, Reading, errors_as_failures
 from matmix.data.rng import EXAMPLES, generator
 
 
 class ExampleRows:
-    """`Rows` of labelled examples. packing: that of `DataConfig`; shuffle: anew in every
-    epoch; token_types: batches come with them."""
+    """`Rows` of labelled examples. token_types: batches come with them."""
 
-    def __init__(
-        self,
-        examples: Examples,
-        *,
-        packing: str,
-        seqlen: int,
-        seed: int,
-        shuffle: bool,
-        one_pass: bool,
-        token_types: bool,
-    ) -> None:
-        self.examples = examples
-        self.packing = packing
-        self.seqlen = seqlen
-        self.seed = seed
-        self.shuffle = shuffle
-        self.limit = len(examples) if one_pass else None
-        self.token_types = token_types
-        self._permutation = lru_cache(maxsize=2)(self._draw)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_permutation"}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__dict__.update(state)
-        self._permutation = lru_cache(maxsize=2)(self._draw)
+    def __init__(self, examples: Examples, data: DataConfig, reading: Reading, *, token_types: bool) -> None:
+        self.examples, self.packing, self.seqlen = examples, data.packing, data.seqlen
+        self.seed, self.shuffle, self.token_types = reading.seed, reading.shuffles(data), token_types
+        self.limit = len(examples) if reading.one_pass else None
+        self._permutations = Recent(2)
 
     @property
     def samples_per_epoch(self) -> int:
         return len(self.examples)
 
-    def _draw(self, epoch: int) -> np.ndarray:
-        return generator(self.seed, epoch, EXAMPLES, 0).permutation(len(self.examples))
-
     def example_of(self, sample: int) -> int:
         """Returns the number of the example that is sample `sample`; -1 = it fills up the last batch."""
         if self.limit is not None and sample >= self.limit:
             return -1
-        epoch, slot = divmod(sample, len(self.examples))
-        return int(self._permutation(epoch)[slot]) if self.shuffle else slot
+        count = len(self.examples)
+        epoch, slot = divmod(sample, count)
+        if not self.shuffle:
+            return slot
+        order = self._permutations.get(epoch, lambda: generator(self.seed, epoch, EXAMPLES, 0).permutation(count))
+        return int(order[slot])
 
     @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
@@ -108,8 +85,8 @@ class ExampleRows:
 def _targets(
     chosen: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
-    """Returns the labels, the number of the example that each output belongs to, and the positions of the outputs,
-    where they are not one for each document."""
+    """Returns the labels, the example that each output belongs to, and the positions of the outputs, where these
+    count."""
     nothing = examples.nothing
     if not examples.by_position:
         labels = [nothing if example is None else example.labels for example in chosen]

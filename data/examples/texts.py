@@ -1,13 +1,10 @@
 """Texts and pairs of texts with one label each: a class, several classes, a value, or none."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np
 
-from matmix.data.config import ExamplesConfig
-from matmix.data.examples.base import Document, Encoder, Example, Examples, as_list, read_number
+from matmix.data.examples.base import Document, Example, Examples, as_list, read_number
 from matmix.data.loading.masking import IGNORED
 
 
@@ -17,51 +14,33 @@ class Texts(Examples):
     optional = ("pair",)
 
     def __getitem__(self, number: int) -> Example:
-        return Example((self.document(number),), self.label(number))
-
-    def document(self, number: int) -> Document:
-        """Returns the tokens of the text or the pair."""
         texts = [str(text) for name in ("text", "pair") if (text := self.cell(name, number)) is not None]
-        return self.encoder.document(self.encoder.tokens(texts), self.rows.where(number))
-
-    def label(self, number: int) -> np.ndarray:
-        """Returns the label of an example, (1, ...)."""
-        raise NotImplementedError
+        document = self.encoder.document(self.encoder.tokens(texts), self.rows.where(number))
+        return Example((document,), self.label(number))
 
 
 class ClassTexts(Texts):
     """With one class each: labels (1,)."""
 
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
-        self.find_classes()
-        for number, value in enumerate(self.rows.columns.get("label", ())):
-            if value is not None:
-                self.classes.number(value, partial(self.rows.where, number))
+    names_in = staticmethod(lambda cell: [cell])
 
-    def label(self, number: int) -> np.ndarray:
-        value = self.cell("label", number)
-        if value is None:
-            return self.nothing
-        return np.array([self.classes.number(value, partial(self.rows.where, number))], np.int64)
+    def label(self, row: int) -> np.ndarray:
+        value = self.cell("label", row)
+        return self.nothing if value is None else np.array([self.class_number(value, row)], np.int64)
 
 
 class MultiLabelTexts(Texts):
     """With any number of classes each, in a list or divided by commas: labels (1, classes), 0 or 1."""
 
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
-        self.find_classes(partial(as_list, separator=","))
-        for number in range(len(self)):
-            self.label(number)
+    names_in = staticmethod(partial(as_list, separator=","))
 
-    def label(self, number: int) -> np.ndarray:
-        cell = self.cell("label", number)
+    def label(self, row: int) -> np.ndarray:
+        cell = self.cell("label", row)
         if cell is None:
             return self.nothing
         labels = np.zeros((1, len(self.classes)), np.float32)
         for value in as_list(cell, ","):
-            labels[0, self.classes.number(value, partial(self.rows.where, number))] = 1
+            labels[0, self.class_number(value, row)] = 1
         return labels
 
     @property
@@ -72,25 +51,22 @@ class MultiLabelTexts(Texts):
 class ValueTexts(Texts):
     """With a value each, or several where several columns are named: labels (1, values)."""
 
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
+    def prepare(self) -> None:
         # Of test examples the training ones, which need not be there any more, say nothing.
-        labels = self.rows.columns.get("label", ()) if split == "test" else self.training_labels
+        labels = self.rows.columns.get("label", ()) if self.split == "test" else self.training_labels
         first = next((label for label in labels if label is not None), None)
         self.outputs = len(first) if isinstance(first, list) else 1
-        for number in range(len(self)):
-            self.label(number)
 
-    def label(self, number: int) -> np.ndarray:
-        values = self.values(number)
+    def label(self, row: int) -> np.ndarray:
+        values = self.values(row)
         return self.nothing if values is None else np.array([values], np.float32)
 
-    def values(self, number: int) -> list[float] | None:
+    def values(self, row: int) -> list[float] | None:
         """Returns the values of an example as the file has them; None where there are none."""
-        cell = self.cell("label", number)
+        cell = self.cell("label", row)
         if cell is None:
             return None
-        where = self.rows.where(number)
+        where = self.rows.where(row)
         values = [read_number(value, where) for value in (cell if isinstance(cell, list) else [cell])]
         if len(values) != self.outputs:
             raise ValueError(f"{where}: {len(values)} values instead of {self.outputs}")
@@ -118,9 +94,7 @@ class TextPairs(Examples):
     def similarities(self) -> list[float] | None:
         """The label of every pair, or None."""
         labels = self.rows.columns.get("label")
-        if labels is None:
-            return None
-        return [read_number(value, self.rows.where(number)) for number, value in enumerate(labels)]
+        return labels and [read_number(value, self.rows.where(number)) for number, value in enumerate(labels)]
 
 
 class Choices(Examples):
@@ -128,29 +102,26 @@ class Choices(Examples):
     Labels (1,): the number of the right one, from 0 on."""
 
     needed = ("text", "choices")
+    outputs = 1
 
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
-        self.documents, self.outputs = len(self.rows.columns["choices"][0]), 1
+    def prepare(self) -> None:
+        self.documents = len(self.rows.columns["choices"][0])
         for number, choices in enumerate(self.rows.columns["choices"]):
             if not isinstance(choices, list) or len(choices) != self.documents or self.documents < 2:
                 raise ValueError(f"{self.rows.where(number)}: not a list of {max(self.documents, 2)} choices")
-            self._label(number)
 
     def __getitem__(self, number: int) -> Example:
         where = self.rows.where(number)
         text, *choices = self.encoder.tokens([str(self.cell("text", number)), *map(str, self.cell("choices", number))])
-        return Example(tuple(self.encoder.document([text, choice], where) for choice in choices), self._label(number))
+        return Example(tuple(self.encoder.document([text, choice], where) for choice in choices), self.label(number))
 
-    def _label(self, number: int) -> np.ndarray:
-        cell = self.cell("label", number)
+    def label(self, row: int) -> np.ndarray:
+        cell, where = self.cell("label", row), self.rows.where(row)
         if cell is None:
-            return np.full(1, IGNORED, np.int64)
-        value = read_number(cell, self.rows.where(number))
+            return self.nothing
+        value = read_number(cell, where)
         if value not in range(self.documents):
-            raise ValueError(
-                f"{self.rows.where(number)}: label {cell} is none of the choices 0 to {self.documents - 1}"
-            )
+            raise ValueError(f"{where}: label {cell} is none of the choices 0 to {self.documents - 1}")
         return np.array([int(value)], np.int64)
 
 
@@ -159,37 +130,33 @@ class Words(Examples):
     are (words,), without those of words that were cut off or have no token."""
 
     by_position = True
-
-    def __init__(self, config: ExamplesConfig, encoder: Encoder, split: str) -> None:
-        super().__init__(config, encoder, split)
-        self.find_classes(as_list)
-        for number in range(len(self)):
-            self._labels(number, len(as_list(self.cell("text", number))))
+    names_in = staticmethod(as_list)
 
     def __getitem__(self, number: int) -> Example:
-        document, begins, kept = self._encoded(self._words(number), number)
-        return Example((document,), self._labels(number, len(kept))[kept], document.starts[0] + begins[kept])
+        document, begins, kept = self._encoded(number)
+        return Example((document,), self.label(number)[kept], document.starts[0] + begins[kept])
 
     def words(self, number: int) -> tuple[list[str], np.ndarray]:
         """Returns the words of an example, and bool (words,): those that have a token which was not cut off."""
-        words = self._words(number)
-        return words, self._encoded(words, number)[2]
+        return self._words(number), self._encoded(number)[2]
 
     def _words(self, number: int) -> list[str]:
-        return [str(word) for word in as_list(self.cell("text", number))]
+        return list(map(str, as_list(self.cell("text", number))))
 
-    def _encoded(self, words: list[str], number: int) -> tuple[Document, np.ndarray, np.ndarray]:
+    def _encoded(self, number: int) -> tuple[Document, np.ndarray, np.ndarray]:
         """Returns the tokens of all words; of each word the number of its first token, and whether it is there."""
-        tokens = self.encoder.words(words)
+        tokens = self.encoder.words(self._words(number))
         document = self.encoder.document([[token for word in tokens for token in word]], self.rows.where(number))
-        ends = np.cumsum([len(word) for word in tokens], dtype=np.int64)
-        begins = ends - np.array([len(word) for word in tokens], np.int64)
+        lengths = np.array([len(word) for word in tokens], np.int64)
+        ends = np.cumsum(lengths)
+        begins = ends - lengths
         return document, begins, (begins < document.kept[0]) & (begins < ends)
 
-    def _labels(self, number: int, count: int) -> np.ndarray:
-        if (cell := self.cell("label", number)) is None:
+    def label(self, row: int) -> np.ndarray:
+        count, cell = len(self._words(row)), self.cell("label", row)
+        if cell is None:
             return np.full(count, IGNORED, np.int64)
-        labels, where = as_list(cell), partial(self.rows.where, number)
+        labels = as_list(cell)
         if len(labels) != count:
-            raise ValueError(f"{where()}: {count} words and {len(labels)} labels; give every word one")
-        return np.array([self.classes.number(label, where) for label in labels], np.int64)
+            raise ValueError(f"{self.rows.where(row)}: {count} words and {len(labels)} labels; give every word one")
+        return np.array([self.class_number(label, row) for label in labels], np.int64)

@@ -1,7 +1,5 @@
-"""Formats of shards by name. To add one: write its file (a `ShardFormat`), and add its line here.
-
-A name in a manifest may come from anybody: it is looked up here, and nothing is imported for it.
-"""
+"""Formats of shards by name: to add one, write its `ShardFormat` and add its line here. A name in a manifest may come
+from anybody: it is looked up here, and nothing is imported for it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,11 +1,8 @@
 """The base class of shard formats, which lay the documents of a shard out in a file and read that file again.
 
-A document is an array of one axis: tokens, or (where the dtype of a dataset is uint8) a picture. A picture is the bytes
-of its file, then the number of its class as int64 (little-endian); its length counts both. MDS lays out a sample with
-the columns `image` and `label` in the same way, so that a document is a view of the shard there.
+A document is an array of one axis: tokens, or (where the dtype is uint8) a picture, which is the bytes of its file,
+then the number of its class as int64 (little-endian); its length counts both. MDS lays out a sample in the same way.
 """
-
-from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -56,10 +53,8 @@ def suffix_of(picture: bytes | memoryview) -> str:
 
 
 class DamagedShard(ValueError):
-    """The bytes of a shard are not what the manifest promises; `where` names it.
-
-    Errors that say nothing of the data (no network, a full disk) are of other kinds.
-    """
+    """The bytes of a shard, which `where` names, are not what the manifest promises. A full disk or no network are
+    other errors."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(f"{where} {why}")
@@ -118,11 +113,8 @@ class OpenShard(ABC):
 
 
 class ShardFormat(ABC):
-    """Lays documents out in a file, and describes the files of a split in its index.json.
-
-    An instance writes shards, and the class opens them. Numbering, compression, digests, downloads and the cache are
-    the same for all formats.
-    """
+    """Lays documents out in a file (an instance), opens such a file (the class), and describes the files of a split in
+    its index.json. Numbering, compression, digests, downloads and the cache are the same for all formats."""
 
     suffix: ClassVar[str]
     """End of a shard's file name before the compression's suffix, such as ".mds". It tells shards from other files in a
@@ -133,8 +125,8 @@ class ShardFormat(ABC):
     """True where shards can only be opened with the split's index.json."""
 
     def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
-        """size_limit: bytes of a shard before compression. prefix: begins the names of documents in formats that name
-        them."""
+        """size_limit: bytes of a shard before compression. prefix: begins the names of documents, where they have
+        names."""
         self.dtype = np.dtype(dtype)
         self.compression = compression
         self.size_limit = size_limit
@@ -171,17 +163,15 @@ class ShardFormat(ABC):
 
     @classmethod
     def read_index(cls, path: Path, where: str) -> Any:
-        """Returns what `open_shard` needs of the split's index.json; called once in a process, if `reads_index`.
-
-        where: names the shard in errors. Raises ValueError if the file is damaged.
-        """
+        """Returns what `open_shard` needs of the split's index.json, once in a process, if `reads_index`. where: names
+        the shard in errors. Raises ValueError if the file is damaged."""
         raise NotImplementedError
 
     @classmethod
     @abstractmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
-        """Opens the uncompressed shard at `path`.
+        """Opens the uncompressed shard at `path`. where: names it in errors. index: what `read_index` returned, or
+        None.
 
-        where: names it in errors. index: what `read_index` returned, or None. Raises ValueError (`damaged`) if it does
-        not hold the documents that the manifest promises; nothing in it may be unpickled or run.
+        Raises ValueError (`damaged`) if it does not hold the promised documents; nothing in it may be unpickled or run.
         """

@@ -5,13 +5,10 @@ the samples. A sample of one variable-size column is its size (uint32) and its b
 (axes << 2 | code of the length's type), the length, the values. A sample of pictures has the columns `image` (bytes, of
 variable size) and `label` (int64).
 
-Writing gives the same bytes that streaming's MDSWriter gives (a test compares them); they are laid out here because
-that writer holds a whole directory and cannot go on after a stop. Reading uses the library's own `MDSReader` over a
-memory map: only where a sample's bytes come from is replaced, because `MDSReader` opens the file anew for each sample.
-Pickled columns are refused before anything is read.
+Writing gives the same bytes as streaming's MDSWriter (a test compares them), which holds a whole directory and cannot
+go on after a stop. Reading uses the library's own `MDSReader` over a memory map, because that opens the file anew for
+each sample. Pickled columns are refused before anything is read.
 """
-
-from __future__ import annotations
 
 import importlib
 import importlib.util
@@ -46,9 +43,9 @@ class _Package(ModuleType):
 def streaming_module(name: str) -> ModuleType:
     """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first.
 
-    `import streaming` imports transformers, scikit-learn and scipy: more than half of what a start of training and each
-    reading process would import. For everybody else the library is whole, loaded when it is used. Raises ImportError
-    where it is not installed.
+    `import streaming` imports transformers, scikit-learn and scipy: more than half of what each reading process would
+    import. For everybody else the library is whole, loaded when it is used. Raises ImportError where it is not
+    installed.
     """
     for package in ("streaming", "streaming.base"):
         if package not in sys.modules and (spec := importlib.util.find_spec(package)):
@@ -194,8 +191,7 @@ class _MdsShard(OpenShard):
             raise damaged(self._where, f"document {index} does not decode ({error!r})") from None
         if tokens.dtype != self._dtype or tokens.shape != (length,):
             raise damaged(
-                self._where,
-                f"document {index} is {tokens.dtype} {tokens.shape} instead of {self._dtype} ({length},)",
+                self._where, f"document {index} is {tokens.dtype} {tokens.shape} instead of {self._dtype} ({length},)"
             )
         return tokens
 

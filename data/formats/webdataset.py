@@ -1,16 +1,10 @@
-"""WebDataset: tar files with a member `<number>.npy` for each document, or two members for each picture.
+"""WebDataset: tar files with a member `<number>.npy` for each document, or for each picture `<number>.jpg` (.png,
+.webp, ...) and `<number>.cls`, the number of its class in digits.
 
-Those of a picture are `<number>.jpg` (.png, .webp, ...) and `<number>.cls`, the number of its class in digits.
-
-An uncompressed shard is read by webdataset as it is. Python's tarfile knows no zstd before 3.14, so webdataset reads a
-compressed one through a pipe: ``WebDataset("pipe:zstd -dc DIR/train/shard-00000.tar.zst")``.
-
-The library reads such files from front to back only. Here the 512-byte member headers are walked once when a shard is
-opened (the position of every member follows from the sizes before it), and documents are then views into the memory
-map: random access, without unpacking and without any decoder that could unpickle.
+An uncompressed shard is read by webdataset as it is, a compressed one through a pipe, as Python's tarfile knows no zstd
+before 3.14: ``WebDataset("pipe:zstd -dc DIR/train/shard-00000.tar.zst")``. The library reads such files from front to
+back only. Here the 512-byte member headers are walked once, and documents are views into the memory map.
 """
-
-from __future__ import annotations
 
 import io
 import mmap
@@ -38,8 +32,8 @@ _MAGIC = b"\x93NUMPY"
 
 
 class WebDataset(ShardFormat):
-    """Members are arrays (n,) that numpy.save wrote, numbered through the split (or through a part of it, after a
-    `prefix` that names the part)."""
+    """Members are arrays (n,) that numpy.save wrote, numbered through the split (through a part of it after a
+    `prefix`)."""
 
     suffix = ".tar"
     shard_overhead = 2 * _BLOCK
@@ -136,10 +130,7 @@ class _TarShard(OpenShard):
         start = 10 + int.from_bytes(head[8:10], "little")
         right = head[:7] == _MAGIC + b"\x01" and self._descr in head and b"'fortran_order': False" in head
         if not right or end - begin - start != length * self._dtype.itemsize:
-            raise damaged(
-                self._where,
-                f"document {index} is not an npy array of {length} {self._dtype.name} tokens",
-            )
+            raise damaged(self._where, f"document {index} is not an npy array of {length} {self._dtype.name} tokens")
         return np.frombuffer(self._data, self._dtype, length, offset=begin + start)
 
 

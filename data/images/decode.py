@@ -1,11 +1,8 @@
 """Encoded pictures to pixels: red, green and blue, or brightness, 8 bits each, whatever the file has.
 
-Transparent pixels show the background. 16 bits of grey become 8 by rounding. CMYK and palettes are converted, and a
-picture that its Exif data calls turned is turned back. What has no known range (floats, 32-bit integers) or no known
-colours (LAB, HSV) is refused.
+Transparent pixels show the background, 16 bits of grey become 8, CMYK and palettes are converted, and a picture that
+its Exif data calls turned is turned back. What has no known range or colours (floats, LAB, HSV) is refused.
 """
-
-from __future__ import annotations
 
 import io
 import warnings
@@ -29,11 +26,8 @@ class UnreadablePicture(ValueError):
 def decode(
     data: bytes | memoryview, *, channels: int = 3, background: int = 255, megapixels: float = MEGAPIXELS
 ) -> Image.Image:
-    """Returns the picture in the bytes of a file, of mode RGB or, for one channel, L.
-
-    background: brightness (0 to 255) behind transparent pixels. Raises UnreadablePicture for what is empty, no picture,
-    truncated or damaged, of another mode, or larger than `megapixels`.
-    """
+    """Returns the picture in the bytes of a file, of mode RGB or, for one channel, L. background: brightness (0 to 255)
+    behind transparent pixels. Raises UnreadablePicture for what is no whole picture, or larger than `megapixels`."""
     image = _opaque(open_picture(data, megapixels), background)
     mode = "RGB" if channels == 3 else "L"
     return image if image.mode == mode else image.convert(mode)

@@ -2,13 +2,10 @@
 
 Sample n of the training split is picture p[(n mod N) div r] of epoch n div N, where N is the number of pictures, r the
 number of repeats and p the order of that epoch (`matmix.data.loading.order`). Of several datasets, `Mixture` gives each
-group of r samples to one of them, and n is then a number among the samples of that dataset alone. A sample is augmented
-with what is drawn from (seed, epoch, n), and mixed as `matmix.data.images.transforms` says; a partner that is not in
-the micro-batch is read, too. Evaluation reads the pictures in order, without augmentation, and fills the last global
-batch with empty ones.
+group of r samples to one of them. A sample is augmented with what is drawn from (seed, epoch, n), and mixed as
+`matmix.data.images.transforms` says. Evaluation reads the pictures in order, and fills the last global batch with empty
+ones.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from matmix.data.config import ImagesConfig
+from matmix.data.config import DataConfig
 from matmix.data.formats.base import DamagedShard, unpack
 from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.transforms import (
@@ -32,7 +29,7 @@ from matmix.data.images.transforms import (
 from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.masking import IGNORED
 from matmix.data.loading.order import Mixture, Order
-from matmix.data.loading.rows import Failure, errors_as_failures
+from matmix.data.loading.rows import Failure, Reading, errors_as_failures
 from matmix.data.rng import AUGMENTATION, generator
 from matmix.data.splits.reader import TokenShards
 
@@ -41,37 +38,25 @@ _Read = tuple[torch.Tensor, int]
 
 
 class ImageRows:
-    """`Rows` of pictures; numbers at or above `limit` give empty ones.
-
-    shards, weights: of each dataset, all of which have the same classes. mean, std: one a channel. global_batch:
-    samples in a step, which are mixed with each other. one_pass: the evaluation's, which takes one dataset after
-    another.
-    """
+    """`Rows` of pictures; numbers at or above `limit` give empty ones. shards, weights: of each dataset. mean, std: one
+    a channel. The pictures of a global batch are mixed with each other."""
 
     def __init__(
         self,
         shards: Sequence[TokenShards],
         weights: Sequence[float],
-        config: ImagesConfig,
+        data: DataConfig,
+        reading: Reading,
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        *,
-        seed: int,
-        shuffle: bool,
-        shuffle_block: int,
-        global_batch: int,
-        one_pass: bool,
     ) -> None:
-        self.shards = shards
-        self.config = config
+        self.shards, self.config = shards, data.images
         self.mean, self.std = mean, std
-        self.seed = seed
-        self.global_batch = global_batch
-        self.training = not one_pass
-        self.orders = [Order(one, extra=0, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed) for one in shards]
+        self.seed, self.global_batch, self.training = reading.seed, reading.global_batch_size, not reading.one_pass
+        self.orders = [Order(one, data, reading) for one in shards]
         self.sizes = [order.total_documents for order in self.orders]
-        self.mixture = Mixture(self.sizes, None if one_pass else weights)
-        self.limit = self.mixture.samples_per_epoch if one_pass else None
+        self.mixture = Mixture(self.sizes, weights if self.training else None)
+        self.limit = None if self.training else self.mixture.samples_per_epoch
         self.classes = len(shards[0].manifest.images.classes)
         # Of all shards of all datasets: the number of the first picture.
         counts = np.concatenate([[0], *(one.shard_documents for one in shards)])

@@ -2,14 +2,10 @@
 and mixup and CutMix of the pictures of a global batch.
 
 The transforms are timm's (`create_transform`) and torchvision's, which draw from the global generators of Python, numpy
-and torch. In a global batch of G samples, position i is mixed with i + r or i - r: stretches of r = `repeats` positions
-(1 without repeated augmentation, so that neighbours form pairs) are paired, and copies of a picture never meet each
-other. A position without a partner (at the end of an odd batch) stays as it is. How a pair is mixed is drawn from
-(seed, step), or with mode "pair" from (seed, number of the pair): the same however the batch is divided over ranks and
-micro-batches. The formulas are timm's.
+and torch. In a global batch, position i is mixed with i + r or i - r (r = `repeats`), so that copies of a picture never
+meet each other; a position without a partner stays as it is. How a pair is mixed is drawn from (seed, step), or with
+mode "pair" from (seed, number of the pair), whatever ranks and micro-batches it lies on. The formulas are timm's.
 """
-
-from __future__ import annotations
 
 import contextlib
 import random
@@ -115,8 +111,8 @@ def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], 
 
 
 def _keep_no_bits(part: Any) -> None:
-    """Makes posterisation to no bits give black. The strongest one of the published trainings does that. New releases
-    of Pillow refuse that, and timm asks for it."""
+    """Makes posterisation to no bits, which the strongest published training asks for and new releases of Pillow
+    refuse, give black."""
     from timm.data import auto_augment
 
     if isinstance(part, auto_augment.AugmentOp) and part.aug_fn is auto_augment.posterize:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map_only
 
 from matmix.data.loading.masking import IGNORED
 
@@ -14,8 +15,7 @@ from matmix.data.loading.masking import IGNORED
 class Batch:
     """A micro-batch of B sequences of L positions: tokens, or whatever else the source of the data reads or generates.
 
-    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`; the other is
-    None, and both are where whole rows count as documents.
+    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`, whole rows with neither.
     """
 
     inputs: torch.Tensor
@@ -51,8 +51,7 @@ class Batch:
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {k: change(v) for k, v in values.items() if isinstance(v, torch.Tensor)}
-        return replace(self, **changed, extra={k: change(v) for k, v in self.extra.items()})
+        return replace(self, **tree_map_only(torch.Tensor, change, values))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -62,39 +61,39 @@ class Batch:
 
 
 def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str) -> Batch:
-    """Returns a batch for next-token prediction.
+    """Returns a batch for next-token prediction. Nothing predicts the first token of a document.
 
     tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a document begins,
-    counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`. Nothing predicts the first
-    token of a document.
+    counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`.
     """
     seqlen = tokens.shape[1] - 1
     input_ids = np.ascontiguousarray(tokens[:, :-1])
     known = np.arange(1, seqlen + 1) < counts[:, None]
     labels = np.where(known & ~begins[:, 1:], tokens[:, 1:], IGNORED)
-    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing, None)
+    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing)
 
 
 def masked_batch(
     input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
 ) -> Batch:
     """Returns a batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
-    return _batch(input_ids, labels, begins, counts, packing, np.flatnonzero(labels != IGNORED))
+    batch = _batch(input_ids, labels, begins, counts, packing)
+    batch.select = torch.from_numpy(np.flatnonzero(labels != IGNORED))
+    return batch
 
 
 def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
     """Returns a batch of rows that are one document each, with inputs (B, L, ...) and labels (B, L, ...) as they are.
-
-    n_tokens: positions without padding. Batches that are not causal come with `select`.
-    """
-    begins, counts = np.zeros(labels.shape[:2], dtype=bool), np.full(len(inputs), inputs.shape[1])
-    select = None if causal else np.flatnonzero(has_target(labels))
-    return replace(_batch(inputs, labels, begins, counts, "rows", select), n_tokens=n_tokens)
+    n_tokens: positions without padding. Batches that are not causal come with `select`."""
+    batch = Batch(torch.from_numpy(inputs), torch.from_numpy(labels), max_seqlen=inputs.shape[1], n_tokens=n_tokens)
+    if not causal:
+        batch.select = torch.from_numpy(np.flatnonzero(has_target(labels)))
+    return batch
 
 
 def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None = None, **more: Any) -> Batch:
-    """Returns a batch of images (B, C, H, W), which have no positions: labels int64 (B,) or float32 (B, classes),
-    `n_images` of them real (None = all), and `more` fields of `Batch`."""
+    """Returns a batch of images (B, C, H, W): labels int64 (B,) or float32 (B, classes), `n_images` of them real (None
+    = all), and `more` fields of `Batch`."""
     return Batch(inputs=images, labels=labels, n_tokens=len(images) if n_images is None else n_images, **more)
 
 
@@ -105,31 +104,20 @@ def has_target(labels: np.ndarray) -> np.ndarray:
     return ~np.isnan(labels).reshape(*labels.shape[:2], -1).all(axis=2)
 
 
-def _batch(
-    inputs: np.ndarray,
-    labels: np.ndarray,
-    begins: np.ndarray,
-    counts: np.ndarray,
-    packing: str,
-    select: np.ndarray | None,
-) -> Batch:
+def _batch(inputs: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, packing: str) -> Batch:
     max_seqlen = seqlen = inputs.shape[1]
-    further = {"select": select}
+    batch = Batch(torch.from_numpy(inputs), torch.from_numpy(labels), n_tokens=int(counts.sum()))
     if packing == "document":
         # A row without a token (it fills up the last batch) keeps one: no model meets an empty document.
-        further["attention_mask"] = np.arange(seqlen) < np.maximum(counts, 1)[:, None]
+        batch.attention_mask = torch.from_numpy(np.arange(seqlen) < np.maximum(counts, 1)[:, None])
         max_seqlen = max(int(counts.max()), 1)
     elif packing == "concat":
         borders = begins.copy()
         borders[:, 0] = True
         short = np.flatnonzero(counts < seqlen)
         borders[short, counts[short]] = True
-        further["cu_seqlens"] = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
-        max_seqlen = int(np.diff(further["cu_seqlens"]).max())
-    return Batch(
-        inputs=torch.from_numpy(inputs),
-        labels=torch.from_numpy(labels),
-        **{name: torch.from_numpy(array) for name, array in further.items() if array is not None},
-        max_seqlen=max_seqlen,
-        n_tokens=int(counts.sum()),
-    )
+        cu_seqlens = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
+        batch.cu_seqlens = torch.from_numpy(cu_seqlens)
+        max_seqlen = int(np.diff(cu_seqlens).max())
+    batch.max_seqlen = max_seqlen
+    return batch

@@ -1,24 +1,22 @@
 """From a `DataConfig` to micro-batches: the same sequence of global batches on any ranks and workers.
 
-How sample n maps to tokens. Every training sample has a number n = 0, 1, 2, ... for ever. `mixture`
-turns n into (dataset, epoch, slot), `packing` turns (epoch, slot) into a row of tokens, `order` says
-which documents lie there, and `masking` draws from (seed, epoch, n). Each step is a function of the
-data, the config and the seed, so
+Every training sample has a number n = 0, 1, 2, ... for ever. `mixture` turns n into (dataset, epoch, slot), `packing`
+turns (epoch, slot) into a row of tokens, `order` says which documents lie there, and `masking` draws from (seed, epoch,
+n): functions of the data, the config and the seed. So
 
-- global batch b is the samples [b G, (b + 1) G), G = global_batch_size;
-- rank r of R takes the r-th contiguous piece of G / R of them, cut into micro-batches in order;
-- a worker is handed the numbers of one whole micro-batch and reads, masks and collates it;
-- the position in the data is one number, the samples that have been used. It is saved as `state_dict`
-  and can be taken up by another number of ranks or workers, another micro-batch size, and also another G
-  (the next global batch then begins at that number).
+    - global batch b is the samples [b G, (b + 1) G), G = global_batch_size;
+    - rank r of R takes the r-th contiguous piece of G / R of them, cut into micro-batches in order;
+    - a worker is handed the numbers of one whole micro-batch and reads, masks and collates it;
+    - the position in the data is one number, the samples that have been used, which can be taken up by another number
+      of ranks or workers, another micro-batch size, and also another G.
 
-A training loader goes on for ever, epoch after epoch. A one-pass loader (evaluation) reads the split
-once, in order: its last global batch is filled with rows of padding without labels, so that every rank
-has the same number of micro-batches and every token counts once.
+A one-pass loader (evaluation) reads the split once, in order: its last global batch is filled with rows of padding
+without labels, so that every rank has the same number of micro-batches and every token counts once.
 """
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +25,20 @@ from torch.utils.data import DataLoader
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
-from matmix.data.loading.rows import Facts, Failure, Rows
+from matmix.data.loading.rows import Failure, Opened
 
 
+@dataclass
 class _Plan:
-    """Batch sampler: the sample numbers of one rank's micro-batches, from global sample `start` on.
+    """Batch sampler: the sample numbers of one rank's micro-batches, from global sample `start` on. Knows nothing of
+    its loader, so that the two make no cycle of references."""
 
-    Knows nothing of its loader, so that the two make no cycle of references.
-    """
-
-    def __init__(self, limit: int | None, global_batch: int, micro_batch: int, data_rank: int, data_size: int) -> None:
-        self.start = 0
-        self.limit = limit
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.rank_batch = global_batch // data_size
-        self.data_rank = data_rank
+    limit: int | None
+    global_batch: int
+    rank_batch: int
+    micro_batch: int
+    data_rank: int
+    start: int = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.start
@@ -54,44 +50,38 @@ class _Plan:
 
 
 class _Readers(DataLoader):
-    """PyTorch's own, without its two warnings of four lines where there are more reading processes than cores: most of
-    the time they wait, and a recipe for eight GPUs is also tried on a laptop."""
+    """PyTorch's own, without its warnings where there are more reading processes than cores: most of the time they
+    wait."""
 
     def check_worker_number_rationality(self) -> None:
         pass
 
 
 class Loader:
-    """Iterates micro-batches of one rank; made by `Modality.loader`.
+    """Iterates micro-batches of one rank; made by `Modality.loader`. One iteration at a time.
 
-    `samples` counts the samples, over all ranks, of the global batches handed out in full (batches that
-    workers have prepared ahead do not count). A new iteration goes on from there; that of a one-pass
-    loader begins anew, unless a position was just loaded. One iteration at a time.
+    `samples` counts the samples, over all ranks, of the global batches handed out in full. A new iteration goes on from
+    there; that of a one-pass loader begins anew, unless a position was just loaded.
     """
 
     def __init__(
         self,
-        dataset: Rows,
-        facts: Facts,
+        opened: Opened,
         config: DataConfig,
         *,
-        fingerprint: dict[str, Any],
         global_batch_size: int,
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
     ) -> None:
-        self.dataset = dataset
-        self.facts = facts
+        self.dataset, self.facts, self.fingerprint = opened
         self.config = config
-        self.fingerprint = fingerprint
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.data_rank = data_rank
-        self.data_size = data_size
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.data_rank, self.data_size = data_rank, data_size
         self.samples = 0
         self._loaded = False
-        self._plan = _Plan(self.limit, global_batch_size, micro_batch_size, data_rank, data_size)
+        share = global_batch_size // data_size
+        self._plan = _Plan(self.limit, global_batch_size, share, micro_batch_size, data_rank)
         # Holds the DataLoader, out of reach of the garbage collector: if that found it together with a loader
         # in a cycle of references, it would close the queues before asking the workers to end, and wait 5 s.
         self._readers: dict[str, DataLoader] = {}
@@ -151,15 +141,13 @@ class Loader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data, JSON-serialisable: {"samples": number of the next sample, "fingerprint":
+        """Returns the position in the data as JSON values: {"samples": number of the next sample, "fingerprint":
         {...}}."""
         return {"samples": self.samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes up a saved position; the next iteration begins there.
-
-        Raises ValueError if it was saved with other data, or with settings that make other sequences.
-        """
+        """Takes up a saved position; the next iteration begins there. Raises ValueError if it was saved with other
+        data, or with settings that make other sequences."""
         saved = state.get("fingerprint")
         if not isinstance(saved, dict) or not isinstance(state.get("samples"), int) or state["samples"] < 0:
             raise ValueError("the saved data position is damaged: it needs samples and a fingerprint")
@@ -199,8 +187,7 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: 
 
 
 def _first_difference(saved: Any, current: Any, name: str) -> tuple[str, Any, Any] | None:
-    """Returns where two values of JSON first differ: dotted name, the one value and the other; None where they are
-    equal."""
+    """Returns where two values of JSON first differ: dotted name, the one value and the other; None for equal ones."""
     if saved == current:
         return None
     pairs: list[tuple[str, Any, Any]] = []

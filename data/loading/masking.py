@@ -2,20 +2,22 @@
 
 BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordinary token of a sample is chosen with
 `probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share` by a token drawn from the
-ordinary vocabulary (never a special or unused id), and the rest are left as they are. Special tokens and padding are
-never chosen.
-
-The draws of a sample come from a generator keyed by (seed, epoch, sample), three numbers for each position in order, so
-neither rank nor worker nor batch size nor the other samples of the batch change them.
+ordinary vocabulary, and the rest are left as they are. The draws of a sample come from a generator keyed by (seed,
+epoch, sample), three numbers for each position in order, so nothing else changes them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from matmix.data.config import check_limits
 from matmix.data.rng import MASKS, generator
+
+if TYPE_CHECKING:
+    from matmix.data.tokenizer import Tokenizer
 
 IGNORED = -100
 """Label of a position that is not predicted (the `ignore_index` of torch's cross-entropy)."""
@@ -31,11 +33,8 @@ class MaskingConfig:
     """Share of the chosen tokens that become a random ordinary token; the rest stay as they are."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.probability <= 1:
-            raise ValueError(f"masking probability must be above 0 and at most 1, got {self.probability}")
-        for name in ("mask_share", "random_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"masking {name} must be between 0 and 1, got {getattr(self, name)}")
+        shares = [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in ("mask_share", "random_share")]
+        check_limits(self, [("probability", 0 < self.probability <= 1, "above 0 and at most 1"), *shares], "masking ")
         if self.mask_share + self.random_share > 1 + 1e-9:
             raise ValueError(
                 f"masking mask_share + random_share must be at most 1, got {self.mask_share} + {self.random_share}"
@@ -43,35 +42,16 @@ class MaskingConfig:
 
 
 class Masker:
-    """Applies a `MaskingConfig` to whole micro-batches.
+    """Applies a `MaskingConfig` to whole micro-batches of tokens. tokenizer: has a mask token."""
 
-    special_ids: ids that are never chosen. mask_id: the id put in. ordinary_ids: int array of the ids
-    that a random replacement may be. vocab_size: every token id is below it.
-    """
-
-    def __init__(
-        self,
-        config: MaskingConfig,
-        *,
-        seed: int,
-        mask_id: int | None,
-        special_ids: list[int],
-        ordinary_ids: np.ndarray,
-        vocab_size: int,
-    ) -> None:
-        if mask_id is None:
-            raise ValueError(
-                "masked-LM batches need a mask token, and this tokenizer has none: "
-                "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
-            )
+    def __init__(self, config: MaskingConfig, tokenizer: Tokenizer, seed: int) -> None:
+        mask_id, vocab_size, special_ids = tokenizer.special["mask"], tokenizer.vocab_size, tokenizer.silent_ids
         if not 0 <= mask_id < vocab_size:
             raise ValueError(f"the mask token has id {mask_id}, outside the vocabulary of {vocab_size}")
-        if config.random_share > 0 and len(ordinary_ids) == 0:
+        self.config, self.seed, self.mask_id = config, seed, mask_id
+        self.ordinary_ids = tokenizer.ordinary_ids()
+        if config.random_share > 0 and len(self.ordinary_ids) == 0:
             raise ValueError("masking with random replacements needs a vocabulary with ordinary (not special) tokens")
-        self.config = config
-        self.seed = seed
-        self.mask_id = mask_id
-        self.ordinary_ids = np.asarray(ordinary_ids, dtype=np.int64)
         self.choosable = np.ones(vocab_size, dtype=bool)
         self.choosable[[i for i in special_ids if 0 <= i < vocab_size]] = False
         self.choosable[mask_id] = False
@@ -81,16 +61,14 @@ class Masker:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Masks a micro-batch.
 
-        tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples (B,) name
-        each row. Returns (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is
-        predicted.
+        tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples (B,) name each row. Returns
+        (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is predicted.
         """
         chosen_at = self.config.probability
         random_at = self.config.mask_share + self.config.random_share
         draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)
-        for row, (count, epoch, sample) in enumerate(
-            zip(counts.tolist(), epochs.tolist(), samples.tolist(), strict=True)
-        ):
+        names = zip(counts.tolist(), epochs.tolist(), samples.tolist(), strict=True)
+        for row, (count, epoch, sample) in enumerate(names):
             generator(self.seed, epoch, MASKS, sample).random(out=draws[row, :count])
         rows, columns = np.nonzero((draws[..., 0] < chosen_at) & self.choosable[tokens])
         originals, action, pick = tokens[rows, columns], draws[rows, columns, 1], draws[rows, columns, 2]

@@ -3,25 +3,21 @@
 `Mixture` maps n to a dataset, an epoch of that dataset and a slot in that epoch. Of one dataset with N sequences,
 sample n is slot n mod N of epoch n div N. Of several with weights, samples come in periods of P = 65,536, in which
 dataset d has c_d places: its share of P by largest remainders (at least one), spread evenly, the k-th at (k + 1/2) /
-c_d of the period. So every stretch of samples, a global batch too, holds the datasets in the right proportion, and each
-of them is read in its own epochs, each sequence once an epoch. An epoch of the mixture is, by convention, as many
-samples as the datasets have sequences together. Reading once over (evaluation) takes the datasets one after another;
-weights play no part.
+c_d of the period. So every global batch holds the datasets in the right proportion, and each is read in its own epochs.
+An epoch of the mixture is as many samples as the datasets have sequences together. Evaluation takes the datasets one
+after another.
 
 `Order` says in which order an epoch reads the documents of a dataset. With shuffling, it permutes the shards, takes
-them `shuffle_block` at a time, and permutes the documents in each such block: any moment needs only one block's shards,
-and yet documents from all over the split meet. Without, it is the order of the files. Empty documents are left out.
-Each other document counts its tokens plus its special tokens (prefix, suffix): its *size*.
+them `shuffle_block` at a time, and permutes the documents in each such block: any moment needs only one block's shards.
+Without, it is the order of the files. Empty documents are left out. Each other document counts its tokens plus its
+special tokens (prefix, suffix): its *size*.
 
     epoch:  | block 0                       | block 1              | ...
             | doc doc doc doc doc doc doc   | doc doc doc doc doc  |
     token   0                               token_starts[1]        token_starts[2]     ... token_starts[-1]
 
-Sizes add up to the same total in every epoch, so a token's place in the epoch is a plain number;
-`matmix.data.loading.packing` cuts sequences out of that line.
+Sizes add up to the same total in every epoch: a token's place in it is a plain number.
 """
-
-from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -30,6 +26,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from matmix.data.config import DataConfig
+from matmix.data.loading.rows import Reading
 from matmix.data.rng import DOCUMENTS, SHARDS, generator
 from matmix.data.splits.reader import TokenShards
 
@@ -77,12 +75,10 @@ class Block:
 class Order:
     """The order of one split. extra = special tokens added to each document."""
 
-    def __init__(self, shards: TokenShards, *, extra: int, shuffle: bool, shuffle_block: int, seed: int) -> None:
+    def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, extra: int = 0) -> None:
         self.shards = shards
         self.extra = extra
-        self.shuffle = shuffle
-        self.shuffle_block = shuffle_block
-        self.seed = seed
+        self.shuffle, self.shuffle_block, self.seed = reading.shuffles(data), data.shuffle_block, reading.seed
         lengths = [shards.lengths(s) for s in range(shards.n_shards)]
         self._shard_documents = np.array([np.count_nonzero(n) for n in lengths], dtype=np.int64)
         tokens = np.array([n.sum(dtype=np.int64) for n in lengths], dtype=np.int64)
@@ -123,8 +119,7 @@ class Order:
         kept = [np.flatnonzero(n) for n in lengths]
         index = np.concatenate(kept)
         shard = np.repeat(members, [len(k) for k in kept])
-        sizes = np.concatenate([n[k] for n, k in zip(lengths, kept, strict=True)]).astype(np.int64)
-        sizes += self.extra
+        sizes = np.concatenate([n[k] for n, k in zip(lengths, kept, strict=True)]).astype(np.int64) + self.extra
         if self.shuffle:
             order = generator(self.seed, epoch, DOCUMENTS, number).permutation(len(index))
             index, shard, sizes = index[order], shard[order], sizes[order]
@@ -135,8 +130,7 @@ PERIOD = 1 << 16
 
 
 class Mixture:
-    """sizes: sequences in one epoch of each dataset. weights: positive, any scale; None reads all once
-    over."""
+    """sizes: sequences in one epoch of each dataset. weights: positive, any scale; None reads all once over."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
@@ -179,8 +173,7 @@ def quotas(weights: Sequence[float], period: int) -> np.ndarray:
 
 
 def interleave(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Spreads counts[d] places of each dataset d evenly: (dataset at each place, places of it before),
-    int64."""
+    """Spreads counts[d] places of each dataset d evenly: (dataset at each place, places of it before), int64."""
     dataset = np.repeat(np.arange(len(counts)), counts)
     rank = np.concatenate([np.arange(c) for c in counts])
     order = np.lexsort((dataset, (2 * rank + 1) / (2 * counts[dataset])))

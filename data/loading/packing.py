@@ -1,31 +1,28 @@
 """How sequences are cut out of documents: `Packing` turns slot j of an epoch into a row of tokens.
 
-**concat** (`ConcatPacking`). The documents of an epoch (`matmix.data.loading.order`), each with its special
-tokens, form one line of T tokens. Window i is the tokens [i S, i S + S) of it, S = seqlen; for causal
-language models one token more, which is only the target of the last one, so windows are S + 1 long and
-still S apart. The line has N = floor(T / S), causal floor((T - 1) / S), whole windows, the same N in
-every epoch. A window belongs to the block that holds its first token. The windows of a block are
-permuted, and slot j of the epoch is the j-th window in that order: block by block, shuffled inside.
-Cutting goes on across the border of two blocks, so per epoch fewer than S tokens at the very end go
-unused.
+**concat** (`ConcatPacking`). The documents of an epoch (`matmix.data.loading.order`), each with its special tokens,
+form one line of T tokens. Window i is the tokens [i S, i S + S) of it, S = seqlen; for causal language models one token
+more, which is only the target of the last one. The line has N = floor(T / S), causal floor((T - 1) / S), whole windows.
+A window belongs to the block that holds its first token. The windows of a block are permuted, and slot j of the epoch
+is the j-th window in that order. Per epoch fewer than S tokens at the very end go unused, in one pass none.
 
-**document** (`DocumentPacking`). Slot j is the j-th document of the epoch, at most S tokens of it:
-causal models get the first S (and the one after as last target), masked ones keep the suffix token at
-the end, as BERT does, and lose text instead. N is the number of documents that are not empty.
+**document** (`DocumentPacking`). Slot j is the j-th document of the epoch that is not empty, at most S tokens of it:
+causal models get the first S (and the one after as last target), masked ones keep the suffix token at the end, as BERT
+does.
 
 **rows** is concat whose rows are handed on without the borders of their documents.
 
-In a one-pass reading (evaluation) the last window of concat may be shorter than S: nothing is left out.
-
-A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle
-of one), and the number of real tokens; whatever lies behind those is padding.
+A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle of one), and the
+number of real tokens; whatever lies behind those is padding.
 """
 
 from abc import ABC, abstractmethod
 
 import numpy as np
 
+from matmix.data.config import DataConfig
 from matmix.data.loading.order import Block, Order, Recent
+from matmix.data.loading.rows import Reading
 from matmix.data.rng import WINDOWS, generator
 from matmix.data.splits.reader import TokenShards
 
@@ -40,23 +37,17 @@ class Packing(ABC):
     def __init__(
         self,
         shards: TokenShards,
+        data: DataConfig,
+        reading: Reading,
         *,
-        seqlen: int,
         causal: bool,
         prefix: int | None,
         suffix: int | None,
-        shuffle: bool,
-        shuffle_block: int,
-        seed: int,
     ) -> None:
-        self.shards = shards
-        self.seqlen = seqlen
-        self.causal = causal
-        self.width = seqlen + 1 if causal else seqlen
-        self.prefix = prefix
-        self.suffix = suffix
-        extra = (prefix is not None) + (suffix is not None)
-        self.order = Order(shards, extra=extra, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed)
+        self.shards, self.seqlen, self.causal = shards, data.seqlen, causal
+        self.width = self.seqlen + causal
+        self.prefix, self.suffix = prefix, suffix
+        self.order = Order(shards, data, reading, (prefix is not None) + (suffix is not None))
 
     @abstractmethod
     def __len__(self) -> int:
@@ -64,9 +55,8 @@ class Packing(ABC):
 
     @abstractmethod
     def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
-        """Writes row `slot` of `epoch` into tokens int64 (width,), marks beginnings of documents in
-        begins bool (width,), and returns how many tokens are real. Raises what `TokenShards.read`
-        raises."""
+        """Writes row `slot` of `epoch` into tokens int64 (width,), marks beginnings of documents in begins bool
+        (width,), and returns how many tokens are real. Raises as `TokenShards.read`."""
 
     def _copy(self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0) -> None:
         """Sets out[at : at + length] to elements [offset, offset + length) of a document with its special tokens."""
@@ -83,10 +73,10 @@ class Packing(ABC):
 
 
 class ConcatPacking(Packing):
-    def __init__(self, shards: TokenShards, *, keep_last: bool = False, **options) -> None:
-        super().__init__(shards, **options)
+    def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, **options) -> None:
+        super().__init__(shards, data, reading, **options)
         usable = max(self.order.total_tokens - self.causal, 0)
-        self._rows = -(-usable // self.seqlen) if keep_last else usable // self.seqlen
+        self._rows = -(-usable // self.seqlen) if reading.one_pass else usable // self.seqlen
         self._windows, self._permutations = Recent(2), Recent(4)
 
     def __len__(self) -> int:
@@ -113,8 +103,7 @@ class ConcatPacking(Packing):
         block = int(windows.searchsorted(slot, side="right")) - 1
         begin, end = windows[block : block + 2].tolist()
         permutation = self._permutations.get(
-            (epoch, block),
-            lambda: generator(self.order.seed, epoch, WINDOWS, block).permutation(end - begin),
+            (epoch, block), lambda: generator(self.order.seed, epoch, WINDOWS, block).permutation(end - begin)
         )
         return begin + int(permutation[slot - begin])
 

@@ -1,17 +1,16 @@
 """The processes that read data. They ignore the signals of terminals and schedulers, and end with the training process.
 
-Ctrl-C reaches a whole terminal, and schedulers send SIGTERM, SIGUSR1 or SIGUSR2 to every process of a job. What to do
-then is the training process's to decide: it may want to finish its step and save, for which it needs its data. So its
-reading processes ignore these signals, from their first instruction on (they are blocked while a process is started,
-which the child inherits). torch and multiprocessing end them by SIGTERM; here that becomes a signal that nobody sends.
-They end when their parent is gone, however it ended.
+Such signals reach every process of a job, and what to do then is the training process's to decide: it may want to
+finish its step, for which it needs its data. So its reading processes ignore them from their first instruction on (they
+are blocked while a process is started). torch and multiprocessing end them by SIGTERM; here that becomes a signal that
+nobody sends.
 """
 
-from __future__ import annotations
-
 import contextlib
+import copy
 import functools
 import gc
+import multiprocessing
 import multiprocessing.context as contexts
 import os
 import signal
@@ -34,7 +33,9 @@ def reading_context(start: str) -> contexts.BaseContext:
     if start != "fork":
         with _signals_blocked():  # the helper of these contexts, which queues would start, must outlive them as well
             resource_tracker.ensure_running()
-    return {"fork": _ForkContext, "spawn": _SpawnContext, "forkserver": _ForkServerContext}[start]()
+    context = copy.copy(multiprocessing.get_context(start))
+    context.Process = _PROCESSES[start]
+    return context
 
 
 def worker_beginning(start: str) -> Callable[[int], None]:
@@ -69,7 +70,13 @@ def _start(popen: Callable[[BaseProcess], Any], process: BaseProcess) -> Any:
     """Starts a process as `popen` does, with the signals blocked in it until it knows what to do with them."""
     with _signals_blocked():
         started = popen(process)
-    started.terminate = functools.partial(_end, weakref.ref(started))
+    reference = weakref.ref(started)
+
+    def end() -> None:
+        if (running := reference()) is not None:
+            running._send_signal(_END)
+
+    started.terminate = end
     return started
 
 
@@ -82,36 +89,16 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(started: weakref.ref[Any]) -> None:
-    if (process := started()) is not None:
-        process._send_signal(_END)
-
-
 class _ForkProcess(contexts.ForkProcess):
-    @staticmethod
-    def _Popen(process: BaseProcess) -> Any:
-        return _start(contexts.ForkProcess._Popen, process)
+    _Popen = staticmethod(functools.partial(_start, contexts.ForkProcess._Popen))
 
 
 class _SpawnProcess(contexts.SpawnProcess):
-    @staticmethod
-    def _Popen(process: BaseProcess) -> Any:
-        return _start(contexts.SpawnProcess._Popen, process)
+    _Popen = staticmethod(functools.partial(_start, contexts.SpawnProcess._Popen))
 
 
 class _ForkServerProcess(contexts.ForkServerProcess):
-    @staticmethod
-    def _Popen(process: BaseProcess) -> Any:
-        return _start(contexts.ForkServerProcess._Popen, process)
+    _Popen = staticmethod(functools.partial(_start, contexts.ForkServerProcess._Popen))
 
 
-class _ForkContext(contexts.ForkContext):
-    Process = _ForkProcess
-
-
-class _SpawnContext(contexts.SpawnContext):
-    Process = _SpawnProcess
-
-
-class _ForkServerContext(contexts.ForkServerContext):
-    Process = _ForkServerProcess
+_PROCESSES = {"fork": _ForkProcess, "spawn": _SpawnProcess, "forkserver": _ForkServerProcess}

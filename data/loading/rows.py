@@ -1,11 +1,12 @@
-"""Defines what a modality gives to a loader: rows, which make micro-batches from the numbers of their samples in the
-reading processes, and facts about the data."""
+"""What a modality gives to a loader: rows, which make micro-batches in the reading processes, and facts about the
+data."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,24 @@ from matmix.data.storage.remote import RemoteError
 if TYPE_CHECKING:
     from matmix.data.loading.batch import Batch
     from matmix.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The way a split is read."""
+
+    split: str = "train"
+    seed: int = 0
+    one_pass: bool = False
+    """Read the split once, in order; else for ever, epoch after epoch."""
+    global_batch_size: int = 1
+    """Samples in one optimizer step over all ranks."""
+    tokenizer_sha256: str | None = None
+    """Refuse data made with another tokenizer than this; None = any."""
+
+    def shuffles(self, data: DataConfig) -> bool:
+        """Returns True where each epoch has an order of its own."""
+        return data.shuffle and not self.one_pass
 
 
 class Failure:
@@ -41,11 +60,10 @@ class Rows(Protocol):
 
 
 _Rows = TypeVar("_Rows")
+_Read = Callable[[_Rows, list[int]], "Batch | Failure"]
 
 
-def errors_as_failures(
-    read: Callable[[_Rows, list[int]], Batch | Failure],
-) -> Callable[[_Rows, list[int]], Batch | Failure]:
+def errors_as_failures(read: _Read) -> _Read:
     """Decorates `Rows.__getitems__`, which then returns errors of the data as a Failure."""
 
     @functools.wraps(read)
@@ -60,8 +78,8 @@ def errors_as_failures(
 
 
 class Facts:
-    """The facts that a model, its config and an evaluation need to know of the data. A modality sets what it has, as an
-    attribute or a property; the defaults say that there is no such thing."""
+    """The facts that a model, its config and an evaluation need to know of the data, as attributes or properties that a
+    modality sets; the defaults say that there is no such thing."""
 
     inputs: str = "tokens"
     """What a model reads, by the word that `Architecture.inputs` has for it."""
@@ -86,8 +104,15 @@ class Facts:
     """Batches come with two types of tokens."""
 
     def fill(self, data: DataConfig) -> DataConfig:
-        """Returns `data` with what exports and scores need long after the data, such as names of classes.
-
-        Raises ValueError (one line) where the config names others.
-        """
+        """Returns `data` with what exports and scores need long after the data, such as names of classes. Raises
+        ValueError (one line) where the config names others."""
         return data
+
+
+class Opened(NamedTuple):
+    """A split that is ready to be read."""
+
+    rows: Rows
+    facts: Facts
+    fingerprint: dict[str, Any]
+    """The data that a saved position belongs to: JSON values."""

@@ -1,8 +1,8 @@
 """The base class of modalities. A modality is a kind of data, with all that is particular to it: where its samples come
 from, how they are read and put into batches, and what a model needs to know of them.
 
-A modality is one file with a subclass of `Modality`, and one line in `MODALITIES`. A task names the modality that it
-takes; the loader, the config, estimates and exports ask the modality, and no one asks which one it is.
+It is one file with a subclass of `Modality`, and one line in `MODALITIES`. The loader, the config, estimates and
+exports ask the modality, and no one asks which one it is.
 """
 
 from __future__ import annotations
@@ -13,32 +13,17 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from matmix.data.config import DataConfig, datasets_of
-from matmix.data.loading.rows import Facts
+from matmix.data.loading.rows import Facts, Opened, Reading
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.storage.remote import is_url
 
 if TYPE_CHECKING:
     from matmix.data.loading.loader import Loader
-    from matmix.data.loading.rows import Rows
     from matmix.data.prepare.base import PrepareOptions
     from matmix.data.splits.reader import TokenShards
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
-    """The way a split is read."""
-
-    split: str = "train"
-    seed: int = 0
-    one_pass: bool = False
-    """Read the split once, in order; else for ever, epoch after epoch."""
-    global_batch_size: int = 1
-    """Samples in one optimizer step over all ranks."""
-    tokenizer_sha256: str | None = None
-    """Refuse data made with another tokenizer than this; None = any."""
 
 
 def shard_options(data: DataConfig) -> dict[str, Any]:
@@ -57,15 +42,6 @@ def contents_digest(shards: TokenShards, *others: str) -> str:
     """Returns a digest of the contents of a split and of `others`, whatever path it lies at."""
     contents = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
     return hashlib.sha256(json.dumps([*contents, *others]).encode()).hexdigest()[:16]
-
-
-class Opened(NamedTuple):
-    """A split that is ready to be read."""
-
-    rows: Rows
-    facts: Facts
-    fingerprint: dict[str, Any]
-    """The data that a saved position belongs to: JSON values."""
 
 
 class Modality:
@@ -94,10 +70,8 @@ class Modality:
         return bool(self.datasets(data))
 
     def check(self, data: DataConfig, *, causal: bool) -> None:
-        """Raises ValueError (one line) for a recipe that no data of this kind can have; looks at no file.
-
-        causal: whether the model predicts what comes next.
-        """
+        """Raises ValueError (one line) for a recipe that no data of this kind can have; looks at no file. causal:
+        whether the model predicts what comes next."""
 
     def packing(self, data: DataConfig) -> str:
         """Returns how documents share the rows of a batch, in the words of `data.packing`."""
@@ -108,8 +82,7 @@ class Modality:
         return seqlen
 
     def stretched(self, data: DataConfig, multiple: int) -> DataConfig | None:
-        """Returns the config of samples that are so many times as long; None where the samples are as long as they
-        are."""
+        """Returns the config of samples that are so many times as long; None where their length is fixed."""
         return None
 
     def preparation(self) -> type[PrepareOptions] | None:
@@ -128,8 +101,8 @@ class Modality:
         return f"a mixture of {len(paths)} datasets" if len(paths) > 1 else ", ".join(paths)
 
     def names(self, data: DataConfig) -> list[str]:
-        """Returns the names of the data for others: URLs as they are, folders and files without where they lie, shares
-        of a mixture in percent."""
+        """Returns the names of the data for others: URLs as they are, names of folders and files, shares of a mixture
+        in percent."""
         weights = self.datasets(data)
         total = sum(weights.values())
         shares = {path: f" ({weight / total:.0%})" if len(weights) > 1 else "" for path, weight in weights.items()}
@@ -141,10 +114,8 @@ class Modality:
         return bool(paths) and all(not is_url(path) and (Path(path) / MANIFEST_NAME).is_file() for path in paths)
 
     def size(self, data: DataConfig) -> int | None:
-        """Returns the units of the training split; None where it is not on this machine, or has no end.
-
-        Raises ValueError (one line) for a damaged manifest.
-        """
+        """Returns the units of the training split; None where it is not on this machine, or has no end. Raises
+        ValueError (one line) for a damaged manifest."""
         if not self.is_here(data):
             return None
         return sum(self.split_size(Manifest.load(path).splits["train"]) for path in self.datasets(data))
@@ -158,10 +129,8 @@ class Modality:
         return f"{split.documents:,} {self.unit}"
 
     def facts_here(self, data: DataConfig) -> Facts:
-        """Returns what is known of the data on this machine, without reading or fetching it, for estimates.
-
-        Raises ValueError (one line) for a damaged manifest.
-        """
+        """Returns what is known of the data on this machine, without reading or fetching it. Raises ValueError (one
+        line) for a damaged manifest."""
         if not self.is_here(data):
             return Facts()
         return self.manifest_facts(data, [Manifest.load(path) for path in self.datasets(data)])
@@ -185,50 +154,24 @@ class Modality:
         return self.open(data, Reading(), **asked).facts
 
     def class_names(self, data: DataConfig, **asked: Any) -> tuple[str, ...]:
-        """Returns the names of the classes in the order of a classifier's outputs: as a run's config keeps them, or as
-        the data has them. Arguments and errors as of `open`."""
+        """Returns the names of the classes in the order of a classifier's outputs. Arguments and errors as of
+        `open`."""
         return self.facts(data, **asked).classes
 
     def loader(
-        self,
-        data: DataConfig,
-        *,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_rank: int = 0,
-        data_size: int = 1,
-        split: str = "train",
-        seed: int = 0,
-        one_pass: bool = False,
-        tokenizer_sha256: str | None = None,
-        **asked: Any,
+        self, data: DataConfig, *, micro_batch_size: int, data_rank: int = 0, data_size: int = 1, **options: Any
     ) -> Loader:
-        """Returns the loader of one rank.
+        """Returns the loader of one rank. micro_batch_size: samples in one `Batch`. options: the fields of `Reading`,
+        of which `global_batch_size` always, and the arguments of `open`.
 
-        global_batch_size: samples in one optimizer step over all ranks; micro_batch_size: samples in one `Batch`. The
-        other arguments are those of `Reading` and `open`, and so are the errors; ValueError also where the global batch
-        is no whole number of micro-batches on each rank.
+        Raises as `open`; ValueError also where the global batch is no whole number of micro-batches on each rank.
         """
         from matmix.data.loading.loader import Loader, check_batch_sizes
 
         self.options(data)
-        check_batch_sizes(global_batch_size, micro_batch_size, data_size)
+        sizes = {"global_batch_size": options["global_batch_size"], "micro_batch_size": micro_batch_size}
+        check_batch_sizes(**sizes, data_size=data_size)
         assert 0 <= data_rank < data_size
-        reading = Reading(
-            split=split,
-            seed=seed,
-            one_pass=one_pass,
-            global_batch_size=global_batch_size,
-            tokenizer_sha256=tokenizer_sha256,
-        )
-        rows, facts, fingerprint = self.open(data, reading, **asked)
-        return Loader(
-            rows,
-            facts,
-            data,
-            fingerprint=fingerprint,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            data_rank=data_rank,
-            data_size=data_size,
-        )
+        known = options.keys() & {field.name for field in dataclasses.fields(Reading)}
+        reading = Reading(**{name: options.pop(name) for name in known})
+        return Loader(self.open(data, reading, **options), data, **sizes, data_rank=data_rank, data_size=data_size)

@@ -72,33 +72,22 @@ class LabelledExamples(Modality):
         facts, tokenizer = ExampleFacts(examples), examples.encoder.tokenizer
         if reading.tokenizer_sha256 not in (None, tokenizer.sha256):
             raise ValueError(f"{tokenizer.path} is not the tokenizer that the run was started with; put that one back")
-        shuffle = data.shuffle and not reading.one_pass
-        rows = ExampleRows(
-            examples,
-            packing=data.packing,
-            seqlen=data.seqlen,
-            seed=reading.seed,
-            shuffle=shuffle,
-            one_pass=reading.one_pass,
-            token_types=facts.token_types,
-        )
+        rows = ExampleRows(examples, data, reading, token_types=facts.token_types)
         fingerprint = {
             **examples.facts,
             "kind": kind.__name__,
             "tokenizer": tokenizer.sha256,
             "split": reading.split,
             **{name: getattr(data, name) for name in ("seqlen", "packing", "prefix", "suffix")},
-            "shuffle": shuffle,
+            "shuffle": reading.shuffles(data),
             "seed": reading.seed,
         }
         return Opened(rows, facts, fingerprint)
 
 
 def open_examples(kind: type[Examples], data: DataConfig, split: str, tokenizer: Tokenizer | None = None) -> Examples:
-    """Returns the examples of a split, tokenised by `tokenizer` or that of the config.
-
-    Raises FileNotFoundError or ValueError (one line) for files that cannot be used.
-    """
+    """Returns the examples of a split, tokenised by `tokenizer` or that of the config. Raises FileNotFoundError or
+    ValueError (one line) for files that cannot be used."""
     from matmix.data.examples.base import Encoder
     from matmix.data.tokenizer import Tokenizer
 

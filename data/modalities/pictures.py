@@ -71,8 +71,8 @@ class Pictures(Modality):
         return PictureFacts(data, infos) if len(infos) == len(manifests) else Facts()
 
     def facts(self, data: DataConfig) -> PictureFacts:
-        """Reads no shard. Raises FileNotFoundError or ValueError (one line) where there is no dataset of pictures, or
-        they have other classes."""
+        """Returns facts from the manifests. Raises FileNotFoundError or ValueError (one line) where there is no dataset
+        of pictures, or they have other classes."""
         paths = self.datasets(data)
         if not paths:
             raise ValueError("no pictures given: set data.images.path to a folder made by `matmix prepare-images`")
@@ -95,19 +95,7 @@ class Pictures(Modality):
         shards = [open_pictures(path, reading.split, **shard_options(data)) for path in sources]
         for path, one in zip(sources, shards, strict=True):
             _check_classes(path, one.manifest.images.classes, facts.classes, next(iter(config.datasets)))
-        shuffle = data.shuffle and not reading.one_pass
-        rows = ImageRows(
-            shards,
-            list(sources.values()),
-            config,
-            facts.mean,
-            facts.std,
-            seed=reading.seed,
-            shuffle=shuffle,
-            shuffle_block=data.shuffle_block,
-            global_batch=reading.global_batch_size,
-            one_pass=reading.one_pass,
-        )
+        rows = ImageRows(shards, list(sources.values()), data, reading, facts.mean, facts.std)
         for path, size in zip(sources, rows.sizes, strict=True):
             if not size:
                 raise ValueError(f"the {reading.split} split of {path} holds no pictures")
@@ -119,7 +107,7 @@ class Pictures(Modality):
             **({"weights": list(sources.values())} if len(sources) > 1 else {}),
             "classes": list(facts.classes),
             "split": reading.split,
-            "shuffle": shuffle,
+            "shuffle": reading.shuffles(data),
             "shuffle_block": data.shuffle_block,
             "repeats": config.repeats,
             "seed": reading.seed,
@@ -134,8 +122,7 @@ def _check_classes(path: str, theirs: tuple[str, ...], classes: tuple[str, ...],
 
 
 def _pixels(infos: Sequence[ImagesInfo], weights: list[float], channels: int) -> tuple[tuple[float, ...], ...]:
-    """Returns mean and spread of each channel; of several datasets those of the mixture, in which each counts by its
-    weight."""
+    """Returns mean and spread of each channel; of several datasets those of the mixture with their weights."""
     which = slice(0, 3) if channels == 3 else slice(3, 4)
     mean, std = infos[0].mean[which], infos[0].std[which]
     if len(infos) > 1:

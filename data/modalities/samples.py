@@ -1,9 +1,6 @@
-"""Generated samples: puzzles and other samples that are made while training, from the numbers of the samples.
-
-Sample n of a split is a function of its source, the length, the seed and n: its draws come from a generator keyed by
-them (`matmix.data.rng`), training and validation from different ones. So the batches depend neither on ranks nor on
-workers, and the position in the data is one number, as for prepared data.
-"""
+"""Generated samples, which are made while training. Sample n of a split is a function of its source, the length, the
+seed and n: its draws come from a generator keyed by them (`matmix.data.rng`), training and validation from different
+ones."""
 
 from __future__ import annotations
 
@@ -91,12 +88,10 @@ class Samples(Modality):
         return SampleFacts(make_generated(data.synthetic), data.seqlen)
 
     def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
-        """Readies the source. masking: makes samples for models that read the whole sequence, which put in masks of
-        their own; None = for causal ones."""
+        """Readies the source. masking: for models that read the whole sequence; None = for causal ones."""
         options, source, causal = data.synthetic, make_generated(data.synthetic), masking is None
         _check_form(source, data, causal)
-        limit = options.validation_samples if reading.one_pass else None
-        rows = SampleRows(source, data.seqlen, seed=reading.seed, split=reading.split, causal=causal, limit=limit)
+        rows = SampleRows(source, data, reading, causal)
         fingerprint = {
             "task": options.task,
             **{name: getattr(options, name) for name in ("symbols", "items", "depth", "arguments")},
@@ -111,15 +106,10 @@ class Samples(Modality):
 class SampleRows:
     """`Rows` of generated samples; numbers at or above `limit` give rows of padding."""
 
-    def __init__(
-        self, source: GeneratedSamples, seqlen: int, *, seed: int, split: str, causal: bool, limit: int | None
-    ) -> None:
-        self.source = source
-        self.seqlen = seqlen
-        self.seed = seed
-        self.stream = GENERATED_TRAINING if split == "train" else GENERATED_VALIDATION
-        self.causal = causal
-        self.limit = limit
+    def __init__(self, source: GeneratedSamples, data: DataConfig, reading: Reading, causal: bool) -> None:
+        self.source, self.seqlen, self.seed, self.causal = source, data.seqlen, reading.seed, causal
+        self.stream = GENERATED_TRAINING if reading.split == "train" else GENERATED_VALIDATION
+        self.limit = data.synthetic.validation_samples if reading.one_pass else None
 
     @property
     def samples_per_epoch(self) -> int | None:

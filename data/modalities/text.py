@@ -14,9 +14,9 @@ from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import Masker, MaskingConfig
 from matmix.data.loading.order import Mixture
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
-from matmix.data.loading.rows import Facts, Failure, errors_as_failures
+from matmix.data.loading.rows import Facts, Failure, Opened, Reading, errors_as_failures
 from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
+from matmix.data.modalities.base import Modality, contents_digest, shard_options
 from matmix.data.splits.reader import TokenShards, open_dataset
 from matmix.data.storage.files import sha256_of
 
@@ -76,27 +76,20 @@ class Text(Modality):
             )
         options = {"tokenizer_sha256": reading.tokenizer_sha256, **shard_options(data)}
         shards = [open_dataset(path, reading.split, **options) for path in sources]
-        _check_same_tokenizer(shards)
-        shuffle = data.shuffle and not reading.one_pass
-        packings = [_make_packing(one, data, reading, shuffle, masking is None) for one in shards]
-        weights = list(sources.values())
-        mixture = Mixture([len(packing) for packing in packings], None if reading.one_pass else weights)
-        rows = TokenRows(
-            packings,
-            mixture,
-            None if masking is None else _make_masker(shards[0], masking, reading.seed),
-            packing=data.packing,
-            pad_id=shards[0].manifest.tokenizer.special.get("pad") or 0,
-            limit=mixture.samples_per_epoch if reading.one_pass else None,
-            skip_damaged=data.skip_damaged,
-        )
+        for other in shards[1:]:
+            if other.manifest.tokenizer.sha256 != shards[0].manifest.tokenizer.sha256:
+                raise ValueError(
+                    f"the datasets of a mixture need one tokenizer, but {shards[0].storage.path} and "
+                    f"{other.storage.path} were prepared with different ones"
+                )
+        rows = TokenRows(shards, list(sources.values()), data, reading, masking)
         fingerprint = {
             "data": [contents_digest(one, one.manifest.tokenizer.sha256) for one in shards],
             "manifest": [_manifest_facts(one) for one in shards],
-            "weights": weights,
+            "weights": list(sources.values()),
             "split": reading.split,
             **{name: getattr(data, name) for name in ("seqlen", "packing", "prefix", "suffix")},
-            "shuffle": shuffle,
+            "shuffle": reading.shuffles(data),
             "shuffle_block": data.shuffle_block,
             "seed": reading.seed,
             "objective": "causal" if masking is None else "masked",
@@ -106,26 +99,22 @@ class Text(Modality):
 
 
 class TokenRows:
-    """`Rows` of prepared text. With `skip_damaged`, samples that need a damaged shard are rows of padding, too."""
+    """`Rows` of prepared text. With `data.skip_damaged`, samples that need a damaged shard are rows of padding, too."""
 
     def __init__(
         self,
-        packings: list[Packing],
-        mixture: Mixture,
-        masker: Masker | None,
-        *,
-        packing: str,
-        pad_id: int,
-        limit: int | None,
-        skip_damaged: bool = False,
+        shards: Sequence[TokenShards],
+        weights: Sequence[float],
+        data: DataConfig,
+        reading: Reading,
+        masking: MaskingConfig | None,
     ) -> None:
-        self.packings = packings
-        self.mixture = mixture
-        self.masker = masker
-        self.packing = packing
-        self.pad_id = pad_id
-        self.limit = limit
-        self.skip_damaged = skip_damaged
+        self.packings = [_make_packing(one, data, reading, masking is None) for one in shards]
+        self.mixture = Mixture([len(packing) for packing in self.packings], None if reading.one_pass else weights)
+        self.masker = None if masking is None else _make_masker(shards[0], masking, reading.seed)
+        self.packing, self.skip_damaged = data.packing, data.skip_damaged
+        self.pad_id = shards[0].manifest.tokenizer.special.get("pad") or 0
+        self.limit = self.mixture.samples_per_epoch if reading.one_pass else None
 
     @property
     def samples_per_epoch(self) -> int:
@@ -165,23 +154,13 @@ class TokenRows:
         return batch
 
 
-def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, shuffle: bool, causal: bool) -> Packing:
-    options = {
-        "seqlen": data.seqlen,
-        "causal": causal,
-        "prefix": _special_id(shards, "prefix", data.prefix),
-        "suffix": _special_id(shards, "suffix", data.suffix),
-        "shuffle": shuffle,
-        "shuffle_block": data.shuffle_block,
-        "seed": reading.seed,
-    }
+def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, causal: bool) -> Packing:
+    kind = DocumentPacking if data.packing == "document" else ConcatPacking
+    specials = {which: _special_id(shards, which, getattr(data, which)) for which in ("prefix", "suffix")}
+    packing = kind(shards, data, reading, causal=causal, **specials)
     where = f"the {shards.split} split of {shards.storage.path}"
-    if data.packing == "document":
-        packing: Packing = DocumentPacking(shards, **options)
-        if len(packing) == 0:
-            raise ValueError(f"{where} holds no documents")
-        return packing
-    packing = ConcatPacking(shards, keep_last=reading.one_pass, **options)
+    if len(packing) == 0 and kind is DocumentPacking:
+        raise ValueError(f"{where} holds no documents")
     if len(packing) == 0:
         need = 2 if reading.one_pass else packing.width
         raise ValueError(
@@ -204,21 +183,12 @@ def _special_id(shards: TokenShards, which: str, name: str) -> int | None:
 
 
 def _make_masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Masker:
-    info = shards.manifest.tokenizer
-    if info.special.get("mask") is None:
+    if shards.manifest.tokenizer.special.get("mask") is None:
         raise ValueError(
             f"masked-LM batches need a mask token, and the tokenizer of {shards.storage.path} has none; "
             "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
         )
-    tokenizer = _load_tokenizer(shards)
-    return Masker(
-        masking,
-        seed=seed,
-        mask_id=info.special["mask"],
-        special_ids=sorted(tokenizer.silent_ids),
-        ordinary_ids=tokenizer.ordinary_ids(),
-        vocab_size=info.vocab_size,
-    )
+    return Masker(masking, _load_tokenizer(shards), seed)
 
 
 def _load_tokenizer(shards: TokenShards) -> Tokenizer:
@@ -235,16 +205,6 @@ def _histogram(shards: TokenShards) -> np.ndarray:
     if len(counts) and counts.min() < 0:
         raise ValueError(f"{where}: {name} has negative counts")
     return counts
-
-
-def _check_same_tokenizer(shards: Sequence[TokenShards]) -> None:
-    first = shards[0]
-    for other in shards[1:]:
-        if other.manifest.tokenizer.sha256 != first.manifest.tokenizer.sha256:
-            raise ValueError(
-                f"the datasets of a mixture need one tokenizer, but {first.storage.path} and "
-                f"{other.storage.path} were prepared with different ones"
-            )
 
 
 def _manifest_facts(shards: TokenShards) -> dict[str, Any]:

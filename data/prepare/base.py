@@ -2,8 +2,7 @@
 
     sources -> chunks of records -> (in several processes) documents, their splits and sums -> shards, manifest, report
 
-To add a kind of data, write a `PrepareOptions` that names its `Preparation`; `prepare` in command.py does the rest:
-several processes, resuming with the same bytes, parts on several machines, uploads and reports.
+To add a kind of data, write a `PrepareOptions` that names its `Preparation`; command.py does the rest.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from matmix.data.artifacts import one_line, shell_line
+from matmix.data.config import Limits, check_limits
 from matmix.data.formats import FORMATS
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.rng import INPUT_ORDER, generator
@@ -88,18 +88,14 @@ class Source(abc.ABC):
         return self.bytes
 
     def cut(self, places: Sequence[int], share: int) -> Sequence[int | None]:
-        """Returns the offset of a record near each of the places (ascending, in `weight`); None for the end.
-
-        share: the weight of a part.
-        """
+        """Returns the offset of a record near each of the places (ascending, in `weight`), None for the end. share: of
+        a part."""
         return places
 
 
 def paths_of(item: str, missing: str) -> list[Path]:
-    """Returns the path that an argument names, or the sorted ones of a glob. missing: an error's text around the path.
-
-    Raises FileNotFoundError where there is none.
-    """
+    """Returns the path that an argument names, or the sorted ones of a glob. Raises FileNotFoundError where there is
+    none, with `missing` around the path."""
     path = Path(item).expanduser()
     if path.exists():
         return [path]
@@ -175,7 +171,6 @@ def find_cuts(sources: Sequence[Source], parts: int) -> list[Position]:
     """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k.
 
     The sources count as one line, which is cut at k/n of its length; each cut then moves to where a record begins.
-    Raises ValueError as reading does.
     """
     starts = [0, *itertools.accumulate(source.weight for source in sources)]
     wanted: dict[int, list[int]] = {}
@@ -343,8 +338,7 @@ class PrepareOptions(abc.ABC):
     def kind(cls) -> type[Preparation]:
         """Returns the class of the preparation, which is made of these options."""
 
-    def limits(self) -> list[tuple[str, bool, str]]:
-        """Returns for each field its name, whether its value is fine, and the values that are."""
+    def limits(self) -> Limits:
         return [
             ("format", self.format in FORMATS, f"one of {', '.join(FORMATS)}"),
             ("processes", self.processes >= 0, "at least 0"),
@@ -365,9 +359,7 @@ class PrepareOptions(abc.ABC):
             raise ValueError(f"{name}: no inputs are given; name files, folders or globs")
         if not self.out:
             raise ValueError(f"{name}: no output folder is given")
-        for option, fine, allowed in self.limits():
-            if not fine:
-                raise ValueError(f"{name}: {option} must be {allowed}, got {getattr(self, option)!r}")
+        check_limits(self, self.limits(), f"{name}: ")
 
     @property
     def share(self) -> tuple[int, int] | None:
@@ -446,10 +438,7 @@ class Preparation(abc.ABC):
         return SPLITS if self.config.validation_fraction or self.n_train < len(self.sources) else SPLITS[:1]
 
     def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
-        """Yields the chunks from a position on, up to another. Raises as `Source.chunks`.
-
-        entry: where the whole input, or this part of it, begins.
-        """
+        """Yields the chunks between two positions. entry: where the whole input, or this part of it, begins."""
         for chunk in read_chunks(self.sources, start, stop):
             held_out = chunk.start.source >= self.n_train
             yield dataclasses.replace(chunk, validation=held_out if held_out or not self.fraction else None)
@@ -464,9 +453,9 @@ class Preparation(abc.ABC):
         """Returns the function that works on a chunk; each process gets it once, pickled."""
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
-        """Fills `shared` and decides `fraction`. folder: where shared files may lie that an earlier call has written.
+        """Fills `shared` and decides `fraction`, before anything is written. folder: may have the shared files already.
 
-        Raises ValueError (one line) for an input of which nothing can be made; nothing is written before.
+        Raises ValueError (one line) for an input of which nothing can be made.
         """
         self.fraction = self.config.validation_fraction
 
@@ -481,10 +470,8 @@ class Preparation(abc.ABC):
 
     @classmethod
     def finish(cls, out: Path, options: Mapping[str, Any], splits: Sequence[str], sums: np.ndarray) -> dict[str, Any]:
-        """Writes the files of this kind beside the shards; returns the members of the manifest that are its own.
-
-        Raises ValueError (one line) where `sums` do not fit the options.
-        """
+        """Writes the files of this kind beside the shards; returns the members of the manifest that are its own. Raises
+        ValueError (one line) where `sums` do not fit the options."""
         return {"facts": {}}
 
     @classmethod

@@ -3,10 +3,8 @@
     matmix prepare bundled:shakespeare --out datasets/shakespeare --vocab-size 4096 --max-document-chars 2000
 
 One process reads the input in order and writes the shards, others turn it into documents. What comes out depends on the
-input and the options, not on the number of processes nor on how often the work was stopped and continued.
+input and the options, not on the number of processes nor on stops.
 """
-
-from __future__ import annotations
 
 import itertools
 import json
@@ -20,11 +18,11 @@ from typing import Any
 
 from matmix.data.arrays import write_vector
 from matmix.data.formats import make_format
-from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
+from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.prepare.base import Position, Preparation, PrepareOptions
 from matmix.data.prepare.parts import Parts, Share
 from matmix.data.prepare.pool import work_in_order
-from matmix.data.prepare.report import Report, check_broken, check_splits, print_summary, write_manifest
+from matmix.data.prepare.report import Prepared, Report, check_broken, print_summary
 from matmix.data.prepare.workspace import PART_NAME, SUMS_NAME, Workspace, compare_preparations, parse_object
 from matmix.data.processes import cores
 from matmix.data.splits.writer import SplitWriter
@@ -47,11 +45,9 @@ _NOTHING_TO_DO = "earlier, with the same input and options: nothing to do"
 def prepare(config: PrepareOptions, *, summary: bool = True) -> Manifest:
     """Writes the dataset of `config` (or its part `config.part`), or continues it; `config.out` may be a URL.
 
-    Progress goes to stderr, the summary to stdout. A complete dataset of the same options is left as it is.
-
-    Raises FileNotFoundError and ValueError (one line) for mistakes of the user; nothing that was there before is
-    touched then. Raises RuntimeError if a working process was killed, RemoteError (one line) if the store of a URL
-    fails: what was prepared and uploaded is kept.
+    Progress goes to stderr, the summary to stdout. A complete dataset of the same options is left as it is. Raises
+    FileNotFoundError and ValueError (one line) for mistakes of the user, and touches nothing then; RuntimeError if a
+    working process was killed, RemoteError (one line) if the store of a URL fails: what was done is kept.
     """
     if config.part:
         _refuse_url(config.out)
@@ -141,26 +137,21 @@ def _write(preparation: Preparation, workspace: Workspace, share: Share) -> None
                 saved = time.monotonic()
                 pause = max(STATE_SECONDS, (saved - now) / STATE_SHARE)
     workspace.save(progress, writers, sums)
-    if not share.number:  # the merge checks parts
-        check_broken(kind, progress, getattr(config, kind.most_broken))
-        check_splits(kind, writers, preparation.names, config.validation_fraction)
-    elif hopeless:
+    if hopeless and share.number:
         check_broken(kind, progress, 0)
-    for writer in writers.values():
-        writer.finish()
-    if share.number:
+    splits = {name: writer.finish() for name, writer in writers.items()}
+    prepared = Prepared(kind, out, workspace.wanted, preparation.names, shard_format, splits, progress, sums)
+    if share.number:  # the merge checks parts
         write_atomic(out / PART_NAME, json.dumps({"spans": progress.spans}).encode())
         write_vector(out / SUMS_NAME, "int64", len(sums), [sums.tobytes()])
-    splits = {name: SplitInfo.of(writer.shards, writer.text_bytes) for name, writer in writers.items()}
-    files = [SUMS_NAME] if share.number else []
-    write_manifest(kind, out, workspace.wanted, preparation.names, shard_format, splits, progress, sums, files)
+        prepared.write_manifest([SUMS_NAME])
+    else:
+        prepared.check(getattr(config, kind.most_broken))
+        prepared.write_manifest()
 
 
 def _make_at_url(preparation: Preparation, url: str) -> tuple[Manifest, str, str]:
-    """Does what `_make` does in a folder of this machine, and uploads the dataset, its manifest last.
-
-    The same call continues what was stopped, also within the upload.
-    """
+    """Does what `_make` does in a folder of this machine, and uploads the dataset, its manifest last."""
     remote, wanted = RemoteFolder(url), preparation.wanted
     if (manifest := _finished(remote, wanted)) is not None:
         return manifest, remote.url, _NOTHING_TO_DO

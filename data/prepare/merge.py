@@ -2,12 +2,9 @@
 
     matmix prepare --merge --out OUT
 
-Everything is checked before anything is changed. Then the small files of the whole are written, the shards are renamed
-into their places, and the manifest is written. The same command finishes a merge that was stopped in between: which
-shard goes where follows from the parts.
+Everything is checked before anything is changed. Then the small files of the whole are written, the shards renamed into
+their places, and the manifest is written. The same command finishes a merge that was stopped.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -26,7 +23,7 @@ from matmix.data.formats.base import ShardFormat, ShardInfo
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import KEPT_EXAMPLES, Preparation, Progress
 from matmix.data.prepare.parts import MERGING_NAME, Parts, Share, missing_parts, read_spans
-from matmix.data.prepare.report import check_broken, check_splits, print_summary, write_manifest
+from matmix.data.prepare.report import Prepared, print_summary
 from matmix.data.prepare.workspace import SUMS_NAME, compare_preparations, locked
 from matmix.data.splits.writer import write_indices
 from matmix.data.storage.files import sha256_of, sync_directory, write_atomic
@@ -36,15 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def merge(out: str, kind: type[Preparation], *, dry_run: bool = False, most_broken: float = 0.01) -> Manifest | None:
-    """Joins the parts of a preparation in the folder `out` into one dataset; returns None for a dry run.
+    """Joins the parts of a preparation in the folder `out` into one dataset; returns None for a dry run, which only
+    checks.
 
-    Args:
-        kind: what the parts hold.
-        dry_run: only show the state of the parts, and check those that are finished.
-        most_broken: share of all records that may be broken.
-
-    Raises FileNotFoundError if there are no parts, and ValueError (one line) if some are missing, are not of the same
-    preparation, or do not hold every record of the input exactly once; nothing is changed then.
+    most_broken: share of all records that may be broken. Raises FileNotFoundError if there are no parts, and ValueError
+    (one line) if some are missing, are not of the same preparation, or do not hold every record of the input exactly
+    once; nothing is changed then.
     """
     refuse_secrets(out, f"{kind.verb.removeprefix('matmix ')}: out")
     parts = Parts(out, kind)
@@ -75,8 +69,8 @@ def merge(out: str, kind: type[Preparation], *, dry_run: bool = False, most_brok
         shard_format = make_format(options, finished[0].manifest.dtype)
         splits, moves = _plan_moves(parts, finished, shard_format)
         progress, sums = _add_up(kind, finished, facts["names"])
-        check_broken(kind, progress, most_broken)
-        check_splits(kind, splits, facts["names"], options["validation_fraction"])
+        joined = Prepared(kind, parts.out, options, facts["names"], shard_format, splits, progress, sums)
+        joined.check(most_broken)
         if dry_run:
             print("all parts are finished and fit together: they can be joined", flush=True)
             return None
@@ -96,7 +90,7 @@ def merge(out: str, kind: type[Preparation], *, dry_run: bool = False, most_brok
                 os.replace(source, target)
         for name in splits:
             sync_directory(parts.out / name)
-        manifest = write_manifest(kind, parts.out, options, facts["names"], shard_format, splits, progress, sums)
+        manifest = joined.write_manifest()
     shutil.rmtree(parts.folder, ignore_errors=True)
     print_summary(kind, manifest, parts.out, f"from {len(shares)} parts")
     return manifest
@@ -138,8 +132,7 @@ class Part:
 
 @errors_in_one_line(KeyError, TypeError, IndexError, AttributeError)
 def _read_part(parts: Parts, share: Share, facts: dict[str, Any]) -> Part:
-    """Returns a part. Raises ValueError unless it is of this preparation, its small files are as they were written, and
-    it says the same number of documents everywhere."""
+    """Returns a part. Raises ValueError unless it is of this preparation, whole, and agrees with itself."""
     folder = parts.part(share)
     part = Part(folder=folder, share=share, manifest=Manifest.load(folder), spans=read_spans(folder))
     manifest = part.manifest
@@ -169,25 +162,21 @@ def _check_tiling(part: Part, names: Sequence[str], ends: Sequence[int | None]) 
     for number in given:
         name, reached = names[number], start.offset if number == start.source else 0
         end = stop.offset if number == stop.source else ends[number]
-        for begin, last in (span[1:3] for span in part.spans if span[0] == number):
-            if begin != reached or (end is not None and last > end):
+        ends_here = [] if end is None else [(end, end)]
+        for begin, last in [*(span[1:3] for span in part.spans if span[0] == number), *ends_here]:
+            if begin != reached:
                 what = "are lost" if begin > reached else "come twice, or belong to another part"
                 raise ValueError(
-                    f"{part.folder} begins at {begin:,} in {name} where what comes before it ends at {reached:,}: "
+                    f"{part.folder} goes on at {begin:,} in {name} where what comes before it ends at {reached:,}: "
                     f"records {what}; {part.again}"
                 )
             reached = last
-        if end is not None and reached != end:
-            raise ValueError(
-                f"{part.folder} ends at {reached:,} in {name} instead of {end:,}: records are lost; {part.again}"
-            )
 
 
 def _plan_moves(
     parts: Parts, finished: Sequence[Part], shard_format: ShardFormat
 ) -> tuple[dict[str, SplitInfo], list[tuple[Path, Path]]]:
-    """Returns the splits of the whole, and where the file of each shard is and will be. Raises ValueError if one is
-    missing."""
+    """Returns the splits of the whole, and where the file of each shard is and will be."""
     splits: dict[str, SplitInfo] = {}
     moves: list[tuple[Path, Path]] = []
     for name in finished[0].manifest.splits:

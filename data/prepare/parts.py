@@ -5,11 +5,9 @@
     OUT/parts/cuts.json               where each part begins and ends in the input
     OUT/parts/part-00003-of-00064/    part 3: a dataset of its own, part.json (what it has read) and sums.npy
 
-The first process makes the first three under a lock, while the others wait. They are the same whoever makes them, and
-appear under their names only when they are whole, so a file system without locks costs work and not correctness.
+The first process makes the first three under a lock. They are the same whoever makes them, and appear whole, so a file
+system without locks costs work and not correctness.
 """
-
-from __future__ import annotations
 
 import contextlib
 import itertools
@@ -48,10 +46,8 @@ def read_spans(folder: Path) -> list[list[int]]:
 
 
 def missing_parts(out: str | Path, parts: int) -> list[int]:
-    """Returns the numbers (1 to `parts`) of the unfinished parts in the folder `out`; none once the parts are joined.
-
-    It looks at file names only: this is cheap, and true also while parts are being made.
-    """
+    """Returns the numbers (from 1) of the unfinished parts in the folder `out`, by file names; none once they are
+    joined."""
     folder = Path(out).expanduser()
     if (folder / MANIFEST_NAME).is_file():
         return []
@@ -78,7 +74,7 @@ class Parts:
         """Makes what all parts share, unless an earlier part has.
 
         Raises ValueError if OUT holds anything but parts of this preparation, or for an input of which nothing can be
-        made; nothing is left behind then.
+        made.
         """
         if not (self.folder / "options.json").exists():
             for path in self.out.iterdir() if self.out.is_dir() else ():

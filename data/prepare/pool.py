@@ -1,7 +1,5 @@
 """Works on chunks of the input in several processes, and gives the results in the order of the chunks."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -23,9 +21,9 @@ _Result = TypeVar("_Result")
 def work_in_order(
     chunks: Iterable[_Chunk], processes: int, work: Callable[[_Chunk], _Result], *, doing: str
 ) -> Iterator[tuple[_Chunk, _Result]]:
-    """Yields each chunk with its result, in order and with few chunks in flight.
+    """Yields each chunk with its result, in order and with few chunks in flight. work: goes to each process once,
+    pickled.
 
-    work: can be pickled; each process gets it once. doing: names the processes in an error.
     Raises what reading and working raise, RuntimeError when a process was killed.
     """
     if processes == 1:

@@ -1,12 +1,11 @@
 """Says how far a preparation is and what came out, refuses one that cannot be used, and writes the manifest."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from matmix.data.artifacts import shell_line
 from matmix.data.formats.base import ShardFormat
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import BrokenInputError, Preparation, Progress
-from matmix.data.splits.writer import SplitWriter
 from matmix.data.storage.files import sha256_of, write_atomic
 
 logger = logging.getLogger(__name__)
@@ -69,18 +67,6 @@ def check_broken(kind: Kind, met: Progress, most: float) -> None:
         )
 
 
-def check_splits(
-    kind: Kind, splits: Mapping[str, SplitInfo | SplitWriter], names: Sequence[str], fraction: float
-) -> None:
-    """Raises ValueError if a split has no documents. names: of the sources."""
-    total = sum(split.documents for split in splits.values())
-    if not total:
-        raise empty_input(kind, names)
-    for name, split in splits.items():
-        if not split.documents:
-            raise empty_split(kind, name, total, fraction)
-
-
 def empty_split(kind: Kind, name: str, documents: int, fraction: float) -> ValueError:
     """Returns the error for a split that gets none of so many documents."""
     hint = f" at a validation fraction of {fraction}; change the fraction{kind.split_advice}" if fraction else ""
@@ -93,46 +79,60 @@ def empty_input(kind: Kind, names: Sequence[str]) -> ValueError:
     return ValueError(f"the corpus is empty: there is no {kind.content} in {where}")
 
 
-def write_manifest(
-    kind: Kind,
-    out: Path,
-    options: dict[str, Any],
-    names: Sequence[str],
-    shard_format: ShardFormat,
-    splits: dict[str, SplitInfo],
-    progress: Progress,
-    sums: np.ndarray,
-    files: Sequence[str] = (),
-) -> Manifest:
-    """Completes the dataset whose shards lie in `out`.
+@dataclass(frozen=True)
+class Prepared:
+    """All that was prepared, whose shards lie in `out`. options: the fingerprint. names: of the sources."""
 
-    options: the fingerprint of the preparation. names: of the sources. sums: those of `Preparation.add` over all
-    documents. files: further files, whose digests the manifest gets.
-    """
-    by_source = [0] * len(names)
-    for source, *_, documents in progress.spans:
-        by_source[source] += documents
-    own = kind.finish(out, options, list(splits), sums)
-    histogram = [name for name in [own.get("token_histogram")] if name]
-    files = [*histogram, *files, *(f"{split}/{name}" for split in splits for name in ("lengths.npy", "index.json"))]
-    inputs = [*options["inputs"], *options.get("validation", ())]
-    manifest = Manifest(
-        format=options["format"],
-        compression=shard_format.compression,
-        dtype=shard_format.dtype.name,
-        splits=splits,
-        sources=tuple(
-            {"path": name, "bytes": size, "digest": digest, "documents": documents}
-            for name, (_, size, digest), documents in zip(names, inputs, by_source, strict=True)
-        ),
-        malformed={"count": progress.malformed, "records": progress.records, "examples": progress.examples},
-        empty_documents=progress.empty,
-        options=options,
-        files={name: sha256_of(out / name) for name in files},
-        **own,
-    )
-    write_atomic(out / MANIFEST_NAME, manifest.to_json().encode())
-    return manifest
+    kind: Kind
+    out: Path
+    options: dict[str, Any]
+    names: Sequence[str]
+    format: ShardFormat
+    splits: dict[str, SplitInfo]
+    progress: Progress
+    sums: np.ndarray
+
+    def check(self, most_broken: float) -> None:
+        """Raises ValueError if a larger share of the records is broken, or a split has no documents."""
+        check_broken(self.kind, self.progress, most_broken)
+        total = sum(split.documents for split in self.splits.values())
+        if not total:
+            raise empty_input(self.kind, self.names)
+        for name, split in self.splits.items():
+            if not split.documents:
+                raise empty_split(self.kind, name, total, self.options["validation_fraction"])
+
+    def write_manifest(self, files: Sequence[str] = ()) -> Manifest:
+        """Completes the dataset. files: further ones whose digests the manifest gets."""
+        by_source = [0] * len(self.names)
+        for source, *_, documents in self.progress.spans:
+            by_source[source] += documents
+        own = self.kind.finish(self.out, self.options, list(self.splits), self.sums)
+        histogram = [name for name in [own.get("token_histogram")] if name]
+        files = [
+            *histogram,
+            *files,
+            *(f"{split}/{name}" for split in self.splits for name in ("lengths.npy", "index.json")),
+        ]
+        inputs = [*self.options["inputs"], *self.options.get("validation", ())]
+        met = self.progress
+        manifest = Manifest(
+            format=self.options["format"],
+            compression=self.format.compression,
+            dtype=self.format.dtype.name,
+            splits=self.splits,
+            sources=tuple(
+                {"path": name, "bytes": size, "digest": digest, "documents": documents}
+                for name, (_, size, digest), documents in zip(self.names, inputs, by_source, strict=True)
+            ),
+            malformed={"count": met.malformed, "records": met.records, "examples": met.examples},
+            empty_documents=met.empty,
+            options=self.options,
+            files={name: sha256_of(self.out / name) for name in files},
+            **own,
+        )
+        write_atomic(self.out / MANIFEST_NAME, manifest.to_json().encode())
+        return manifest
 
 
 def print_summary(kind: Kind, manifest: Manifest, out: Path | str, when: str) -> None:

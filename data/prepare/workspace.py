@@ -1,12 +1,9 @@
 """The output folder of a preparation: which process may write into it, and how far it has come.
 
-While a preparation runs, the folder holds `.prepare/`: a lock, the options it was started with, the lengths of the
-documents of finished shards, and a state. The state is one file, replaced as a whole from time to time: the position in
-the input, the counts, and the documents that wait for a shard. What was written after the last state is written again,
-with the same bytes, when the preparation goes on. `.prepare/` is removed once the manifest is there.
+While a preparation runs, the folder holds `.prepare/`: a lock, the options, the lengths of the documents of finished
+shards, and a state: the position in the input, the counts, and the documents that wait for a shard. What was written
+after the last state is written again, with the same bytes, when the preparation goes on.
 """
-
-from __future__ import annotations
 
 import contextlib
 import io
@@ -61,8 +58,8 @@ def parse_object(raw: bytes, where: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
-    """Keeps other processes out. busy: the message if another process is at work, for which this one waits or else
-    raises ValueError."""
+    """Keeps other processes out. busy: says that another one is at work, for which this one waits or raises
+    ValueError."""
     lock = filelock.FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)
@@ -119,7 +116,7 @@ class Workspace:
         """Keeps other processes out while the folder is brought to its end; gives False if one has done that.
 
         A user's error in a new preparation leaves nothing behind, unless it is a BrokenInputError: after any other one
-        the input or the options must change, and nothing here could be used again. files: names beside the splits.
+        nothing here could be used again. files: names beside the splits.
         """
         made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)

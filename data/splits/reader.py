@@ -1,13 +1,12 @@
 """Reads the documents of a prepared split by shard and index, in any order.
 
-shards = open_dataset("prepared/shakespeare", "train")
-shards.lengths(0)   # tokens of each document of the first shard
-shards.read(0, 7)   # tokens of its eighth document
+    shards = open_dataset("prepared/shakespeare", "train")
+    shards.lengths(0)   # tokens of each document of the first shard
+    shards.read(0, 7)   # tokens of its eighth document
 
-`TokenShards` hides where and how shards are stored; formats differ only in `ShardFormat.open_shard`. Reading is random
-access into memory-mapped files, whose pages all processes of a machine share: a document costs no more than a view.
-Documents are numbered inside their shard in the order of writing; `lengths.npy` holds their lengths in that order over
-all shards of the split, which makes every sequence addressable without reading a shard.
+Reading is random access into memory-mapped files, whose pages all processes of a machine share. Documents are numbered
+inside their shard in the order of writing; `lengths.npy` holds their lengths in that order over all shards of the
+split, which makes every sequence addressable without reading a shard.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.formats import FORMATS
 from matmix.data.formats.base import DamagedShard, OpenShard
-from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.storage.cache import hold_shard, make_room
 from matmix.data.storage.storage import Storage
 
@@ -32,11 +30,10 @@ from matmix.data.storage.storage import Storage
 def open_dataset(
     path: str, split: str = "train", *, cache_dir: str = "", tokenizer_sha256: str | None = None, **options: Any
 ) -> TokenShards:
-    """Opens one split of a prepared dataset of text.
+    """Opens one split of a prepared dataset of text, at a folder or URL. cache_dir: of downloaded and decompressed
+    shards. tokenizer_sha256: refuse shards made with another tokenizer. options: those of `TokenShards`.
 
-    path: folder or URL. cache_dir: where downloaded and decompressed shards go. tokenizer_sha256: refuse shards made
-    with another tokenizer. options: those of `TokenShards`. Raises FileNotFoundError if path, split files or a shard
-    are missing, ValueError if something is damaged or does not fit.
+    Raises FileNotFoundError if files are missing, ValueError if something is damaged or does not fit.
     """
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
@@ -71,9 +68,7 @@ def open_split(path: str, split: str = "train", *, cache_dir: str = "", **option
 
 
 class TokenShards:
-    """The documents of one split of a prepared dataset: tokens, or pictures as bytes.
-
-    It can be pickled and forked; each process opens shards when it first needs them.
+    """The documents of one split of a prepared dataset. Each process opens shards when it first needs them.
 
     verify: check SHA-256 of the shards. keep_open: number of shards held open at once. skip_damaged: missing and
     damaged shards are no error until one is read. cache_bytes: size that the folder of downloaded and decompressed
@@ -90,40 +85,30 @@ class TokenShards:
         skip_damaged: bool = False,
         cache_bytes: int = 0,
     ) -> None:
-        manifest = storage.manifest
-        if split not in manifest.splits:
-            known = ", ".join(manifest.splits) or "none"
+        self.storage, self.split, self.manifest = storage, split, storage.manifest
+        if split not in self.manifest.splits:
+            known = ", ".join(self.manifest.splits) or "none"
             raise ValueError(f"{storage.path} has no split {split!r}; it has: {known}")
-        self.storage = storage
-        self.format = FORMATS[manifest.format]
-        self.split = split
-        self.info: SplitInfo = manifest.splits[split]
-        self.verify = verify
-        self.keep_open = keep_open
-        self.skip_damaged = skip_damaged
-        self.cache_bytes = cache_bytes
+        self.format, self.info = FORMATS[self.manifest.format], self.manifest.splits[split]
+        self.verify, self.keep_open = verify, keep_open
+        self.skip_damaged, self.cache_bytes = skip_damaged, cache_bytes
+        self.n_shards = len(self.info.shards)
         self.shard_documents = np.array([s.documents for s in self.info.shards], dtype=np.int64)
         self._starts = np.concatenate([[0], np.cumsum(self.shard_documents)])
         self._lengths_path = storage.file(f"{split}/lengths.npy") if self.info.shards else None
-        self._lengths: np.ndarray | None = None
-        self._index: Any = None
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self._verified: set[int] = set()
         self._damaged: dict[int, str] = {}
+        self.__setstate__({})
         for number, shard in enumerate(self.info.shards):
             with self._remembering_damage(number):
                 storage.check_shard(split, shard)
-        if self.info.shards and len(self._damaged) == len(self.info.shards):
+            lengths = self.lengths(number)
+            if len(lengths) != shard.documents or int(lengths.sum(dtype=np.int64)) != shard.tokens:
+                raise ValueError(
+                    f"{storage.path}: {split}/lengths.npy does not agree with the manifest at shard {shard.file}; "
+                    "prepare the data again"
+                )
+        if self._damaged and len(self._damaged) == self.n_shards:
             raise ValueError(f"no shard of {storage.path}/{split} can be used: {self._damaged[0]}")
-        self._check_lengths()
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.storage.manifest
-
-    @property
-    def n_shards(self) -> int:
-        return len(self.info.shards)
 
     def lengths(self, shard: int) -> np.ndarray:
         """Returns uint32 (documents,): tokens of each document of a shard, without special tokens."""
@@ -136,8 +121,8 @@ class TokenShards:
     def read(self, shard: int, index: int) -> np.ndarray:
         """Returns one document (n,) of the dataset's dtype, not to be written to.
 
-        Raises FileNotFoundError or DamagedShard if the shard is missing or damaged (with `skip_damaged` always the
-        latter), other errors if it cannot be fetched.
+        Raises FileNotFoundError or DamagedShard (with `skip_damaged` always that) if the shard is missing or damaged,
+        other errors if it cannot be fetched.
         """
         length = int(self.lengths(shard)[index])
         if shard in self._open:
@@ -183,15 +168,17 @@ class TokenShards:
                 raise
             self._damaged[number] = str(error)
 
-    def _check_lengths(self) -> None:
-        for number, shard in enumerate(self.info.shards):
-            lengths = self.lengths(number)
-            if len(lengths) != shard.documents or int(lengths.sum(dtype=np.int64)) != shard.tokens:
-                raise ValueError(
-                    f"{self.storage.path}: {self.split}/lengths.npy does not agree with the manifest at "
-                    f"shard {shard.file}; prepare the data again"
-                )
-
     def __getstate__(self) -> dict:
         # A pickled memory map would carry its contents along: leave what a process can open again.
-        return {**self.__dict__, "_lengths": None, "_index": None, "_open": OrderedDict(), "_verified": set()}
+        return {name: value for name, value in self.__dict__.items() if name not in _OPENED}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._lengths: np.ndarray | None = None
+        self._index: Any = None
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()
+        self._verified: set[int] = set()
+
+
+# What each process opens for itself.
+_OPENED = ("_lengths", "_index", "_open", "_verified")

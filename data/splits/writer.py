@@ -1,7 +1,5 @@
 """Writes documents into numbered shard files, in a way that can be stopped and continued."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -13,6 +11,7 @@ import numpy as np
 
 from matmix.data.arrays import write_vector
 from matmix.data.formats.base import LARGEST_SHARD, ShardFormat, ShardInfo
+from matmix.data.manifest import SplitInfo
 from matmix.data.storage.files import write_atomic
 
 ZSTD_LEVEL = 3
@@ -29,11 +28,9 @@ def write_indices(
 
 @dataclass
 class SplitWriter:
-    """Writes the shards of one split.
-
-    A shard is closed when the next document would make it larger than the format's limit, so the files depend on the
-    sequence of documents only. `scratch` keeps the lengths of the documents of each shard until `finish`.
-    """
+    """Writes the shards of one split. A shard is closed when the next document would make it larger than the format's
+    limit, so the files depend on the sequence of documents only. `scratch` keeps lengths of documents until
+    `finish`."""
 
     format: ShardFormat
     directory: Path
@@ -90,11 +87,12 @@ class SplitWriter:
         )
         self.pending, self.pending_bytes = [], 0
 
-    def finish(self) -> None:
-        """Writes the last shard, lengths.npy and index.json."""
+    def finish(self) -> SplitInfo:
+        """Writes the last shard, lengths.npy and index.json; returns what the split holds."""
         self.flush()
         lengths = ((self.scratch / f"{number:08}.lengths").read_bytes() for number in range(len(self.shards)))
         write_indices(self.directory, self.format, self.shards, lengths)
+        return SplitInfo.of(self.shards, self.text_bytes)
 
     def state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Returns what `restore` needs: a JSON object and arrays."""

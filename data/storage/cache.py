@@ -4,8 +4,6 @@ A process holds a shared lock on a cached shard for as long as it has the file o
 gets the exclusive lock. So all readers on a machine are safe from each other, and a killed process leaves no locks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -62,10 +60,8 @@ def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | Non
 
 
 def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
-    """Removes unused shards, the least recently used first, until the caches below `root` have at most `limit` bytes.
-
-    limit: 0 = half of the disk, NO_LIMIT = any. suffixes: those of uncompressed shards. Shards that are open stay.
-    """
+    """Removes unused shards, the least recently used first, until the caches below `root` have at most `limit` bytes: 0
+    = half of the disk, NO_LIMIT = any. suffixes: those of uncompressed shards. Shards that are open stay."""
     if limit == NO_LIMIT:
         return
     try:

@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, also after a power cut. (Standard library only, for launchers.)"""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -13,11 +11,9 @@ from typing import BinaryIO
 
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: bool = True) -> None:
-    """Writes text (UTF-8) or bytes under another name beside `path`, brings them to the disk, and renames.
-
-    alone: whether no other process may write the same file now. Then the other name is always the same, so that
-    stopped attempts do not pile up.
-    """
+    """Writes text (UTF-8) or bytes under another name beside `path`, brings them to the disk, and renames. alone: no
+    other process may write the same file now, so the other name is always the same, and stopped attempts do not pile
+    up."""
     writer = "" if alone else f".{socket.gethostname()}-{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     content = content.encode() if isinstance(content, str) else content
@@ -30,11 +26,15 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: b
 
 @contextlib.contextmanager
 def open_durable(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file to write to; at the end of the block its content is on the disk."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
+    """Opens a new file to write to; at the end of the block its content is on the disk. Errors name the file."""
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # that of a full disk names none
+        raise
 
 
 def sync_file(path: Path) -> None:
@@ -61,11 +61,8 @@ def first_free(path: Path, is_taken: Callable[[Path], bool] = Path.exists, again
 
 def set_aside(path: Path) -> Path:
     """Renames a file to NAME.aside-1, or the first such number that is free, and returns the new path."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.aside-{number}")).exists():
-        number += 1
-    path.rename(aside)
-    return aside
+    names = (path.with_name(f"{path.name}.aside-{number}") for number in itertools.count(1))
+    return path.rename(next(aside for aside in names if not aside.exists()))
 
 
 def sha256_of(path: Path) -> str:

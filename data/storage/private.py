@@ -1,11 +1,8 @@
 """Folders for caches and temporary files that no other user can have made or may write to.
 
-Their places can be guessed, and some lie below /tmp, where anybody may be the first to make them. Who owns such a
-folder can replace what is in it: compiled code and its pickles, shards, the ends of links. So a folder is made with
-access for its user alone, and one that is there already is looked at before it is used.
+Their places can be guessed, and who owns such a folder can replace what is in it: compiled code and its pickles,
+shards, the ends of links. So one that is there already is looked at before it is used.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -19,10 +16,9 @@ logger = logging.getLogger(__name__)
 def private_folder(path: str | Path, *, close: bool = False) -> Path:
     """Returns `path` as a folder of this user's own, made with its parents (0700) if it is not there.
 
-    close: take a group's right to write from a folder of one's own, as umask 002 has given it, in place of refusing it.
-    For what is checked again when it is read; not for code.
-    Raises ValueError (one line) where it is a link, belongs to somebody else, or others may write to it or replace it;
-    OSError where it cannot be made.
+    close: take a group's right to write from a folder of one's own, in place of refusing it; not for code. Raises
+    ValueError (one line) where it is a link, belongs to somebody else, or others may write to it or replace it; OSError
+    where it cannot be made.
     """
     path = Path(path).expanduser().absolute()
     if problem := _problem_above(path):
@@ -48,11 +44,9 @@ def is_own(path: Path) -> bool:
 
 
 def standard_folder(path: str | Path) -> Path:
-    """Returns `private_folder(path)`, or, where that cannot be trusted, another folder that is made once and then kept.
-
-    For places that nobody chose, such as below /tmp. A warning names the other one. Raises ValueError or OSError
-    where there is no place at all.
-    """
+    """Returns `private_folder(path)`, or, where that cannot be trusted, another folder that is made once and then kept,
+    of which a warning tells. For places that nobody chose. Raises ValueError or OSError where there is no place at
+    all."""
     path = Path(path)
     try:
         return private_folder(path)
@@ -70,10 +64,8 @@ def standard_folder(path: str | Path) -> Path:
 
 
 def check_named(path: str | Path, name: str) -> None:
-    """Refuses a folder for caches that the user has named, if anybody may write to it.
-
-    A folder that a group shares is the user's decision. Raises ValueError (one line).
-    """
+    """Raises ValueError (one line) for a folder for caches that the user has named, if anybody may write to it. One
+    that a group shares is the user's decision."""
     path = Path(path).expanduser().absolute()
     problem = _problem_above(path)
     if not problem and path.exists():
@@ -100,8 +92,8 @@ def _problem(path: Path) -> str:
 
 
 def _problem_above(path: Path) -> str:
-    """Returns True where anybody may rename a folder on the way to `path`; the sticky bit, as /tmp has it, forbids
-    that."""
+    """Returns why a folder on the way to `path` may be renamed by anybody, "" if none; the sticky bit, as of /tmp,
+    forbids that."""
     for folder in path.parents:
         if folder.exists():
             mode = folder.stat().st_mode

@@ -1,12 +1,9 @@
 """Files below a URL that fsspec knows: s3://, gs://, abfs://, hdfs://, file://, memory:// ...
 
 Every operation is tried again, with growing pauses, after errors that may pass: for at least MATMIX_RETRY_SECONDS (60)
-and four times. Objects of a store appear whole; in mounted folders (file://) a rename does the same. Clients take
-credentials and endpoints from the environment or from their own files; nothing here reads, shows or stores them. A URL
-that holds a password or a key is refused, because URLs are written into configs, job scripts and logs.
+and four times. Files appear whole. Clients take credentials and endpoints from the environment or from their own files.
+A URL that holds a password or a key is refused, because URLs are written into configs, job scripts and logs.
 """
-
-from __future__ import annotations
 
 import contextlib
 import errno
@@ -69,10 +66,8 @@ def has_secret(text: str) -> bool:
 
 
 def refuse_secrets(value: Any, what: str) -> None:
-    """Raises ValueError (one line, without the secret) where a text in nested values holds a URL with a password.
-
-    what: names the option or the file in the message.
-    """
+    """Raises ValueError (one line, without the secret) where a text in nested values holds a URL with a password. what:
+    names it."""
     if isinstance(value, str) and has_secret(value):
         raise ValueError(
             f"{what}: a URL may not hold a password, key or signature, as URLs are written into runs, job scripts and "
@@ -84,10 +79,11 @@ def refuse_secrets(value: Any, what: str) -> None:
 
 
 def scratch_folder(kind: str, url: str) -> Path:
-    """Returns this machine's folder for files of a URL, below MATMIX_SCRATCH or the user's cache folder.
+    """Returns this machine's folder for files of a URL, which need not exist, below MATMIX_SCRATCH or the user's cache
+    folder.
 
-    kind: name of the folder above it, which is made for this user alone. The result is the same in every process and
-    need not exist. Raises ValueError (one line) where others may write there.
+    kind: name of the folder above it, which is made for this user alone. Raises ValueError (one line) where others may
+    write there.
     """
     base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
     url = url.rstrip("/")
@@ -108,15 +104,15 @@ def first_line(error: BaseException) -> str:
 def persist(action: Callable[[], Result], what: str, *, patient: bool = True) -> Result:
     """Returns what `action` returns, and repeats it while it fails for a reason that may pass.
 
-    what: begins the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt.
-    Raises FileNotFoundError, FileExistsError, RemotePermissionError and the OSError of a full disk at once, and
-    RemoteError (one line) after the last attempt. A mistake in the program, such as a TypeError, is raised unchanged.
+    what: begins the message, as in "cannot download s3://bucket/file"; patient: False = only one attempt. Raises
+    FileNotFoundError, FileExistsError, RemotePermissionError, the OSError of a full disk and mistakes in the program at
+    once, and RemoteError (one line) after the last attempt.
     """
     import tenacity
 
     seconds = float(os.environ.get(RETRY_VARIABLE) or 60)
     attempts = tenacity.Retrying(
-        retry=tenacity.retry_if_exception(lambda error: patient and _may_pass(error)),
+        retry=tenacity.retry_if_exception(lambda error: patient and not _is_final(error)),
         wait=tenacity.wait_exponential_jitter(initial=0.2, max=15, jitter=0.2),
         stop=tenacity.stop_after_attempt(_LEAST_ATTEMPTS) & tenacity.stop_after_delay(max(seconds, 0.001)),
         reraise=True,
@@ -137,9 +133,9 @@ def persist(action: Callable[[], Result], what: str, *, patient: bool = True) ->
         raise RemoteError(f"{what}: {first_line(error)}") from error
 
 
-def _may_pass(error: BaseException) -> bool:
-    is_final = isinstance(error, (*_FINAL, *_MISTAKES, FileTooLarge)) or type(error).__name__ in _FINAL_NAMES
-    return isinstance(error, Exception) and not is_final and not _is_local_disk(error)
+def _is_final(error: BaseException) -> bool:
+    is_kind = isinstance(error, (*_FINAL, *_MISTAKES, FileTooLarge)) or not isinstance(error, Exception)
+    return is_kind or type(error).__name__ in _FINAL_NAMES or _is_local_disk(error)
 
 
 def _is_local_disk(error: BaseException) -> bool:
@@ -149,8 +145,8 @@ def _is_local_disk(error: BaseException) -> bool:
 class RemoteFolder:
     """The files below one URL, by their names relative to it. Usable from threads and after a fork.
 
-    patient: False = failed operations are not tried again. Raises ValueError where the URL's client is not installed,
-    or where the URL has a password in it.
+    patient: False = failed operations are not tried again. Raises ValueError where the URL has a password, or no
+    client.
     """
 
     def __init__(self, url: str, *, patient: bool = True) -> None:
@@ -168,8 +164,7 @@ class RemoteFolder:
             options = {"auto_mkdir": True} if scheme in ("file", "local") else {}
             client, path = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
         except ImportError as error:
-            package = _CLIENTS.get(scheme)
-            hint = f"pip install {package}" if package else first_line(error)
+            hint = f"pip install {_CLIENTS[scheme]}" if scheme in _CLIENTS else first_line(error)
             raise ValueError(f"cannot use {self.url}: its client is not installed ({hint})") from None
         except ValueError as error:
             raise ValueError(f"cannot use {self.url}: {first_line(error)}") from None
@@ -185,16 +180,14 @@ class RemoteFolder:
     # -- reading -----------------------------------------------------------------------------------------
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Returns name -> bytes of every file, or of every file below the folder `prefix`; {} where there is nothing.
-
-        Keys of a store that climb ("../.bashrc") are left out, because names become paths of this machine.
-        """
+        """Returns name -> bytes of every file, or of every file below the folder `prefix`. Names that climb
+        ("../.bashrc") are left out, because they become paths of this machine."""
 
         def look(client: Any, path: str) -> dict[str, int]:
             start = len(path) - len(prefix) if prefix else len(path) + 1
-            infos = client.find(path, detail=True)
-            files = {name[start:]: info for name, info in infos.items() if info["type"] == "file"}
-            return {name: int(info["size"] or 0) for name, info in files.items() if _stays_below(name)}
+            infos = client.find(path, detail=True).items()
+            files = {name[start:]: int(info["size"] or 0) for name, info in infos if info["type"] == "file"}
+            return {n: size for n, size in files.items() if not n.startswith("/") and ".." not in n.split("/")}
 
         with contextlib.suppress(FileNotFoundError):
             return self._do("list", prefix, look)
@@ -207,11 +200,8 @@ class RemoteFolder:
         return None
 
     def download(self, name: str, target: Path, largest: int | None = None) -> None:
-        """Fetches a file; `target` appears whole or not at all.
-
-        largest: bytes that the file may have. Raises FileNotFoundError, RemoteError, and FileTooLarge (before anything
-        is fetched) where the store says that the file is larger.
-        """
+        """Fetches a file of at most `largest` bytes; `target` appears whole or not at all. Raises FileNotFoundError,
+        RemoteError, and FileTooLarge before anything is fetched."""
         part = target.with_name(f".{target.name}.part-{os.getpid()}-{threading.get_ident()}")
         target.parent.mkdir(parents=True, exist_ok=True)
 
@@ -250,10 +240,8 @@ class RemoteFolder:
         self._do(what, name, put)
 
     def create(self, name: str, content: bytes) -> None:
-        """Writes a small file that does not exist yet: of several processes that try, one succeeds.
-
-        Raises FileExistsError in the others, and RemoteError. A client or store without this condition overwrites.
-        """
+        """Writes a small file that does not exist yet: of several processes that try, one succeeds. Raises
+        FileExistsError in the others, and RemoteError. A client or store without this condition overwrites."""
 
         def put(client: Any, path: str) -> None:
             if _is_local(client):
@@ -261,7 +249,9 @@ class RemoteFolder:
             try:
                 client.pipe_file(path, content, mode="create")
             except OSError as error:
-                if _status(error) == _PRECONDITION_FAILED:  # not every store says which condition it was
+                # Not every store says which condition it was; botocore and gcsfs tell the HTTP status.
+                answer = (getattr(error.__cause__, "response", None) or {}).get("ResponseMetadata", {})
+                if (answer.get("HTTPStatusCode") or getattr(error, "code", None)) == _PRECONDITION_FAILED:
                     raise FileExistsError(path) from error
                 raise
 
@@ -276,25 +266,13 @@ class RemoteFolder:
     # -- many files --------------------------------------------------------------------------------------
 
     def download_all(self, names: Iterable[str], target: Path, done: Callable[[str], object] = str) -> None:
-        """Fetches files into a folder, several at a time. Raises as `download`, for the first that fails.
-
-        done: called in any thread with the name of each file that has arrived.
-        """
+        """Fetches files into a folder, several at a time. Raises as `download`. done: called in any thread with each
+        name."""
         _each(names, lambda name: self.download(name, target / name), done)
 
     def upload_all(self, source: Path, names: Iterable[str], done: Callable[[str], object] = str) -> None:
         """Uploads files of a folder, several at a time. Raises as `upload` for the first that fails; done: as above."""
         _each(names, lambda name: self.upload(source / name, name), done)
-
-
-def _stays_below(name: str) -> bool:
-    return not name.startswith("/") and ".." not in name.split("/")
-
-
-def _status(error: BaseException) -> int | None:
-    """Returns the store's HTTP status, None where the client does not tell it (botocore and gcsfs do)."""
-    answer = getattr(error.__cause__, "response", None) or {}
-    return answer.get("ResponseMetadata", {}).get("HTTPStatusCode") or getattr(error, "code", None)
 
 
 def _is_local(client: Any) -> bool:

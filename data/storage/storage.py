@@ -1,14 +1,11 @@
 """Gives local paths for the files of a prepared dataset, which lies in a local folder or at a URL.
 
-Files of a local folder are used where they lie. Remote files are downloaded into a cache, and zstd shards, local or
-remote, are decompressed into it once. A file gets its name in the cache only when it is complete, verified and on the
-disk. Each process compares it with its checksum before first use and makes a damaged one again. A lock file lets one
-process of a machine work while the others wait. The cache folder's name has the digest of the manifest, so data that is
-prepared anew under the same path never meets an old cache.
+Remote files are downloaded into a cache, and zstd shards, local or remote, are decompressed into it once. A file gets
+its name there only when it is complete, verified and on the disk, and each process compares it with its checksum before
+first use. The cache folder's name has the digest of the manifest, so newly prepared data never meets an old cache.
 
-fsspec reads every scheme whose client is installed (s3://, file://, memory://, hdfs://, gs:// with gcsfs ...).
-mosaicml-streaming's downloaders read oci://, azure://, dbfs:/, alipan:// and gs:// without gcsfs, because their clients
-come with it anyway, and sftp://, because it checks the host's key, which fsspec does not.
+fsspec reads every scheme whose client is installed. mosaicml-streaming's downloaders read oci://, azure://, dbfs:/,
+alipan:// and gs:// without gcsfs, and sftp://, because they check the host's key, which fsspec does not.
 """
 
 import hashlib
@@ -49,12 +46,12 @@ _OTHER_HASH = f"has another SHA-256 than the manifest says, {_FETCH_AGAIN}"
 
 
 class Storage:
-    """Gives local paths for the files of one prepared dataset.
+    """One prepared dataset. path: local folder or URL. cache_dir: folder for downloads and decompressed shards, which a
+    group may share; "" = `.cache` in a local dataset that this user may write to, unless another user owns it, else
+    matmix/data in the user's cache folder.
 
-    path: local folder or URL. cache_dir: folder for downloads and decompressed shards, which a group may share; "" =
-    `.cache` in a local dataset that this user may write to, unless another user owns it, else matmix/data in the user's
-    cache folder. Raises FileNotFoundError if nothing is there, ValueError if it is not a prepared dataset or if
-    everybody may write to `cache_dir`.
+    Raises FileNotFoundError if nothing is there, ValueError if it is no prepared dataset or everybody may write to
+    `cache_dir`.
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
@@ -88,10 +85,9 @@ class Storage:
         return self.cache if self.remote else Path(self.path)
 
     def file(self, name: str) -> Path:
-        """Returns the local path of a file that is no shard, downloaded if need be.
+        """Returns the local path of a file that is no shard, downloaded if need be. name: relative to the dataset.
 
-        name: relative to the dataset. Raises FileNotFoundError if it is missing, ValueError if the manifest's digest is
-        another.
+        Raises FileNotFoundError if it is missing, ValueError if the manifest's digest is another.
         """
         target = artifact_path(self.root, name, self.path, nested=True)
 
@@ -178,8 +174,8 @@ class Storage:
         return self._cached(f"{split}/{Path(shard.file).stem if compressed else shard.file}", is_good, fill)
 
     def _cached(self, name: str, is_good: Callable[[Path], bool], fill: Callable[[Path], object]) -> Path:
-        """Returns the path of a file in the cache; a missing or damaged one is made by `fill` while other processes
-        wait. `fill` writes it under another name, from which it is renamed into place."""
+        """Returns the path of a file in the cache; a missing or damaged one is made by `fill`, under another name,
+        while other processes wait."""
         target = artifact_path(self.cache, name, self.path, nested=True)
         if target.exists() and is_good(target):
             return target
@@ -249,8 +245,8 @@ class Storage:
 def download(url: str, target: Path, largest: int) -> None:
     """Downloads one file of at most `largest` bytes (where the client tells the size beforehand).
 
-    Raises FileNotFoundError if the file is not there, FileTooLarge, ValueError if nothing installed reads such URLs,
-    and RemoteError if it cannot be fetched.
+    Raises FileNotFoundError, FileTooLarge, ValueError if nothing installed reads such URLs, RemoteError if it cannot be
+    fetched.
     """
     from matmix.data.formats.mds import streaming_module
 
@@ -277,8 +273,7 @@ def download(url: str, target: Path, largest: int) -> None:
 def decompress(source: Path, target: Path, largest: int) -> tuple[int, str]:
     """Decompresses the zstd file `source` to `target`; returns the size of the result and its SHA-256.
 
-    Raises ValueError (a few words) where it is damaged or holds more than `largest` bytes; the caller removes `target`
-    then. Frames with a window above zstd's default limit (128 MiB) are refused.
+    Raises ValueError (a few words) where it is damaged, has a window above 128 MiB, or holds more than `largest` bytes.
     """
     import zstandard
 

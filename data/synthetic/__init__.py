@@ -1,8 +1,6 @@
-"""Samples that are generated while training, by name.
-
-To add one: write its file, and add its line here. Or name yours in a recipe: data.synthetic.task =
-"my_package.module:Name", a subclass of `Puzzle` or, for inputs that are no tokens, of `GeneratedSamples`.
-"""
+"""Samples that are generated while training, by name. To add one: write its file, and add its line here. Or name yours
+in a recipe: data.synthetic.task = "my_package.module:Name", a subclass of `Puzzle` or, for inputs that are no tokens,
+of `GeneratedSamples`."""
 
 import difflib
 
@@ -31,8 +29,8 @@ for _name, _kind in GENERATED.items():
 
 
 def make_generated(config: SyntheticConfig) -> GeneratedSamples:
-    """Returns what generates the samples of a configuration. Raises ValueError (one line) for an unknown name, or for
-    options that do not fit."""
+    """Returns what generates samples. Raises ValueError (one line) for an unknown name, or for options that do not
+    fit."""
     if config.task not in GENERATED:
         near = difflib.get_close_matches(config.task, GENERATED, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GENERATED)}"

@@ -10,11 +10,8 @@ from matmix.data.loading.masking import IGNORED
 
 
 class GeneratedSamples(abc.ABC):
-    """Makes samples of any length: inputs that a model reads, and labels.
-
-    Subclass `Puzzle` for tokens. A source of other inputs (values, patches, bytes) subclasses this, gives `padding` and
-    `fill`, and is named in a recipe as data.synthetic.task = "my_package.module:Name".
-    """
+    """Makes samples of any length: inputs that a model reads, and labels. Subclass `Puzzle` for tokens; a source of
+    other inputs gives `padding` and `fill`."""
 
     name: ClassVar[str] = ""
     """Its name in configurations; set by the registry."""
@@ -25,12 +22,19 @@ class GeneratedSamples(abc.ABC):
     tokens: tuple[str, ...] = ()
     """What its tokens are called, without spaces; none where the inputs are no tokens."""
 
+    shortest: int = 1
+    """Positions that a sample has at least."""
+
     def __init__(self, config: SyntheticConfig) -> None:
         self.config = config
 
-    @abc.abstractmethod
     def check(self, seqlen: int) -> None:
         """Raises ValueError (one line) where no sample has this length."""
+        if seqlen < self.shortest:
+            raise ValueError(
+                f"data.seqlen = {seqlen} is too short for {self.name}, whose samples have at least {self.shortest} "
+                "tokens with the options in data.synthetic; raise data.seqlen, or lower those"
+            )
 
     @abc.abstractmethod
     def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
@@ -39,10 +43,10 @@ class GeneratedSamples(abc.ABC):
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, inputs: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
-        """Writes one sample into a row of `padding`: inputs and labels, both (seqlen, ...).
+        """Writes one sample into a row of `padding`: inputs and labels, both (seqlen, ...). draw: all that is random.
 
-        draw: all that is random. mask: id of the mask token (`mask_id`), for the bidirectional form; None for the
-        causal one, whose labels stand at the positions that predict them.
+        mask: id of the mask token (`mask_id`), for the bidirectional form; None for the causal one, whose labels stand
+        at the positions that predict them.
         """
 
     mask_id = 0
@@ -80,8 +84,7 @@ class Puzzle(GeneratedSamples):
         return int((inputs != self.pad_id).sum())
 
     def answer_counts(self, seqlen: int) -> np.ndarray:
-        """Returns int64 (len(tokens),): how often each token is the answer, in any unit. By default all answers are
-        alike."""
+        """Returns int64 (len(tokens),): how often each token is the answer, in any unit; by default all alike."""
         counts = np.zeros(len(self.tokens), dtype=np.int64)
         counts[self.answers] = 1
         return counts

@@ -3,8 +3,7 @@
     . s4 . . s1 . > >        causal: s4 is predicted at the first >, s1 at the second
     . s4 . . s1 . _ _        bidirectional: masks in their place
 
-Where the tokens stand is drawn anew for every sample, so that no fixed convolution finds them. Longer samples have as
-many tokens and more noise.
+The places are drawn anew for every sample. Longer samples have as many tokens and more noise.
 """
 
 import numpy as np
@@ -22,13 +21,7 @@ class SelectiveCopying(Puzzle):
         super().__init__(config)
         self.tokens = (*(f"s{i}" for i in range(config.symbols)), ".", ">")
         self.answers = range(config.symbols)
-
-    def check(self, seqlen: int) -> None:
-        if seqlen < 2 * self.config.items:
-            raise ValueError(
-                f"data.seqlen = {seqlen} is too short for selective_copying with data.synthetic.items = "
-                f"{self.config.items} tokens, which need {2 * self.config.items}; raise data.seqlen or lower items"
-            )
+        self.shortest = 2 * config.items
 
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
         n, items = self.config.symbols, self.config.items

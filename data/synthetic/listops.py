@@ -79,13 +79,7 @@ class ListOps(Puzzle):
     bidirectional_form = True
     tokens = (*map(str, range(10)), *OPERATORS, END, FILLER, EQUALS)
     answers = range(10)
-
-    def check(self, seqlen: int) -> None:
-        if seqlen < _SHORTEST + 1:
-            raise ValueError(
-                f"data.seqlen = {seqlen} is too short for listops: the shortest sample has {_SHORTEST + 1} tokens; "
-                "raise data.seqlen"
-            )
+    shortest = _SHORTEST + 1
 
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
         names = expression(draw, len(ids) - 1, self.config.depth, self.config.arguments)

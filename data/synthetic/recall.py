@@ -4,8 +4,7 @@
     k3 v7 k0 v2 . . k0 _ . . k3 _        bidirectional: the masks _ after them are to be filled in
 
 First come `items` pairs of a key and its value, all keys different; then, among fillers, each key once more, in any
-order and at places drawn uniformly (Zoology's default prefers near ones). Longer samples have the same pairs and more
-fillers, as in Zoology's figures over sequence lengths; the vocabulary stays.
+order and at places drawn uniformly (Zoology's default prefers near ones). Longer samples have more fillers.
 """
 
 import numpy as np
@@ -15,8 +14,7 @@ from matmix.data.synthetic.base import Puzzle
 
 
 class MultiQueryRecall(Puzzle):
-    """Values are uniform, so a constant guess is right once in `symbols` times; one of the sample's own values, once in
-    `items` times."""
+    """A constant guess is right once in `symbols` times; one of the sample's own values, once in `items` times."""
 
     bidirectional_form = True
 
@@ -25,17 +23,11 @@ class MultiQueryRecall(Puzzle):
         n = config.symbols
         self.tokens = (*(f"k{i}" for i in range(n)), *(f"v{i}" for i in range(n)), ".")
         self.answers = range(n, 2 * n)
+        self.shortest = 4 * config.items
         if config.items > n:
             raise ValueError(
                 f"data.synthetic.items = {config.items} pairs need as many different keys, but "
                 f"data.synthetic.symbols = {n}; raise symbols or lower items"
-            )
-
-    def check(self, seqlen: int) -> None:
-        if seqlen < 4 * self.config.items:
-            raise ValueError(
-                f"data.seqlen = {seqlen} is too short for mqar with data.synthetic.items = {self.config.items} pairs, "
-                f"which need {4 * self.config.items} tokens; raise data.seqlen or lower items"
             )
 
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:

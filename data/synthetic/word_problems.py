@@ -1,12 +1,9 @@
 """Word problems of groups: after every element, the product of all elements so far.
 
 State tracking as in "The Illusion of State in State-Space Models" (Merrill et al. 2024, arXiv 2404.08819): elements are
-drawn uniformly from the whole group, and the label of position t is x_1 x_2 ... x_t, read from left to right. S3 and
-S5 are all permutations of 3 and 5 things, A5 the even ones of 5. S3 is solvable; A5 and S5 are not, and constant-depth
-circuits (attention, recurrences whose matrices commute) cannot compute their products at any length.
+drawn uniformly, and the label of position t is x_1 x_2 ... x_t. S3 and S5 are all permutations of 3 and 5 things, A5
+the even ones of 5. A5 and S5 are not solvable: constant-depth circuits cannot compute their products at any length.
 """
-
-from __future__ import annotations
 
 from functools import cache
 from itertools import permutations
@@ -48,7 +45,7 @@ def cycles(permutation: Permutation) -> str:
 
 @cache
 def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]:
-    """Returns the elements of the group, the one that moves nothing first, and int64 (n, n): the number of each
+    """Returns the elements of the group, first the one that moves nothing, and int64 (n, n): the number of each
     product."""
     elements = tuple(p for p in permutations(range(degree)) if not even or is_even(p))
     number = {element: index for index, element in enumerate(elements)}
@@ -68,9 +65,6 @@ class WordProblem(Puzzle):
         self.tokens = tuple(cycles(element) for element in elements)
         self.answers = range(len(elements))
         self._products = table.tolist()
-
-    def check(self, seqlen: int) -> None:
-        pass
 
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
         ids[:] = draw.integers(len(self.tokens), size=len(ids))
@@ -94,17 +88,11 @@ class S5(WordProblem):
 
 
 class Parity(Puzzle):
-    """The word problem of the group with two elements, the least state there is.
-
-    Any length; bits are fair, so half of the answers are 1.
-    """
+    """The word problem of the group with two elements, the least state there is. Half of the answers are 1."""
 
     bidirectional_form = False
     tokens = ("0", "1")
     answers = range(2)
-
-    def check(self, seqlen: int) -> None:
-        pass
 
     def fill(self, draw: np.random.Generator, ids: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
         ids[:] = draw.integers(2, size=len(ids))

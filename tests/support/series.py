@@ -134,8 +134,7 @@ class SeriesRows:
     """Sample n is a series of epoch n div N, in the order of the documents of that epoch."""
 
     def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, scale: float) -> None:
-        shuffle = data.shuffle and not reading.one_pass
-        self.order = Order(shards, extra=0, shuffle=shuffle, shuffle_block=data.shuffle_block, seed=reading.seed)
+        self.order = Order(shards, data, reading)
         self.seqlen, self.scale = data.seqlen, scale
         self.limit = self.samples_per_epoch if reading.one_pass else None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from matmix.data.config import Limits, at_least
 from matmix.data.prepare.base import PrepareOptions
 
 if TYPE_CHECKING:
@@ -49,10 +50,9 @@ class PrepareImagesConfig(PrepareOptions):
     max_corrupt: float = 0.01
     """Share of the pictures that may be corrupt; they are left out, counted and named."""
 
-    def limits(self) -> list[tuple[str, bool, str]]:
+    def limits(self) -> Limits:
         return [
-            ("short_side", self.short_side >= 0, "0 or more"),
-            ("encoding", self.encoding in ("keep", "jpeg", "png", "webp"), "keep, jpeg, png or webp"),
+            *at_least(self, short_side=0),
             ("quality", 1 <= self.quality <= 100, "in [1, 100]"),
             ("background", 0 <= self.background <= 255, "in [0, 255]"),
             ("max_megapixels", self.max_megapixels > 0, "above 0"),

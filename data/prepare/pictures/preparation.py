@@ -1,10 +1,8 @@
-"""Prepares pictures: reads their files, decodes each to see that it is whole, and makes large ones smaller.
+"""Prepares pictures: decodes each to see that it is whole, and makes large ones smaller.
 
-The sums of a preparation of pictures are whole numbers in one array, so that they do not depend on how the work was
-divided: sums over the pixels of the training split, and the pictures of each class in each split.
+The sums are whole numbers, so that they do not depend on how the work was divided: sums over the pixels of the training
+split, and the pictures of each class in each split.
 """
-
-from __future__ import annotations
 
 import functools
 import io

@@ -16,10 +16,8 @@ _MOST_CLASSES = 1 << 20
 
 
 def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[PictureSource]:
-    """Returns the sources that arguments name, in their order, files of folders and globs sorted.
-
-    Raises FileNotFoundError for missing files, ValueError (one line) for sources that cannot be used.
-    """
+    """Returns the sources that arguments name, in their order, files of folders and globs sorted. Raises
+    FileNotFoundError for missing files, ValueError (one line) for sources that cannot be used."""
     sources: dict[str, PictureSource] = {}
     packages = ", ".join(PACKAGED)
     for item in inputs:
@@ -77,8 +75,8 @@ class Classes:
 
     @classmethod
     def find(cls, sources: Sequence[PictureSource], file: str) -> Classes:
-        """Returns the classes that a file names, that the sources state, or that all labels are: their names sorted, or
-        the numbers up to the largest one."""
+        """Returns the classes that a file names, that the sources state, or that the labels are: sorted, or numbers up
+        to the largest."""
         if file:
             return cls(_names_in(file), file)
         stated = {source.names for source in sources}

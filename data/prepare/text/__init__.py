@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from matmix.data.config import Limits, at_least
 from matmix.data.prepare.base import PrepareOptions
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ class PrepareConfig(PrepareOptions, ReadOptions):
     max_malformed: float = 0.01
     """Share of the lines (or rows) that may be malformed: not JSON, without the text field, or not text."""
 
-    def limits(self) -> list[tuple[str, bool, str]]:
+    def limits(self) -> Limits:
         return [
+            *at_least(self, vocab_size=1),
             ("max_document_chars", self.max_document_chars == 0 or self.max_document_chars >= 16, "0 or at least 16"),
-            ("vocab_size", self.vocab_size >= 1, "at least 1"),
             ("sample_megabytes", self.sample_megabytes > 0, "above 0"),
             ("max_line_megabytes", self.max_line_megabytes > 0, "above 0"),
             ("max_malformed", 0 <= self.max_malformed <= 1, "in [0, 1]"),

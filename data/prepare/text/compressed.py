@@ -1,7 +1,5 @@
 """Reads compressed texts: .gz, .xz and .zst files, also of several frames in a row, with bounded memory."""
 
-from __future__ import annotations
-
 import io
 import lzma
 import zlib
@@ -30,10 +28,8 @@ DECODERS: dict[str, tuple[Callable[[], Any], bytes]] = {
 def open_text(
     path: str, compression: str, offset: int, name: str
 ) -> Iterator[tuple[io.BufferedReader, io.BufferedReader]]:
-    """Opens a text, from a byte offset on, and the file on the disk. compression: its suffix or "".
-
-    Raises ValueError (one line, with `name`) where reading it meets damage.
-    """
+    """Opens a text, from a byte offset on, and the file on the disk. compression: its suffix or "". Raises ValueError
+    (one line, with `name`) where reading it meets damage."""
     try:
         with open(path, "rb") as raw:
             if not compression:

@@ -1,7 +1,5 @@
 """Turns raw records into documents: decodes JSON and UTF-8, finds malformed records, and cuts long documents."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 
@@ -11,9 +9,7 @@ from matmix.data.prepare.text import ReadOptions
 
 def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
     """Yields the documents of a chunk in order, "" for one of white space only. Blank lines of .jsonl files give none.
-
-    Raises ValueError at bytes that are not UTF-8, with file, line and byte.
-    """
+    Raises ValueError at bytes that are not UTF-8, with file, line and byte."""
     options, line = chunk.source.options, chunk.start.line
     for record in chunk.records:
         if isinstance(record, bytes):

@@ -1,7 +1,5 @@
 """Prepares text: from files to documents of tokens, with a tokenizer that is given or trained on the text."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -151,7 +149,7 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) ->
 
 def usable_fraction(fraction: float, sources: Sequence[TextFile]) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
-    that gives it the document of the smallest hash. The result depends on the text and the options only.
+    that gives it the document of the smallest hash.
 
     Reads until both splits have a document. Raises ValueError (one line) where one of them would get none.
     """
@@ -203,11 +201,8 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Token
 
 
 def _sample(megabytes: float, sources: Sequence[TextFile], met: Progress) -> Iterator[str]:
-    """Yields at most so much text, and counts malformed records in `met`.
-
-    Each source gives from its beginning a share by its size on the disk; what a short one leaves over goes to the later
-    ones. The last document is cut to fit.
-    """
+    """Yields at most so much text, and counts malformed records in `met`. Each source gives from its beginning a share
+    by its size on the disk; what a short one leaves over goes to the later ones."""
     budget, bytes_left = int(megabytes * 1e6), sum(s.bytes for s in sources)
     for source in sources:
         share = budget * source.bytes // max(1, bytes_left)
@@ -226,11 +221,10 @@ def _sample(megabytes: float, sources: Sequence[TextFile], met: Progress) -> Ite
 
 
 def train_in(folder: Path, texts: Sequence[str], options: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that `train_sentencepiece` makes of texts with these options. folder: for scratch files.
+    """Returns the tokenizer that `train_sentencepiece` makes of texts. folder: for scratch files.
 
-    A long training has a process of its own, so that whoever waits for it sees that it works, and can end it:
-    sentencepiece trains in C++, which does not look for signals.
-    Raises ValueError as `train_sentencepiece` does, RuntimeError if the training was killed.
+    A long training has a process of its own, so that whoever waits for it can end it: sentencepiece trains in C++,
+    which does not look for signals. Raises ValueError as `train_sentencepiece` does, RuntimeError if it was killed.
     """
     model = folder / "tokenizer.model"
     if sum(len(text) for text in texts) <= _FEW:

@@ -1,13 +1,9 @@
 """Finds the text files that arguments name, and reads each as a stream of chunks of raw records, from any position.
 
-The records of a file are lines (.jsonl), documents (.txt) or rows (.parquet). Reading cuts them into chunks of about
-`CHUNK_BYTES`, which other processes turn into documents (documents.py). A position in a text is a byte offset in the
-decompressed file, so that reading can continue there.
-
-For parts, a file that can be entered anywhere (lines of uncompressed text, rows of a .parquet file) is cut at the next
-record. One that can only be read from its beginning (compressed text, or a text that is cut into pieces of
-`max_document_chars`) stays whole in one part unless it is larger than a part; then it is read through once to find its
-records. So the cuts follow from the input, its options and the number of parts.
+Records are lines (.jsonl), documents (.txt) or rows (.parquet); a position in a text is a byte offset in the
+decompressed file. A file that can be entered anywhere (lines of uncompressed text, rows) is cut into parts at the next
+record. One that can only be read from its beginning (compressed, or cut into pieces of `max_document_chars`) stays
+whole in one part unless it is larger than a part; then it is read through once to find its records.
 """
 
 from __future__ import annotations
@@ -43,11 +39,11 @@ _KINDS = {".txt": "txt", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"
 
 
 def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> tuple[list[TextFile], list[str]]:
-    """Returns the files that paths, folders (with their subfolders), globs and `bundled:NAME` name, without repetition.
+    """Returns the files that paths, folders (with their subfolders), globs and `bundled:NAME` name, without repetition,
+    in the order of the arguments, and those of folders and globs that were passed over for their suffix.
 
-    They come in the order of the arguments, sorted within each. The second list holds the files of folders and globs
-    that were passed over for their suffix. Raises FileNotFoundError for a path or pattern without a file, ValueError
-    for a suffix that cannot be read and a name that is not UTF-8.
+    Raises FileNotFoundError for a path or pattern without a file, ValueError for a suffix that cannot be read and a
+    name that is not UTF-8.
     """
     sources: dict[str, TextFile] = {}
     ignored: list[str] = []
@@ -285,8 +281,8 @@ class TextFile(Source):
         return [ends[i] if i < len(ends) and ends[i] < last else None for i in chosen]
 
     def _next_record(self, offset: int) -> int:
-        """Returns where the first record begins that surely begins at or after a byte of an uncompressed text (its
-        size if none does). What stands before is not read, so one record of several lines may be passed over."""
+        """Returns where the first record begins that surely begins at or after a byte of an uncompressed text, or its
+        size. What stands before is not read, so one record of several lines may be passed over."""
         if offset == 0:
             return 0
         begin = offset - 1

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from failures import each
@@ -9,15 +11,11 @@ MASK, SPECIAL, VOCAB = 6, list(range(7)), 200
 ORDINARY = np.array([i for i in range(7, VOCAB) if i % 10])  # every tenth id is unused
 
 
-def masker(seed=0, **config) -> Masker:
-    return Masker(
-        MaskingConfig(**config),
-        seed=seed,
-        mask_id=MASK,
-        special_ids=SPECIAL,
-        ordinary_ids=ORDINARY,
-        vocab_size=VOCAB,
+def masker(seed=0, mask_id=MASK, ordinary=ORDINARY, **config) -> Masker:
+    tokenizer = SimpleNamespace(
+        special={"mask": mask_id}, silent_ids=SPECIAL, ordinary_ids=lambda: ordinary, vocab_size=VOCAB
     )
+    return Masker(MaskingConfig(**config), tokenizer, seed)
 
 
 def tokens(rows=64, seqlen=512) -> np.ndarray:
@@ -105,18 +103,10 @@ def test_config_errors(config, message):
 @pytest.mark.parametrize(
     ("mask_id", "ordinary", "message"),
     [
-        (None, ORDINARY, "has none"),
         (VOCAB, ORDINARY, "outside the vocabulary"),
         (MASK, ORDINARY[:0], "ordinary"),
     ],
 )
 def test_vocabulary_errors(mask_id, ordinary, message):
     with pytest.raises(ValueError, match=message):
-        Masker(
-            MaskingConfig(),
-            seed=0,
-            mask_id=mask_id,
-            special_ids=SPECIAL,
-            ordinary_ids=ordinary,
-            vocab_size=VOCAB,
-        )
+        masker(mask_id=mask_id, ordinary=ordinary)

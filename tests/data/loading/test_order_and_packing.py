@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from matmix.data.config import DataConfig
 from matmix.data.loading.order import Order
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking
+from matmix.data.loading.rows import Reading
 
 BOS, EOS = 2, 3
 
@@ -29,7 +31,13 @@ SHARDS = MemoryShards([[3, 0, 1, 7], [0, 0], [12, 1], [], [5, 2, 2, 9, 1], [4]])
 
 
 def order_of(shards, seed=1, shuffle=True, shuffle_block=2, extra=1) -> Order:
-    return Order(shards, extra=extra, shuffle=shuffle, shuffle_block=shuffle_block, seed=seed)
+    data = DataConfig(shuffle=shuffle, shuffle_block=shuffle_block)
+    return Order(shards, data, Reading(seed=seed), extra)
+
+
+def packing_of(kind, shards, *, seqlen, causal=True, prefix=None, suffix=None, seed=0, keep_last=False, **options):
+    reading = Reading(seed=seed, one_pass=keep_last)
+    return kind(shards, DataConfig(seqlen=seqlen, **options), reading, causal=causal, prefix=prefix, suffix=suffix)
 
 
 def documents(order: Order, epoch: int) -> list[tuple[int, int]]:
@@ -98,7 +106,8 @@ def test_without_shuffling_the_order_is_that_of_the_files():
 def test_concat_windows_are_the_line_cut_up(
     lengths, seqlen, causal, shuffle, keep_last, shuffle_block, prefix, suffix, epoch
 ):
-    packing = ConcatPacking(
+    packing = packing_of(
+        ConcatPacking,
         MemoryShards(lengths),
         seqlen=seqlen,
         causal=causal,
@@ -114,7 +123,7 @@ def test_concat_windows_are_the_line_cut_up(
     windows = [w for w in windows if len(w) == packing.width or (keep_last and len(w) > causal)]
     found = rows(packing, epoch)
     assert len(found) == len(windows)
-    if shuffle:  # each window once, those of a block together
+    if packing.order.shuffle:  # each window once, those of a block together
         assert sorted(found) == sorted(windows)
         starts = packing.order.plan(epoch).token_starts
         per_block = np.histogram(np.arange(len(windows)) * seqlen, bins=np.unique(starts))[0] if windows else []
@@ -127,7 +136,8 @@ def test_concat_windows_are_the_line_cut_up(
 
 
 def packed_document(causal: bool, seqlen: int, **specials) -> list[list[int]]:
-    packing = DocumentPacking(
+    packing = packing_of(
+        DocumentPacking,
         MemoryShards([[2, 0, 6], [1]]),
         seqlen=seqlen,
         causal=causal,
@@ -154,8 +164,16 @@ def test_documents_are_truncated_and_empty_ones_left_out():
 
 
 def test_shuffled_documents_come_once_each():
-    packing = DocumentPacking(
-        SHARDS, seqlen=50, causal=False, prefix=None, suffix=None, shuffle=True, shuffle_block=2, seed=0
+    packing = packing_of(
+        DocumentPacking,
+        SHARDS,
+        seqlen=50,
+        causal=False,
+        prefix=None,
+        suffix=None,
+        shuffle=True,
+        shuffle_block=2,
+        seed=0,
     )
     first = [row[0][0] for row in rows(packing, 0)]
     assert len(set(first)) == len(first) == len(packing) == 11
@@ -165,7 +183,8 @@ def test_shuffled_documents_come_once_each():
 
 @pytest.mark.parametrize("shuffle_block", [1, 3, 100])
 def test_an_epoch_has_the_same_number_of_windows_whatever_the_order(shuffle_block):
-    packing = ConcatPacking(
+    packing = packing_of(
+        ConcatPacking,
         SHARDS,
         seqlen=5,
         causal=True,

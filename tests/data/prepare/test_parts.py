@@ -326,9 +326,9 @@ def begin_late(out):
         (other_part, r"part-00003\S+ holds another preparation \(part '2/5' there, '3/5' here\)"),
         (other_tokenizer, "part-00002.*tokenizer.model is not the file that the parts were begun with; delete"),
         (fewer_documents, r"part-00002\S+/lengths.npy is missing, damaged or was changed; delete .*part-00002"),
-        (skip_records, r"part-00002-of-00005 ends at .*: records are lost"),
-        (read_twice, r"part-00003-of-00005 begins at .*: records come twice"),
-        (begin_late, r"part-00003-of-00005 begins at .*: records are lost"),
+        (skip_records, r"part-00002-of-00005 goes on at .*: records are lost"),
+        (read_twice, r"part-00003-of-00005 goes on at .*: records come twice"),
+        (begin_late, r"part-00003-of-00005 goes on at .*: records are lost"),
     ],
     fresh="prepared",
 )
