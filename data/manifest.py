@@ -192,30 +192,46 @@ def unigram_entropy(histogram: np.ndarray) -> float:
 
 def _check(manifest: Manifest) -> None:
     """Raises ValueError or TypeError, each one line, for a manifest that no preparation writes."""
+    tokenizer, images = manifest.tokenizer, manifest.images
+    tokens = ("uint16", "uint32") if manifest.facts is None else OTHER_DTYPES
     for what, value, readable in (
         ("format", manifest.format, tuple(FORMATS)),
         ("compression", manifest.compression, ("zstd", None)),
-        ("dtype", manifest.dtype, _dtypes(manifest)),
+        ("dtype", manifest.dtype, tokens if images is None else ("uint8",)),
+        ("kind of tokenizer", "tokenizers" if tokenizer is None else tokenizer.kind, ("sentencepiece", "tokenizers")),
     ):
         if value not in readable:
-            names = ", ".join(str(name) for name in readable)
-            raise ValueError(f"it says {what} {value!r:.60}; readable are {names}")
-    if manifest.tokenizer is not None:
-        _check_tokenizer(manifest)
+            raise ValueError(f"it says {what} {value!r:.60}; readable are {', '.join(map(str, readable))}")
+    if tokenizer is not None:
+        artifact_name(tokenizer.file, "it", nested=True)
+        _check_top_name(tokenizer.file.split("/")[0])
+        require(is_digest(tokenizer.sha256), "tokenizer.sha256", tokenizer.sha256)
+        limit, size = 1 << (16 if manifest.dtype == "uint16" else 31), tokenizer.vocab_size
+        require(type(size) is int and 0 < size <= limit, "tokenizer.vocab_size", size)
+        for name, value in tokenizer.special.items():
+            require(value is None or (is_count(value) and value < size), f"tokenizer.special.{name}", value)
         artifact_name(manifest.token_histogram, "it")
-        require(_is_entropy(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
+        require(_is_number(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
     else:
         for name in ("token_histogram", "unigram_entropy"):
             require(getattr(manifest, name) is None, name, getattr(manifest, name))
-    if manifest.images is not None:
+    if images is not None:
         _check_images(manifest)
     require(manifest.facts is None or isinstance(manifest.facts, dict), "facts", manifest.facts)
     require(is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
     for source in manifest.sources:
-        fine = isinstance(source, dict) and is_count(source.get("documents", 0))
-        require(fine, "sources", source)
+        require(isinstance(source, dict) and is_count(source.get("documents", 0)), "sources", source)
     require(isinstance(manifest.options, dict), "options", manifest.options)
-    _check_malformed(manifest.malformed)
+    malformed = manifest.malformed
+    require(isinstance(malformed, dict), "malformed", malformed)
+    for name in ("count", "records"):
+        require(is_count(malformed.get(name, 0)), f"malformed.{name}", malformed.get(name))
+    examples = malformed.get("examples", [])
+    require(isinstance(examples, list), "malformed.examples", examples)
+    for example in examples:
+        kinds = {"file": str, "line": int, "reason": str}
+        fine = isinstance(example, dict) and all(isinstance(example.get(key), kind) for key, kind in kinds.items())
+        require(fine, "malformed.examples", example)
     for name, split in manifest.splits.items():
         _check_top_name(name)
         for shard in split.shards:
@@ -227,26 +243,6 @@ def _check(manifest: Manifest) -> None:
     for name, digest in manifest.files.items():
         artifact_name(name, "it", nested=True)
         require(is_digest(digest), f"files.{name}", digest)
-
-
-def _dtypes(manifest: Manifest) -> tuple[str, ...]:
-    if manifest.images is not None:
-        return ("uint8",)
-    return ("uint16", "uint32") if manifest.facts is None else OTHER_DTYPES
-
-
-def _check_tokenizer(manifest: Manifest) -> None:
-    tokenizer = manifest.tokenizer
-    if tokenizer.kind not in (kinds := ("sentencepiece", "tokenizers")):
-        raise ValueError(f"it says kind of tokenizer {tokenizer.kind!r:.60}; readable are {', '.join(kinds)}")
-    artifact_name(tokenizer.file, "it", nested=True)
-    _check_top_name(tokenizer.file.split("/")[0])
-    require(is_digest(tokenizer.sha256), "tokenizer.sha256", tokenizer.sha256)
-    limit = 1 << (16 if manifest.dtype == "uint16" else 31)
-    size = tokenizer.vocab_size
-    require(type(size) is int and 0 < size <= limit, "tokenizer.vocab_size", size)
-    for name, value in tokenizer.special.items():
-        require(value is None or (type(value) is int and 0 <= value < size), f"tokenizer.special.{name}", value)
 
 
 def _check_images(manifest: Manifest) -> None:
@@ -261,20 +257,8 @@ def _check_images(manifest: Manifest) -> None:
         require(fine, f"images.counts.{split}", counts)
     for name in ("mean", "std", "width", "height"):
         numbers, length = getattr(images, name), 4 if name in ("mean", "std") else 3
-        require(len(numbers) == length and all(_is_entropy(n) for n in numbers), f"images.{name}", numbers)
+        require(len(numbers) == length and all(_is_number(n) for n in numbers), f"images.{name}", numbers)
     require(is_count(images.background) and images.background <= 255, "images.background", images.background)
-
-
-def _check_malformed(malformed: Any) -> None:
-    require(isinstance(malformed, dict), "malformed", malformed)
-    for name in ("count", "records"):
-        require(is_count(malformed.get(name, 0)), f"malformed.{name}", malformed.get(name))
-    examples = malformed.get("examples", [])
-    kinds = {"file": str, "line": int, "reason": str}
-    fine = isinstance(examples, list) and all(
-        isinstance(e, dict) and all(isinstance(e.get(key), kind) for key, kind in kinds.items()) for e in examples
-    )
-    require(fine, "malformed.examples", examples)
 
 
 def _check_top_name(name: str) -> None:
@@ -283,5 +267,5 @@ def _check_top_name(name: str) -> None:
     require(not name.startswith("."), "a folder's name", name)
 
 
-def _is_entropy(value: object) -> bool:
+def _is_number(value: object) -> bool:
     return is_count(value) or (type(value) is float and math.isfinite(value) and value >= 0)

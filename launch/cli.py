@@ -68,7 +68,7 @@ VERBS = {
     ),
 }
 for _name, _modality in MODALITIES.items():
-    _options = _modality.preparation()
+    _options = _modality.prepared_by
     if _options is not None:
         _summary = (_options.__doc__ or "").partition("\n")[0]
         VERBS.setdefault(_options.verb.removeprefix("matmix "), Branch(_summary, f"matmix.launch.prepare:{_name}"))

@@ -37,13 +37,13 @@ class _Options(BorrowedOptions):
 class TextOptions(_Options):
     """How text becomes shards."""
 
-    described: ClassVar[type] = MODALITIES["text"].preparation()
+    described: ClassVar[type] = MODALITIES["text"].prepared_by
 
 
 class PictureOptions(_Options):
     """How pictures become shards."""
 
-    described: ClassVar[type] = MODALITIES["pictures"].preparation()
+    described: ClassVar[type] = MODALITIES["pictures"].prepared_by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class PrepareImages(_Verb):
 
 def __getattr__(name: str) -> type[_Verb]:
     """Returns the verb that prepares another kind of data, by its name in `MODALITIES`."""
-    described = MODALITIES[name].preparation() if name in MODALITIES else None
+    described = MODALITIES[name].prepared_by if name in MODALITIES else None
     if described is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     options = type("OtherOptions", (_Options,), {"__doc__": described.__doc__, "described": described})

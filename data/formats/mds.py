@@ -70,14 +70,8 @@ class Mds(ShardFormat):
         return 8 + len(self._config_json())
 
     def _config(self) -> dict[str, Any]:
-        return {
-            "version": 2,
-            "format": "mds",
-            "compression": self.compression,
-            "hashes": ["sha256"],
-            "size_limit": self.size_limit,
-            **_columns(self.dtype),
-        }
+        fixed = {"version": 2, "format": "mds", "hashes": ["sha256"]}
+        return {**fixed, "compression": self.compression, "size_limit": self.size_limit, **_columns(self.dtype)}
 
     def _config_json(self) -> bytes:
         return json.dumps(self._config(), sort_keys=True).encode()
@@ -174,9 +168,7 @@ class _MdsShard(OpenShard):
     def __init__(self, path: Path, reader, documents: int, dtype: str, where: str) -> None:
         with path.open("rb") as file:
             self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        self._reader = reader
-        self._dtype = np.dtype(dtype)
-        self._where = where
+        self._reader, self._dtype, self._where = reader, np.dtype(dtype), where
         # Layout: uint32 count, uint32 offsets[count + 1], a JSON header, then the samples one after another.
         self._offsets = np.frombuffer(self._bytes, np.uint32, documents + 1, offset=4)
         ordered = bool(np.all(self._offsets[1:] >= self._offsets[:-1]))

@@ -73,19 +73,14 @@ class WebDataset(ShardFormat):
         with path.open("rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if path.stat().st_size else b""
         if np.dtype(dtype) == PICTURES:
-            members = _members(data, where, b"")
-            if len(members) != 2 * shard.documents:
-                wanted = 2 * shard.documents
+            members, wanted = _members(data, where, b""), 2 * shard.documents
+            if len(members) != wanted:
                 raise damaged(where, f"it holds {len(members)} files instead of {wanted}, 2 for each picture")
-            return _TarPictures(data, members, where)
-        members = _token_members(data, where)
+            return _TarPictures(data, members, dtype, where)
+        members = _members(data, where, _MAGIC)
         if len(members) != shard.documents:
             raise damaged(where, f"it holds {len(members)} documents instead of {shard.documents}")
         return _TarShard(data, members, dtype, where)
-
-
-def _token_members(data: memoryview, where: str) -> np.ndarray:
-    return _members(data, where, _MAGIC)
 
 
 def _members(data: memoryview, where: str, magic: bytes) -> np.ndarray:
@@ -117,11 +112,9 @@ def _member_size(field: bytes, where: str, position: int) -> int:
 
 class _TarShard(OpenShard):
     def __init__(self, data: memoryview, members: np.ndarray, dtype: str, where: str) -> None:
-        self._data = data
-        self._members = members
+        self._data, self._members, self._where = data, members, where
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._descr = repr(self._dtype.str).encode()
-        self._where = where
 
     def read(self, index: int, length: int) -> np.ndarray:
         # The npy format (NEP 1): magic, version, uint16 length of a header that spells dtype and order; data.
@@ -134,12 +127,7 @@ class _TarShard(OpenShard):
         return np.frombuffer(self._data, self._dtype, length, offset=begin + start)
 
 
-class _TarPictures(OpenShard):
-    def __init__(self, data: memoryview, members: np.ndarray, where: str) -> None:
-        self._data = data
-        self._members = members
-        self._where = where
-
+class _TarPictures(_TarShard):
     def read(self, index: int, length: int) -> np.ndarray:
         (begin, end), (first, last) = self._members[2 * index : 2 * index + 2].tolist()
         digits = self._data[first : min(last, first + 20)].tobytes()

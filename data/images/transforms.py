@@ -51,6 +51,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     """
     try:
         from timm.data import create_transform
+        from torchvision.transforms import Compose
     except ImportError as error:
         raise ValueError(
             f"pictures need timm and torchvision ({error}): in the clone of matmix, pip install -e '.[vision]'"
@@ -58,10 +59,8 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     # Libraries augment colours: for them a picture of one channel has three equal ones until the end.
     coloured = training and (config.augment or config.color_jitter or config.erasing)
     channels = 3 if config.channels == 3 or coloured else 1
-    options = {
-        "input_size": config.size, "mean": tuple(mean) * (channels // len(mean)),
-        "std": tuple(std) * (channels // len(std)),
-    }  # fmt: skip
+    mean, std = (tuple(values) * (channels // len(values)) for values in (mean, std))
+    options = {"input_size": config.size, "mean": mean, "std": std}
     fixed = "bicubic" if config.interpolation == "random" else config.interpolation
     if not training:
         transform = create_transform(
@@ -93,7 +92,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     _keep_no_bits(stages)
     if config.train_crop != "random_resized":
         stages = (_whole(config, fixed), *stages[1:])
-    return _Channels(_Chain(stages), channels, config.channels)
+    return _Channels(Compose(stages), channels, config.channels)
 
 
 def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], Image.Image]:
@@ -127,16 +126,6 @@ def _posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
     from timm.data import auto_augment
 
     return auto_augment.posterize(image, bits, **options) if bits >= 1 else image.point(lambda value: 0)
-
-
-class _Chain:
-    def __init__(self, stages: Sequence[Callable]) -> None:
-        self.stages = stages
-
-    def __call__(self, image: Image.Image) -> torch.Tensor:
-        for stage in self.stages:
-            image = stage(image)
-        return image
 
 
 class _Channels:

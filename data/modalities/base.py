@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from matmix.data.config import DataConfig, datasets_of
 from matmix.data.loading.rows import Facts, Opened, Reading
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
+from matmix.data.prepare.base import PrepareOptions
+from matmix.data.splits.reader import TokenShards
 from matmix.data.storage.remote import is_url
 
 if TYPE_CHECKING:
     from matmix.data.loading.loader import Loader
-    from matmix.data.prepare.base import PrepareOptions
-    from matmix.data.splits.reader import TokenShards
 
 
 def shard_options(data: DataConfig) -> dict[str, Any]:
@@ -53,6 +53,8 @@ class Modality:
     """Fields of [data] -> fields of [model] that must have the same value, by their dotted names."""
     Options: ClassVar[type] | None = None
     """Frozen dataclass of the fields in [data.options], every one with a default; None = it has none."""
+    prepared_by: ClassVar[type[PrepareOptions] | None] = None
+    """The options of a preparation of such data, for `prepare`; None where none has to be prepared."""
 
     # -- the recipe ----------------------------------------------------------------------------------------------
 
@@ -83,10 +85,6 @@ class Modality:
 
     def stretched(self, data: DataConfig, multiple: int) -> DataConfig | None:
         """Returns the config of samples that are so many times as long; None where their length is fixed."""
-        return None
-
-    def preparation(self) -> type[PrepareOptions] | None:
-        """Returns the options of a preparation of such data, for `prepare`; None where none has to be prepared."""
         return None
 
     # -- the data, without reading it ----------------------------------------------------------------------------

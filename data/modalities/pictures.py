@@ -1,11 +1,8 @@
 """Pictures: prepared datasets of encoded pictures with a class each, read by `matmix.data.images.rows`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +10,9 @@ from matmix.data.config import DataConfig, datasets_of
 from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
+from matmix.data.prepare.pictures import PrepareImagesConfig
 from matmix.data.splits.reader import open_pictures
 from matmix.data.storage.storage import Storage
-
-if TYPE_CHECKING:
-    from matmix.data.prepare.base import PrepareOptions
 
 
 class PictureFacts(Facts):
@@ -47,12 +42,8 @@ class Pictures(Modality):
     """Each sample is a picture, which has no positions of its own."""
 
     unit = "images"
+    prepared_by = PrepareImagesConfig
     agreeing = MappingProxyType({"images.size": "image.size", "images.channels": "image.channels"})
-
-    def preparation(self) -> type[PrepareOptions]:
-        from matmix.data.prepare.pictures import PrepareImagesConfig
-
-        return PrepareImagesConfig
 
     def datasets(self, data: DataConfig, split: str = "train") -> dict[str, float]:
         return datasets_of(data.images, split)

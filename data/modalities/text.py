@@ -17,12 +17,12 @@ from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.loading.rows import Facts, Failure, Opened, Reading, errors_as_failures
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, contents_digest, shard_options
+from matmix.data.prepare.text import PrepareConfig
 from matmix.data.splits.reader import TokenShards, open_dataset
 from matmix.data.storage.files import sha256_of
 
 if TYPE_CHECKING:
     from matmix.data.loading.batch import Batch
-    from matmix.data.prepare.base import PrepareOptions
     from matmix.data.tokenizer import Tokenizer
 
 
@@ -53,10 +53,7 @@ class TextFacts(Facts):
 class Text(Modality):
     """Each sample is a sequence of data.seqlen tokens, for causal models with the token behind it."""
 
-    def preparation(self) -> type[PrepareOptions]:
-        from matmix.data.prepare.text import PrepareConfig
-
-        return PrepareConfig
+    prepared_by = PrepareConfig
 
     def split_size(self, split: SplitInfo) -> int:
         return split.tokens

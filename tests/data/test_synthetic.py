@@ -299,7 +299,7 @@ def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
         ({"items": 0}, "data.synthetic.items must be at least 1, got 0"),
         ({"task": "listops", "arguments": 1}, "data.synthetic.arguments must be at least 2, got 1"),
         ({"validation_samples": 0}, "data.synthetic.validation_samples must be at least 1"),
-        ({"eval_lengths": (1, 0)}, "data.synthetic.eval_lengths must be multiples of 1 or more, got 0"),
+        ({"eval_lengths": (1, 0)}, "data.synthetic.eval_lengths must be multiples of 1 or more, got .1, 0."),
     ],
 )  # fmt: skip
 def test_config_refused(options, message):

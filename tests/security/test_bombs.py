@@ -15,7 +15,7 @@ import zstandard
 from hostile_data import edit_manifest, prepared, snapshot
 
 from matmix.data.formats.base import DamagedShard
-from matmix.data.formats.webdataset import _token_members
+from matmix.data.formats.webdataset import _MAGIC, _members
 from matmix.data.splits.reader import open_dataset
 
 MEBIBYTE = 1 << 20
@@ -54,7 +54,7 @@ def test_a_tar_member_of_negative_size_does_not_hold_the_reader():
     header = bytearray(512)
     header[:5], header[124:136] = b"a.npy", b"-0000001000\0"
     with pytest.raises(DamagedShard, match="no tar header at byte 0"):
-        _token_members(memoryview(bytes(header) * 4), "here")
+        _members(memoryview(bytes(header) * 4), "here", _MAGIC)
 
 
 def test_a_remote_file_larger_than_it_may_be_is_not_fetched(tmp_path):

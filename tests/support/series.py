@@ -103,9 +103,7 @@ class Series(Modality):
 
     unit = "values"
     Options = SeriesOptions
-
-    def preparation(self) -> type[PrepareOptions]:
-        return PrepareSeries
+    prepared_by = PrepareSeries
 
     def packing(self, data: DataConfig) -> str:
         return "rows"

@@ -1,16 +1,11 @@
 """Options of `matmix prepare-images`: from files of pictures with labels to shards of pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from matmix.data.config import Limits, at_least
-from matmix.data.prepare.base import PrepareOptions
-
-if TYPE_CHECKING:
-    from matmix.data.prepare.pictures.preparation import PicturePreparation
+from matmix.data.prepare.base import Preparation, PrepareOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +61,7 @@ class PrepareImagesConfig(PrepareOptions):
             raise ValueError("prepare-images: validation and validation_fraction are both given: keep one of them")
 
     @classmethod
-    def kind(cls) -> type[PicturePreparation]:
+    def kind(cls) -> type[Preparation]:
         try:
             from matmix.data.prepare.pictures.preparation import PicturePreparation
         except ImportError as error:

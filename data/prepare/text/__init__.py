@@ -1,16 +1,11 @@
 """Options of `matmix prepare`: from text files to shards of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from matmix.data.config import Limits, at_least
-from matmix.data.prepare.base import PrepareOptions
-
-if TYPE_CHECKING:
-    from matmix.data.prepare.text.preparation import TextPreparation
+from matmix.data.prepare.base import Preparation, PrepareOptions
 
 OF_TRAINING = ("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization")
 """Options that `train_sentencepiece` takes."""
@@ -86,7 +81,7 @@ class PrepareConfig(PrepareOptions, ReadOptions):
         return {name: value for name, value in super().of_contents().items() if name not in left_out}
 
     @classmethod
-    def kind(cls) -> type[TextPreparation]:
+    def kind(cls) -> type[Preparation]:
         from matmix.data.prepare.text.preparation import TextPreparation
 
         return TextPreparation

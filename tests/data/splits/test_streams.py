@@ -340,7 +340,7 @@ def test_tar_members_of_other_kinds_are_passed_over(tmp_path, form):
                     member.pax_headers = {"comment": "é" * 300}
                 tar.addfile(member, io.BytesIO(content))
     raw = (tmp_path / "a.tar").read_bytes()
-    spans = webdataset._token_members(memoryview(raw), "here")
+    spans = webdataset._members(memoryview(raw), "here", webdataset._MAGIC)
     assert [raw[a:b] for a, b in spans] == [npy(a) for a in arrays]
 
 
