@@ -267,8 +267,7 @@ class Resubmit:
     home: Home
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Submits what is not finished, or for a local launch runs it. Raises ValueError while it is queued or
-        running."""
+        """Submits what is not finished, or runs a local launch. Raises ValueError while it is queued or running."""
         from matmix.launch.jobs.hosts import run_local
 
         home = find_home(self.home)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -28,6 +28,9 @@ from matmix.train.process.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from matmix.train.process.launched import wait_for_port
 from matmix.train.run.outcome import attempt_id
 
+if TYPE_CHECKING:
+    from matmix.train.config import RunConfig
+
 # Nodes of one start wait this long for each other, so that with all imports a missing one costs less than a minute;
 # torchrun's own 600 s is a long time for a mistyped address.
 _JOIN_SECONDS = 35
@@ -35,30 +38,39 @@ _ENDPOINT = re.compile(r"(?:\[(?P<address>[^\[\]]+)\]|(?P<host>[^:\[\]]+))(?::(?
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Local:
+class _Ranks:
+    recipe: Recipe = ""
+    """Path, run directory, or name of a bundled recipe."""
+    nproc: int
+    """Processes on this host, one a GPU."""
+    dry_run: bool = False
+    """Print what would run, and run nothing."""
+
+    def read_config(self, rest: Sequence[str], ranks: int) -> RunConfig:
+        from matmix.launch.jobs.slurm.submit import checked  # imports torch, and --help should not
+        from matmix.train.config import RunConfig
+        from matmix.train.recipe import load_config
+
+        check_overrides(self, rest, RunConfig)
+        return checked(load_config(self.recipe, rest), ranks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Local(_Ranks):
     """Run a recipe on this host, a process for each GPU, and start it again after failures as a cluster would.
 
     Ctrl-C saves and ends the run; the same command goes on from there.
     """
 
-    recipe: Recipe = ""
-    """Path, run directory, or name of a bundled recipe."""
-    nproc: int
-    """Processes on this host, one a GPU."""
     max_restarts: int = attempts.DEFAULT_MAX_REQUEUES
     """How often a failed run is started again without having got further, as --max-requeues of slurm; 0 = never."""
-    dry_run: bool = False
-    """Print what would run, and run nothing."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
-        from matmix.launch.jobs.slurm.submit import checked  # imports torch, and --help should not
-        from matmix.train.config import RunConfig
-        from matmix.train.recipe import load_config, write_config
+        from matmix.train.recipe import write_config  # imports torch, and --help should not
 
-        check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc")
-        config = checked(load_config(self.recipe, rest), self.nproc)
+        config = self.read_config(rest, self.nproc)
         home = launches.launch_home(config.run_dir)
         launch, command = launches.new_launch_id(home), list(typed)
         job = Job(kind="local", launch=launch, command=command, nproc=self.nproc, max_restarts=self.max_restarts)
@@ -89,16 +101,12 @@ def run_local(home: Path, job: Job) -> int:
         for number in itertools.count():
             name = f"{start}.{number}"
             environment = environment_for(job.nproc, name)
-            environment["PYTHONPATH"] = os.pathsep.join(
-                filter(None, [str(folder / "code"), os.environ.get("PYTHONPATH")])
-            )
+            paths = [str(folder / "code"), os.environ.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             attempts.begin(home, name, socket.gethostname())
             code = processes.run_ranks(command, job.nproc, environment, requests)
-            told = bool(requests)
-            ending = "it was told to stop" if told else ""
-            attempt, decision = attempts.conclude(
-                home, name, code, max_requeues=job.max_restarts, signalled=told, ending=ending
-            )
+            ends = {"signalled": bool(requests), "ending": "it was told to stop" if requests else ""}
+            attempt, decision = attempts.conclude(home, name, code, max_requeues=job.max_restarts, **ends)
             if not decision.again:
                 break
             print(f"attempt {name}: starting again: {decision.why}", flush=True)
@@ -109,13 +117,9 @@ def run_local(home: Path, job: Job) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Torchrun:
+class Torchrun(_Ranks):
     """Run this node's part of a recipe under torchrun; start the same command on every node."""
 
-    recipe: Recipe = ""
-    """Path, run directory, or name of a bundled recipe."""
-    nproc: int
-    """Processes on this host, one a GPU."""
     nnodes: int
     """Nodes; this command runs on each."""
     rdzv: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")]
@@ -126,20 +130,12 @@ class Torchrun:
     """Name under which the nodes meet, the same on all; default: the run's."""
     local_addr: str | None = None
     """This node's address for the others; default: the one that leads to HOST."""
-    dry_run: bool = False
-    """Print what would run, and run nothing."""
 
     def run(self, rest: list[str], typed: Sequence[str]) -> int:
         """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
-        from matmix.train.config import RunConfig  # imports torch, and --help should not
-        from matmix.train.recipe import load_config
-
-        check_overrides(self, rest, RunConfig)
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)
-        config = load_config(self.recipe, rest)
-        if words := config.micro_batch_words(config.data_size(self.nnodes * self.nproc)):
-            print(words, file=sys.stderr, flush=True)
+        config = self.read_config(rest, self.nnodes * self.nproc)
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
         # To show the command needs no network.

@@ -65,8 +65,7 @@ def run_agent(command: Sequence[str], environment: Mapping[str, str], requests: 
 
 
 def run_ranks(command: Sequence[str], nproc: int, environment: Mapping[str, str], requests: Sequence[int]) -> int:
-    """Runs `command` once for each rank of this host; the exit code of the one that failed first, 128 + n for signal
-    n."""
+    """Runs `command` once for each rank of this host; the exit code of the first that failed, 128 + n for signal n."""
     folder = make_own_folder()
     store = folder / f"store-{_new_name()}"
     common = {
@@ -132,8 +131,7 @@ def _run(
 
 
 def say_failure(name: str, process: int, code: int) -> int:
-    """Prints how a process with a name failed, unless it stopped as it was told; its exit code, 128 + n for signal
-    n."""
+    """Prints how a process with a name failed, unless it was told to stop; its exit code, 128 + n for signal n."""
     if name and code != EXIT_STOPPED:
         what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         print(f"matmix: {name} (process {process}) {what}", file=sys.stderr, flush=True)

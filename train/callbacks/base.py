@@ -49,8 +49,7 @@ class RunView(Protocol):
 
     @property
     def steady_path(self) -> Path:
-        """The run directory by a name that stays right while it is moved, for writers that open files again and
-        again."""
+        """The run directory by a name that stays right while it is moved, for writers that open files each time."""
 
     def saved_steps(self) -> Sequence[int]:
         """Returns the steps of the run's checkpoints, ascending."""
@@ -73,11 +72,9 @@ class Callback:
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass of the options that a recipe may give it; they are arguments of the class."""
     main_rank_only: bool = True
-    """True: only rank 0 has it. Where every rank has one, none may wait for another: a collective would hang if one of
-    them failed."""
+    """True: only rank 0 has it. Where every rank has one, none may wait for another, which may have failed."""
     tries_again: bool = False
-    """True: it keeps what it could not write and writes it later. An OSError is reported once, and the callback
-    stays."""
+    """True: it writes later what it could not write. An OSError is reported once, and the callback stays."""
 
     def on_start(self, run: RunView) -> None:
         """Before the first step; the state has been restored."""

@@ -1,5 +1,4 @@
-"""Trackers of experiments, which get the numbers of the records: TensorBoard, Weights & Biases (the extra `wandb`) and
-MLflow (the extra `mlflow`)."""
+"""Trackers of experiments: TensorBoard, Weights & Biases (the extra `wandb`) and MLflow (the extra `mlflow`)."""
 
 from __future__ import annotations
 

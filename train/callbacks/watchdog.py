@@ -1,5 +1,4 @@
-"""A rank that hangs ends itself, and leaves behind what all its threads were doing: it would hold the job until its
-limit."""
+"""A rank that hangs would hold the job until its limit: it ends itself, and leaves what all its threads were doing."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ _NAMED = 3  # tensors in a message
 
 @torch.no_grad()
 def fingerprint(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns two numbers of 64 bits, (2,) on `device`, made from the bits of all tensors in order. The host does not
-    wait.
+    """Returns two numbers of 64 bits, (2,) on `device`, made from the bits of all tensors. The host does not wait.
 
     One element that changes always changes them, and so do two that change places within a piece of 16 MiB. Of other
     changes one in 2^64 would not.

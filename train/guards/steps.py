@@ -61,8 +61,8 @@ class NanGuard:
 
 
 def find_overflow(run: RunView) -> tuple[str, str]:
-    """Returns which layer's states, from the bottom, first left the range of floats in the last step ("" if none or not
-    known), and advice."""
+    """Returns which layer's states, from the bottom, first left the range of floats in the last step, or "", and
+    advice."""
     for name, value in run.monitored.items():  # in the order of the layers
         _, index, short = name.split(".", 2)  # blocks.<index>.<name of the value>
         mixer = run.engine.module.blocks[int(index)].mixer
@@ -166,8 +166,7 @@ def go_back(
 
 
 class DamagedShards:
-    """Collects the damaged shards that all ranks' micro-batches report (`data.skip_damaged`), and tells of each
-    once."""
+    """Collects the damaged shards that all ranks' micro-batches report (`data.skip_damaged`); tells of each once."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

@@ -128,8 +128,7 @@ class CollectiveClock:
         self.steps += not cuda or sample
 
     def per_step(self) -> float:
-        """Returns the seconds per measured step since `reset`, without waiting for events that the device has not
-        passed."""
+        """Returns the seconds per measured step since `reset`, without events that the device has not passed yet."""
         passed = [(first, last) for first, last in count.events if last.query()]
         seconds = self.seconds + sum(first.elapsed_time(last) for first, last in passed) / 1e3
         return seconds / max(self.steps, 1)
@@ -144,8 +143,7 @@ class Stragglers:
         self.streaks: dict[int, int] = {}
 
     def look(self, step: int, own: Times) -> tuple[dict[str, float], list[str]]:
-        """Returns (numbers of a record, lines to log) from this rank's times since the last record. Called on all
-        ranks."""
+        """Returns (numbers of a record, lines to log) from the times since the last record. Called on all ranks."""
         if self.engine.world_size == 1:
             return {}, []
         mine = torch.tensor(own, dtype=torch.float64, device=self.engine.device)

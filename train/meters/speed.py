@@ -1,5 +1,4 @@
-"""Measures what the interval between two records did, the states of mixers in it, and where the whole run's time
-went."""
+"""Measures what the interval between two records did, the states of mixers in it, and where the run's time went."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class Speedometer:
     def __init__(
         self, forward_flops: float, device: torch.device, devices: int, precision: str, unit: str = "tokens"
     ) -> None:
-        """forward_flops: of one token, or what else `unit` says; devices: how many work on the run; precision: the
-        engine's."""
+        """forward_flops: of one token, or other `unit`; devices: how many work on the run; precision: the engine's."""
         self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
         self.device = device
         peak = peak_flops(device, precision)
@@ -178,7 +176,7 @@ class Speedometer:
 
 class Monitor:
     """Collects the scalars that a model's mixers report of their forward passes (`model.monitor()`), over
-    micro-batches, steps and ranks. Names that end in "_max" combine by maximum, others by mean; a NaN or an infinity
+    micro-batches, steps and ranks. Names that end in "_max" combine by maximum, others by mean; a NaN or infinity
     stays.
 
     Collecting costs three small operations on the device per micro-batch, however many layers there are, and never

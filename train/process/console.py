@@ -99,7 +99,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Returns True where one line says all about `error`; anything else is a mistake of ours, which needs its
+    """Returns True where one line says all about `error`; anything else is a mistake of ours and needs its
     traceback."""
     return isinstance(error, (*USER_ERRORS, RunFailure, OverflowError, OSError, KeyboardInterrupt))
 

@@ -7,8 +7,7 @@ EXIT_FAILED = 1
 EXIT_USER = 2
 """A config, data or command line that cannot be used: another start without a change cannot help."""
 EXIT_STOPPED = 75
-"""A signal asked the run to stop and all that it had done is saved: the same command goes on from there (this is
-EX_TEMPFAIL of sysexits.h, "try again")."""
+"""A signal asked the run to stop and all is saved: the same command goes on from there (EX_TEMPFAIL of sysexits.h)."""
 EXIT_HUNG = 76
 """A rank stopped making progress and the watchdog ended the process."""
 EXIT_INTERRUPTED = 130

@@ -53,8 +53,7 @@ def explain(places: Mapping[int, Whereabouts], rank: int, world_size: int) -> st
 
 
 def find_stopped(places: Mapping[int, Whereabouts], world_size: int) -> list[int]:
-    """Returns the ranks that have begun fewer collectives, else those that did not tell; [] where that cannot be
-    said."""
+    """Returns the ranks that have begun fewer collectives, else those that did not tell; [] where nobody can say."""
     most = max(where.begun for where in places.values())
     behind = [rank for rank, where in places.items() if where.begun < most]
     return sorted(behind) or sorted(set(range(world_size)) - places.keys())

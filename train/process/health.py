@@ -50,8 +50,7 @@ def tell_health(distributed: Distributed, run_dir: str) -> None:
 
 
 def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
-    """Checks all nodes, on all ranks together, and returns what each rank found. Raises HealthError, naming the bad
-    nodes.
+    """Checks all nodes, on all ranks together; returns what each rank found. Raises HealthError, naming the bad nodes.
 
     Each rank looks at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong
     byte has a sender and a receiver, and time an all-reduce.
@@ -134,8 +133,7 @@ def _pass_around_ring(distributed: Distributed) -> tuple[str, float]:
 
 
 def _all_reduce_bandwidth(distributed: Distributed) -> float:
-    """Measures the bus bandwidth of an all-reduce, bytes/s: what each link carried, comparable for any number of
-    ranks."""
+    """Measures an all-reduce's bus bandwidth, bytes/s: what each link carried, comparable for any number of ranks."""
     size = _REDUCE_BYTES[distributed.device.type]
     buffer = torch.zeros(size // 4, device=distributed.device)
     seconds = _fastest(lambda: (dist.all_reduce(buffer), buffer[0].item()))

@@ -1,5 +1,4 @@
-"""Holds what a launcher tells each process, and ends that when the launcher dies. (Standard library only, for
-launchers.)"""
+"""Holds what a launcher tells each process, and ends that with the launcher. (Standard library only, for launchers.)"""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ def follow_launcher() -> None:
     """Has the kernel kill this process when its launcher dies, and ends it at once if that is dead already: it would
     train unattended, meet the ranks of the next start in its store, and stand in their way.
 
-    Called before anything else. Our launchers give their number; of a torchrun it is the parent; other processes have
-    none.
+    Called before anything else. Our launchers give their number; of a torchrun it is the parent; others have none.
     """
     global _launcher
     given = os.environ.pop(LAUNCHER_VARIABLE, "")  # what this process starts has another parent

@@ -1,5 +1,4 @@
-"""Sets up where messages of the logger "matmix" go. Rank 0 speaks for all; what another must say has
-`extra=EVERY_RANK`."""
+"""Sets up where messages of the logger "matmix" go. Rank 0 speaks for all; what others must say is EVERY_RANK."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class _File(logging.Handler):
 
 @contextlib.contextmanager
 def shown(level: str, *, rank: int = 0) -> Iterator[None]:
-    """Shows messages of `level` and above on stderr; of two, the inner one counts. Raises ValueError for another
-    level."""
+    """Shows messages of `level` and above on stderr; of two, the inner one counts. Raises ValueError for no level."""
     if level not in LEVELS:
         raise ValueError(f"the level of messages must be one of {', '.join(LEVELS)}, got {level!r}")
     console = _Console()

@@ -35,8 +35,7 @@ class Meeting:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Meeting:
-        """Reads torchrun's variables, and ours. Raises ValueError for a MASTER_ADDR or MASTER_PORT that is missing or
-        wrong."""
+        """Reads torchrun's variables, and ours. Raises ValueError for a wrong or missing MASTER_ADDR or MASTER_PORT."""
         rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         one_host = environment.get("LOCAL_WORLD_SIZE") == str(world_size)
         by_agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

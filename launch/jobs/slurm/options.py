@@ -1,5 +1,4 @@
-"""Holds the options of a Slurm job: defaults < site profile (what is the same for all jobs on a cluster) < command
-line."""
+"""Holds the options of a Slurm job: defaults < site profile (the same for all jobs of a cluster) < command line."""
 
 from __future__ import annotations
 
