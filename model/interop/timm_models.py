@@ -113,15 +113,10 @@ def matmix_image_classifier(
 ) -> TimmImageClassifier:
     """An exported image classifier, or one of `config` with new weights.
 
-    Args:
-        pretrained: read the weights of the export; else only what it is.
-        pretrained_cfg_overlay: {"file": the export}. pretrained_cfg: the same, where timm was given it.
-        num_classes: another number than the export's gives the model a new last layer; 0 = none.
-        in_chans: must be that of the model.
-        drop_path_rate: in place of model.drop_path.
-        config: what is built without an export.
-        options: none is known.
-    Raises ValueError (one line).
+    pretrained: read the weights of the export, not only what it is; pretrained_cfg_overlay, or pretrained_cfg:
+    {"file": the export}; num_classes: another number than the export's makes a new last layer, 0 = none; in_chans: that
+    of the model; drop_path_rate: in place of model.drop_path; config: what is built without an export. Raises
+    ValueError (one line), also for other options.
     """
     # timm hands on options that were not given, too.
     if unknown := [name for name, value in options.items() if value is not None]:

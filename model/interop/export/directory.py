@@ -65,21 +65,15 @@ def export_model(
     appears whole or not at all.
 
     Args:
-        state: weights by name; an iterable of pairs is consumed one tensor at a time, so that no more than one file of
-            weights is in memory.
-        tokenizer: a sentencepiece model or a tokenizer.json; None exports without a tokenizer.
+        state: weights by name; pairs are taken one by one, so that no more than one file of weights is in memory.
+        tokenizer: a sentencepiece model or a tokenizer.json, with the ids of pad, unk, bos, eos, cls, sep and mask as
+            `special`; prefix, suffix: names of those that stood before and after every document in training.
         out_dir: must not exist, or be empty.
-        special: ids of pad, unk, bos, eos, cls, sep, mask, where there are such tokens.
-        prefix, suffix: names of the special tokens that stood before and after every document in training.
-        dtype: "float32", "bfloat16" or "float16".
-        max_shard_bytes: largest size of a file of weights.
+        dtype: "float32", "bfloat16" or "float16"; max_shard_bytes: largest size of a file of weights.
         max_length: tokens of the longest documents in training, from which on the tokenizer and sentence-transformers
             cut texts if asked to; 0 = config.max_seqlen.
-        notes: Markdown for the model card, such as where the weights come from.
-        licence: of the weights, for the model card; "" = unknown.
-        languages: of the texts, for the model card; () = unknown.
-        outputs: what those of a classifier stand for.
-        images: what a model of images has to be given; None exports without an image processor.
+        notes, licence, languages: for the model card: Markdown, and what is known of weights and texts.
+        outputs: what those of a classifier stand for; images: what a model of images has to be given.
         onnx: also write model.onnx.
     Returns: the directory. Raises ValueError (one line) if it is not empty or the parts do not fit each other.
     """

@@ -115,9 +115,8 @@ class MatmixImageProcessor(BaseImageProcessor):
         (one line) for others, and for options of transformers' own processors that would change the result.
         """
         refuse_options(kwargs)
-        several = list(images) if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4 else [images]
-        values = np.stack([self.pixels(image) for image in several])
-        return BatchFeature({"pixel_values": values}, tensor_type=return_tensors)
+        several = images if isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4 else [images]
+        return BatchFeature({"pixel_values": np.stack([*map(self.pixels, several)])}, tensor_type=return_tensors)
 
     def pixels(self, image: Any) -> np.ndarray:
         """float32 (channels, size, size) of one picture."""

@@ -79,12 +79,8 @@ def write_tokenizer(
 ) -> None:
     """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
 
-    Args:
-        special: as for `load_fast_tokenizer`.
-        prefix, suffix: ids put around a text where special tokens are asked for; None = nothing there.
-        max_length: longest document of the training.
-        padding_side: "left" or "right".
-        token_types: whether the model takes token types (for pairs of texts).
+    special: as for `load_fast_tokenizer`; prefix, suffix: ids put around a text where special tokens are asked for,
+    None = nothing there; max_length: longest document of the training; token_types: whether the model takes them.
     """
     tokenizer.post_processor = special_tokens_around(tokenizer, prefix, suffix)
     tokenizer.encode_special_tokens = False
@@ -152,13 +148,10 @@ PROBE_TEXTS = (
 def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Tokenizer:
     """Returns a fast tokenizer whose ids equal those of the sentencepiece model at `path`.
 
-    Handles BPE and unigram models, byte fallback, any normalisation table, dummy prefix and whitespace
-    options, control and user-defined symbols. Control symbols become special tokens: they are found in
-    text by default, and treated as plain text (as sentencepiece does) with `encode_special_tokens =
-    True`. The one named `mask` takes the space before it along, as the word does that it stands for.
-
-    Raises FileNotFoundError if there is no such file, ValueError for a file that is no sentencepiece model or
-    uses an option that has no counterpart (model type word, whitespace as suffix, unused pieces).
+    Control symbols become special tokens: they are found in text by default, and treated as plain text (as
+    sentencepiece does) with `encode_special_tokens = True`. The one named `mask` takes the space before it along, as
+    the word does that it stands for. Raises FileNotFoundError, and ValueError for a file that is no sentencepiece model
+    or uses an option that has no counterpart (model type word, whitespace as suffix, unused pieces).
     """
     from sentencepiece import sentencepiece_model_pb2
 

@@ -24,16 +24,11 @@ def write_weights(
 ) -> int:
     """Writes model.safetensors, or model-00001-of-0000N.safetensors with an index; returns the bytes written.
 
-    Memory stays bounded by one file: a tensor is taken from `tensors`, converted, and kept only until its
-    file is full. A tensor larger than `max_shard_bytes` gets a file of its own.
+    Memory stays bounded by one file. A tensor larger than `max_shard_bytes` has a file of its own.
 
-    Args:
-        tensors: (name, tensor) in any order.
-        expected: names and shapes that there must be.
-        prefix: put before every name.
-        dtype: "float32", "bfloat16" or "float16", for floating-point tensors.
-    Raises ValueError naming the first name that is missing, unknown, or of another shape, and OSError (one line) where
-    the disk is full.
+    tensors: names and tensors in any order; expected: those that there must be, whose names get a prefix; dtype: one of
+    `DTYPES`, for floating-point tensors. Raises ValueError naming the first name that is missing, unknown, or of
+    another shape, and OSError (one line) where the disk is full.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")

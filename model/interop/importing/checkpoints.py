@@ -38,8 +38,7 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
             Hugging Face writes it). The configuration is config.json beside the weights (or modelcfg.json,
             model.json), or the file's metadata; what it leaves out is read off the shapes.
         overrides: configuration values that take precedence.
-    Returns: the model's configuration, and its state in our names, float32.
-    Raises: FileNotFoundError; ValueError, one line, for what cannot be read or does not fit.
+    Returns: the model's configuration, and its state in our names, float32. Raises FileNotFoundError, ValueError.
     """
     config, state = open_checkpoint(source, path, **overrides)
     return config, {name: tensor.float().contiguous() for name, tensor in state.items()}

@@ -65,10 +65,8 @@ def from_reference(kind: str, state: Mapping[str, torch.Tensor], **config: Any) 
         state: the reference's parameters by its own names.
         config: its constructor arguments; values may be text, as safetensors metadata has them.
     Returns: a module that also has `reference_names` and `reference_gradients()`. Its gradients are the reference's:
-    a lion-attention layer of mask_type "Selective" learns nothing through its gates, and a_i has no gradient, as the
-    authors detach them (the mixer lion_s does learn them).
-    Raises: ValueError, one line, for an unknown kind, an unknown or missing key, or a shape that does not
-    fit.
+    a lion-attention layer of mask_type "Selective" learns nothing through its gates (see `PublishedLionS`).
+    Raises ValueError (one line) for an unknown kind, an unknown or missing key, or a shape that does not fit.
     """
     if kind not in KINDS:
         near = difflib.get_close_matches(kind, KINDS, n=1)

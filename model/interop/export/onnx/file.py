@@ -27,17 +27,15 @@ def check_packages() -> None:
 
 
 def write_onnx(model: Backbone, path: Path, *, longest: int = 0) -> float:
-    """Write a model in float32, and compare what onnxruntime makes of the file with the model itself at two lengths.
+    """Writes a model in float32, and compares what onnxruntime makes of the file with the model itself at two lengths.
+    Returns the largest difference, as a share of the largest output.
 
     Its inputs are input_ids (batch, length) int64 and, of encoders with token types, token_type_ids; all texts of a
     batch have the same length, as there is no attention mask. Its output is `outputs`, (batch, length, n), or
     (batch, n) of models with one output for each text. Weights of 1.5 GB and more are put into a file beside it.
 
-    Args:
-        longest: text that the file of an MRU takes, which decides its size and time; 0 = model.max_seqlen. Other mixers
-            take any length, but for those of a fixed one.
-    Returns: the largest difference, as a share of the largest output. Raises ValueError (one line) where the packages
-    are missing, the model reads other things than tokens, cannot be expressed, or the file does not compute it.
+    longest: text that the file of an MRU takes, which decides its size and time; 0 = model.max_seqlen. Raises
+    ValueError (one line) where the packages are missing, or the model reads no tokens or cannot be expressed.
     """
     check_packages()
     config = model.config
