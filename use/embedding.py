@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,8 @@ from matmix.model import build_model
 from matmix.use.opening import TrainedModel
 
 Pooling = Literal["mean", "cls"]
+Batches = Iterator[tuple[list[str], torch.Tensor]]
+"""Some texts at a time, and their vectors (n, d_model), float32 on the CPU."""
 _PACK = 1 << 14  # tokens in one forward pass, except for a single longer text
 
 
@@ -23,12 +25,9 @@ class Embedder:
     """Turns texts into vectors, as the encoder of a trained model sees them; a head that the model has is left out."""
 
     def __init__(self, opened: TrainedModel, *, pooling: Pooling = "mean", max_length: int = 0) -> None:
-        """
-        Args:
-            pooling: "mean" over all tokens of a text, special ones included, or "cls", the features of the first token.
-            max_length: tokens of a text that are read, special ones included; 0 = as many as in training.
-        Raises ValueError (one line) for models that are no encoders, or take texts of one length only.
-        """
+        """pooling: "mean" over all tokens of a text, special ones included, or "cls", the features of the first token;
+        max_length: tokens of a text that are read, special ones included, 0 = as many as in training. Raises ValueError
+        (one line) for models that are no encoders, or take texts of one length only."""
         config = opened.config
         self._reader, self._packed = opened.reader, opened.packed
         if config.causal:
@@ -43,9 +42,8 @@ class Embedder:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
         self.model = model.to(opened.device).eval()
 
-    def batches(self, texts: Iterable[str]) -> Iterator[tuple[list[str], torch.Tensor]]:
-        """Yields some texts and their vectors (n, d_model), float32 on the CPU, in order; many texts are packed
-        documents of one forward pass."""
+    def batches(self, texts: Iterable[str]) -> Batches:
+        """Yields texts and vectors in order; many texts are packed documents of one forward pass."""
         waiting: list[tuple[str, list[int]]] = []
         tokens = 0
         for text in texts:
@@ -81,54 +79,37 @@ def write_vectors(out: Path, embedder: Embedder, texts: Iterable[str], *, normal
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".part-{out.name}")
-    count, writer = 0, _WRITERS[out.suffix](part, embedder.width)
+    batches = embedder.batches(texts)
+    if normalize:
+        batches = ((some, torch.nn.functional.normalize(vectors, dim=1)) for some, vectors in batches)
     try:
-        for some, vectors in embedder.batches(texts):
-            vectors = torch.nn.functional.normalize(vectors, dim=1) if normalize else vectors
-            writer.write(some, vectors.numpy())
-            count += len(some)
-        writer.close()
+        count = (_write_parquet if out.suffix == ".parquet" else _write_numpy)(part, embedder.width, batches)
         part.rename(out)
     finally:
         part.unlink(missing_ok=True)
     return count
 
 
-class _NumpyFile:
-    """A .npy file that grows with every write: its header has room for the number of rows, known at the end."""
-
-    def __init__(self, path: Path, width: int) -> None:
-        self._file, self._shape = path.open("wb"), (0, width)
-        self._write_header()
-
-    def _write_header(self) -> None:
-        facts = {"descr": "<f4", "fortran_order": False, "shape": self._shape}
-        np.lib.format.write_array_header_1_0(self._file, facts)
-
-    def write(self, texts: Sequence[str], vectors: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
-        self._shape = (self._shape[0] + len(vectors), self._shape[1])
-
-    def close(self) -> None:
-        self._file.seek(0)
-        self._write_header()
-        self._file.close()
+def _write_numpy(path: Path, width: int, batches: Batches) -> int:
+    """Writes a header twice: it has room for the number of rows, known at the end."""
+    facts, count = {"descr": "<f4", "fortran_order": False}, 0
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {**facts, "shape": (0, width)})
+        for _, vectors in batches:
+            file.write(np.ascontiguousarray(vectors.numpy(), dtype="<f4").tobytes())
+            count += len(vectors)
+        file.seek(0)
+        np.lib.format.write_array_header_1_0(file, {**facts, "shape": (count, width)})
+    return count
 
 
-class _ParquetFile:
-    def __init__(self, path: Path, width: int) -> None:
-        vector = pyarrow.list_(pyarrow.float32(), width)
-        self._schema = pyarrow.schema({"text": pyarrow.string(), "embedding": vector})
-        self._writer = pyarrow.parquet.ParquetWriter(path, self._schema)
-
-    def write(self, texts: Sequence[str], vectors: np.ndarray) -> None:
-        flat = pyarrow.array(vectors.reshape(-1), pyarrow.float32())
-        rows = pyarrow.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-        self._writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(texts), rows], schema=self._schema))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-_WRITERS = {".npy": _NumpyFile, ".parquet": _ParquetFile}
-"""Suffix of a file of vectors -> its writer."""
+def _write_parquet(path: Path, width: int, batches: Batches) -> int:
+    vector, count = pyarrow.list_(pyarrow.float32(), width), 0
+    schema = pyarrow.schema({"text": pyarrow.string(), "embedding": vector})
+    with pyarrow.parquet.ParquetWriter(path, schema) as writer:
+        for texts, vectors in batches:
+            flat = pyarrow.array(vectors.numpy().reshape(-1), pyarrow.float32())
+            columns = [pyarrow.array(texts), pyarrow.FixedSizeListArray.from_arrays(flat, width)]
+            writer.write_table(pyarrow.Table.from_arrays(columns, schema=schema))
+            count += len(texts)
+    return count

@@ -88,12 +88,9 @@ def export_run(
 def import_reference(kind: str, file: str | Path, out_dir: str | Path) -> Path:
     """Turns a checkpoint of another project into a directory that transformers loads without matmix.
 
-    Args:
-        kind: "hydra" or "mru-lm".
-        file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to the weights
-            is taken along; without one the export has no tokenizer.
-        out_dir: as for `export_run`.
-    Returns: out_dir. Raises FileNotFoundError or ValueError (one line).
+    kind: "hydra" or "mru-lm"; file: the checkpoint, a file or a directory. A tokenizer.json or tokenizer.model next to
+    the weights is taken along; without one the export has no tokenizer. Raises FileNotFoundError or ValueError (one
+    line).
     """
     check_target(Path(out_dir))
     config, state = read_checkpoint(kind, file)
@@ -170,13 +167,10 @@ def convert_run(
     """Writes a new run with one checkpoint of another: weights, moments, step counts, random generators, position in
     the data, whichever engine wrote them.
 
-    Needs no ranks and holds one tensor in memory.
-
-    Args:
-        run_dir: the run, a folder or a URL; its newest valid checkpoint is taken, or that of `step`.
-        out_dir: must not exist, or be empty; appears whole or not at all.
-        max_file_bytes: size at which another file is begun; a larger tensor has a file of its own.
-    Returns: the new checkpoint. Raises FileNotFoundError or ValueError (one line).
+    Needs no ranks and holds one tensor in memory. Of the run, a folder or a URL, the newest valid checkpoint is taken,
+    or that of `step`. out_dir must not exist, or be empty, and appears whole or not at all. A file of tensors ends at
+    max_file_bytes; a larger tensor has one of its own. Returns the new checkpoint. Raises FileNotFoundError or
+    ValueError (one line).
     """
     if is_url(str(out_dir)):
         raise ValueError(f"converted runs are made in a folder, not at a URL such as {out_dir}")

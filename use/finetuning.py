@@ -44,12 +44,10 @@ def finetuning_config(
 ) -> RunConfig:
     """Returns the config of a run that fine-tunes `source` on a task.
 
-    Args:
-        source: a run, an export or a published checkpoint. task: a recipe, or the name of a task.
-        overrides: fields of a recipe as the command line has them, such as ["--epochs", "5"].
-        step: the checkpoint of a run; 0 = the newest.
-        from_scratch: take only model, tokenizer and special tokens of the source, and draw all weights from the seed.
-    Raises FileNotFoundError or ValueError (one line) for a source, a task, examples or options that cannot be used.
+    source: a run (step: its checkpoint, 0 = the newest), an export or a published checkpoint; task: a recipe, or the
+    name of a task; overrides: fields of a recipe as the command line has them, such as ["--epochs", "5"]; from_scratch:
+    take only model, tokenizer and special tokens of the source, and draw all weights from the seed. Raises
+    FileNotFoundError or ValueError (one line) for what cannot be used.
     """
     values, kind = read_task(task, overrides)
     start = open_model(source, step=step or None).origin

@@ -142,14 +142,10 @@ def generate(
     Each continuation is what its prompt gets alone with the same seed, up to rounding. A state is carried from token to
     token, so a token costs the same however long the text is (except for attention layers).
 
-    Args:
-        prompts: an empty one starts as a document starts.
-        seeds: one for each prompt; default: 0.
-        stop: strings that end a text.
-        show: takes the text of a single prompt piece by piece, as it comes; without it a terminal shows a bar.
-
-    Raises ValueError (one line) for a model that writes no text, where there is neither a prompt nor a token to start
-    from, and where the states of an MRU do not stay finite.
+    prompts: an empty one starts as a document starts; seeds: one for each prompt, default: 0; stop: strings that end a
+    text; show: takes the text of a single prompt piece by piece, as it comes (else a terminal shows a bar). Raises
+    ValueError (one line) for a model that writes no text, where there is neither a prompt nor a token to start from,
+    and where the states of an MRU do not stay finite.
     """
     reader = opened.reader
     check_writes(opened)

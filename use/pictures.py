@@ -22,6 +22,7 @@ from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.image_classification import ImageClassification, image_controls
 from matmix.train.tasks.metrics import as_controls
 from matmix.use.opening import TrainedModel
+from matmix.use.scoring import one_pass
 
 _BATCH = 64
 _KEPT = 5
@@ -147,8 +148,7 @@ def score_images(opened: TrainedModel, dataset: str = "", *, split: str = "valid
         )
     data = _with_dataset(data, dataset) if dataset else data
     task = ImageClassification(ObjectiveConfig(name="image_classification"))
-    options = {"global_batch_size": _BATCH, "micro_batch_size": _BATCH, "one_pass": True, "seed": seed}
-    loader = task.make_loader(dataclasses.replace(data, workers=0), split=split, **options)
+    loader = one_pass(task, data, split, seed, _BATCH)
     classes, outputs = data.images.classes or tuple(loader.facts.classes), opened.config.head.count
     if len(classes) != outputs:
         raise ValueError(f"{opened.name} tells {outputs} classes apart, and {data.images.named} has {len(classes)}")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from matmix.data.config import DataConfig
 from matmix.data.examples.base import Examples
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
@@ -18,7 +19,7 @@ from matmix.model.interop.export.generation_state import advance
 from matmix.train.config import RunConfig
 from matmix.train.evaluators.validation import in_order
 from matmix.train.init.start import load_start
-from matmix.train.tasks.base import Predicted
+from matmix.train.tasks.base import Predicted, Task
 from matmix.train.tasks.cross_entropy import row_cross_entropy
 from matmix.train.tasks.finetuning.base import ExampleTask, with_labels
 from matmix.train.tasks.metrics import as_controls
@@ -80,11 +81,9 @@ def score_texts(opened: TrainedModel, texts: Iterable[str], *, window: int = 0, 
 
     Without a token that starts documents, the first token of a text is not predicted.
 
-    Args:
-        window: tokens that the model reads at a time; 0 = as many as in training.
-        stride: tokens by which the window moves on; 0 = half a window.
-    Raises ValueError (one line) for a model that is no language model, sizes that it cannot have, and texts without a
-    token to predict.
+    window: tokens that the model reads at a time, 0 = as many as in training; stride: tokens by which it moves on, 0 =
+    half a window. Raises ValueError (one line) for a model that is no language model, sizes that it cannot have, and
+    texts without a token to predict.
     """
     window = window or opened.seqlen
     stride = stride or max(1, window // 2)
@@ -194,6 +193,12 @@ class ExampleScores:
             yield {"example": number, "row": self.examples.rows.lines[number], **shown}
 
 
+def one_pass(task: Task, data: DataConfig, split: str, seed: int, batch: int) -> Any:
+    """Returns the loader that reads all of a split once, in this process."""
+    sizes = {"global_batch_size": batch, "micro_batch_size": batch, "one_pass": True}
+    return task.make_loader(dataclasses.replace(data, workers=0), split=split, seed=seed, **sizes)
+
+
 def task_of(opened: TrainedModel) -> str:
     """Returns the task on labelled examples that a run was trained on; "" for other runs and for exports."""
     if opened.run is None:
@@ -214,22 +219,13 @@ def score_examples(
     """Predicts the examples in a file, which may lack labels, with a run that was fine-tuned, or with a run or an
     export that fits a task without training.
 
-    Args:
-        task: a task or a recipe; "" for a run that was fine-tuned, which knows its task, columns, classes and lengths.
-        columns, labels, max_length: in place of data.examples.columns, .labels and data.seqlen of the recipe; the names
-            of an export's classes come before those of a recipe.
-    Raises FileNotFoundError or ValueError (one line).
+    task: a task or a recipe; "" for a run that was fine-tuned, which knows its task, columns, classes and lengths.
+    columns, labels, max_length: in place of data.examples.columns, .labels and data.seqlen of the recipe; the names of
+    an export's classes come before those of a recipe. Raises FileNotFoundError or ValueError (one line).
     """
     config, model = _fitting(opened, task, columns or {}, labels, max_length) if task else _fine_tuned(opened)
     kind, files = config.task(), dataclasses.replace(config.data.examples, test=file)
-    loader = kind.make_loader(
-        dataclasses.replace(config.data, examples=files, workers=0),
-        split="test",
-        global_batch_size=_BATCH,
-        micro_batch_size=_BATCH,
-        one_pass=True,
-        seed=config.seed,
-    )
+    loader = one_pass(kind, dataclasses.replace(config.data, examples=files), "test", config.seed, _BATCH)
     examples, outputs = loader.facts.examples, config.model.head.count
     if examples.outputs not in (None, outputs):
         raise ValueError(f"{opened.where} has {outputs} outputs, and {file} is read as examples of {examples.outputs}")
