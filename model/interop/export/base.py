@@ -13,8 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
-from matmix.model.config import ModelConfig, model_config_from_dict
+from matmix.model.backbone import Backbone
+from matmix.model.config import model_config_from_dict
 from matmix.model.initialization import default_init_rule
+from matmix.model.interop.export.config import MatmixConfig
 from matmix.model.interop.export.inputs import Count, documents, tokens_or_embeddings
 from matmix.model.parameter_rules import stated_rules
 
@@ -41,14 +43,26 @@ class MatmixPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement: ClassVar[list[str]] = ["streams"]
     one_text_a_row: ClassVar[bool] = False
     """What it gives is one answer for each row."""
+    inner_class: type[Backbone]
+    """The class of `self.model`."""
+    words: ClassVar[str] = ""
+    """The name of its embedding, where it reads tokens."""
 
-    def matmix_config(self) -> ModelConfig:
-        """The configuration the model is built from. Raises ValueError (one line) where it would not be what
-        tie_word_embeddings says."""
-        tied, wanted = self.config.matmix.get("tie_embeddings", True), self.config.tie_word_embeddings
+    def __init__(self, config: MatmixConfig):
+        """Raises ValueError (one line) where the weights are not what tie_word_embeddings says."""
+        super().__init__(config)
+        tied, wanted = config.matmix.get("tie_embeddings", True), config.tie_word_embeddings
         if wanted != tied:
             raise ValueError(f"tie_word_embeddings = {wanted}: the model has {tied} in its weights; leave it at that")
-        return model_config_from_dict(self.config.matmix, vocab_size=self.config.vocab_size)
+        self.model = self.inner_class(model_config_from_dict(config.matmix, vocab_size=config.vocab_size))
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.get_submodule(self.words) if self.words else super().get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        owner, _, name = self.words.rpartition(".")
+        setattr(self.model.get_submodule(owner), name, value)
 
     def run(
         self, inputs: torch.Tensor, keywords: dict[str, Any], **more: Any
@@ -164,3 +178,14 @@ class MatmixPreTrainedModel(PreTrainedModel):
                 rule = rules.get(name) or default_init_rule(module, name)
                 with torch.no_grad():
                     parameter.copy_(rule(parameter.shape, None))
+
+
+class PredictsTokens:
+    """Before a class with an output for each token of the vocabulary, which may be the embedding."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.get_input_embeddings() if self.config.tie_word_embeddings else self.model.output
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        if not self.config.tie_word_embeddings:
+            self.model.output = value

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder, EncoderTrunk
 from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassifier, TokenClassifier
-from matmix.model.interop.export.base import MatmixPreTrainedModel
+from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.inputs import Count, class_loss, classification_loss, span_loss
 
@@ -28,20 +28,10 @@ class MatmixEncoderBase(MatmixPreTrainedModel):
     """An encoder, or the trunk of one, in `self.model`."""
 
     config_class = MatmixEncoderConfig
-    encoder_class: type[EncoderTrunk] = EncoderTrunk
+    inner_class = EncoderTrunk
+    words = "embeddings.word"
     # The output layers in the file are of no use to models that have a trunk only.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.(head|output|classifier)\."]
-
-    def __init__(self, config: MatmixEncoderConfig):
-        super().__init__(config)
-        self.model = self.encoder_class(self.matmix_config())
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embeddings.word
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embeddings.word = value
 
 
 class MatmixEncoderModel(MatmixEncoderBase):
@@ -89,10 +79,10 @@ class MatmixLabelledEncoder(MatmixEncoderBase):
         return class_loss(logits, labels, count)
 
 
-class MatmixForMaskedLM(MatmixLabelledEncoder):
+class MatmixForMaskedLM(PredictsTokens, MatmixLabelledEncoder):
     """Logits (B, L, vocab_size), to fill in <mask>; labels (B, L) hold the token to find, -100 where there is none."""
 
-    encoder_class = Encoder
+    inner_class = Encoder
     output_class = MaskedLMOutput
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.classifier\."]
 
@@ -101,13 +91,6 @@ class MatmixForMaskedLM(MatmixLabelledEncoder):
         values = {name: value for name, value in config.matmix.items() if name != "head"}
         config.matmix = {**values, "architecture": "encoder"}
         super().__init__(config)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.embeddings.word if self.config.tie_word_embeddings else self.model.output
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        if not self.config.tie_word_embeddings:
-            self.model.output = value
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Module:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
@@ -144,7 +127,7 @@ class MatmixForSequenceClassification(MatmixEncoderWithHead):
     """Logits or values (B, num_labels) of whole texts and pairs of texts; labels as for `classification_loss`, by
     config.problem_type."""
 
-    encoder_class = SequenceClassifier
+    inner_class = SequenceClassifier
     output_class = SequenceClassifierOutput
     architecture = "sequence_classifier"
     one_text_a_row = True
@@ -156,7 +139,7 @@ class MatmixForSequenceClassification(MatmixEncoderWithHead):
 class MatmixForTokenClassification(MatmixEncoderWithHead):
     """Logits (B, L, num_labels) of single tokens; labels (B, L) classes, -100 where there is none."""
 
-    encoder_class = TokenClassifier
+    inner_class = TokenClassifier
     output_class = TokenClassifierOutput
     architecture = "token_classifier"
 
@@ -164,7 +147,7 @@ class MatmixForTokenClassification(MatmixEncoderWithHead):
 class MatmixForMultipleChoice(MatmixEncoderWithHead):
     """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
 
-    encoder_class = SequenceClassifier
+    inner_class = SequenceClassifier
     output_class = MultipleChoiceModelOutput
     architecture = "sequence_classifier"
     one_text_a_row = True
@@ -183,7 +166,7 @@ class MatmixForMultipleChoice(MatmixEncoderWithHead):
 class MatmixForQuestionAnswering(MatmixEncoderWithHead):
     """Where in the text the answer starts and ends: start_logits and end_logits (B, L)."""
 
-    encoder_class = SpanClassifier
+    inner_class = SpanClassifier
     architecture = "span_classifier"
     one_text_a_row = True
     outputs = 2

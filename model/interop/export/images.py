@@ -24,13 +24,12 @@ class MatmixImageBase(MatmixPreTrainedModel):
     """An image classifier in `self.model`, with as many classes as config.num_labels says."""
 
     config_class = MatmixImageConfig
+    inner_class = ImageClassifier
     main_input_name = "pixel_values"
 
     def __init__(self, config: MatmixImageConfig):
         config.matmix = {**config.matmix, "head": {**config.matmix.get("head", {}), "outputs": config.num_labels}}
         super().__init__(config)
-        self.model = ImageClassifier(self.matmix_config())
-        self.post_init()
 
     def in_own_type(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The images in the type of the weights: processors give float32, whatever type the model is loaded in."""

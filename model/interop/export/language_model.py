@@ -6,14 +6,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
 from matmix.model.architectures.language_model import LanguageModel
-from matmix.model.interop.export.base import MatmixPreTrainedModel
+from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens
 from matmix.model.interop.export.config import MatmixConfig
 from matmix.model.interop.export.generation_state import (
     CarriedState,
@@ -36,17 +35,8 @@ class MatmixLanguageModelBase(MatmixPreTrainedModel):
     """A `LanguageModel` in `self.model`."""
 
     config_class = MatmixConfig
-
-    def __init__(self, config: MatmixConfig):
-        super().__init__(config)
-        self.model = LanguageModel(self.matmix_config())
-        self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embedding = value
+    inner_class = LanguageModel
+    words = "embedding"
 
 
 class MatmixModel(MatmixLanguageModelBase):
@@ -67,7 +57,7 @@ class MatmixModel(MatmixLanguageModelBase):
         return BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, shape), hidden_states=hidden)
 
 
-class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
+class MatmixForCausalLM(PredictsTokens, MatmixLanguageModelBase, GenerationMixin):
     """Next-token logits, with a loss for training and carried state for generation.
 
     With `use_cache=True` (as `generate` calls it) the layers' states come back as `past_key_values`, which newer
@@ -87,13 +77,6 @@ class MatmixForCausalLM(MatmixLanguageModelBase, GenerationMixin):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.embedding if self.config.tie_word_embeddings else self.model.output
-
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        if not self.config.tie_word_embeddings:
-            self.model.output = value
 
     @can_return_tuple
     def forward(
