@@ -1,9 +1,6 @@
-"""Reads options: words of the command line as config dataclasses and verbs, and parts of a run that a recipe names.
-Errors are one line, and no torch is imported.
-
-tyro reads words, which have no types, and writes the help of dataclasses. `read_table` reads values of TOML, which have
-types, so that "1" is no integer there. Both build the same dataclasses, and `unknown_key` names the nearest key for
-both.
+"""Reads options: words of the command line as config dataclasses and verbs (tyro, which writes the help, too), and
+tables of TOML, whose values have types, as the same dataclasses (`read_table`). Errors are one line; no torch is
+imported.
 
 A verb is a dataclass whose fields are its options, and whose `run(rest, typed)` does the work and returns the exit
 code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.

@@ -1,8 +1,5 @@
-"""The configuration of a run: frozen dataclasses whose field docstrings are the command line's help.
-
-Order of precedence: the defaults here, then the recipe (TOML), then the command line. Validation lives in
-``__post_init__`` only, so that a config that exists is a valid one. Reading and writing: `matmix.train.recipe`.
-"""
+"""The configuration of a run: frozen dataclasses whose field docstrings are the command line's help. Defaults < recipe
+(TOML) < command line. Validation lives in ``__post_init__`` only, so that a config that exists is a valid one."""
 
 from __future__ import annotations
 

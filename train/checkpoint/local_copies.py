@@ -2,10 +2,9 @@
 
     DIRECTORY/matmix-UID/NAME-HASH/HOST-0/step-00000057/     what the ranks of a node wrote, and its neighbour's
 
-A copy is a checkpoint in pieces: every node has what its ranks write, the manifest of all, and what the node before it
-wrote, so that one lost node loses none. It counts for the next start alone: each start gives the run a new name in
-RUN/local_copies.json, and the name stands in its copies. So what another run of this folder, or another course of this
-one, has left on some node never comes back.
+Every node has what its ranks write, the manifest of all, and what the node before it wrote, so that one lost node loses
+none. A copy counts for the next start alone: each start gives the run a new name in RUN/local_copies.json, which stands
+in its copies, so that what another course of the run has left on some node never comes back.
 """
 
 from __future__ import annotations

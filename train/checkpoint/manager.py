@@ -1,8 +1,5 @@
-"""Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all.
-
-A checkpoint holds model and optimizer (as the engine writes them, every rank its part), the random generators of every
-rank, and `checkpoint.json` with the loop's own state, the resolved config, and size and checksum of every file.
-"""
+"""Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all. Each holds model and optimizer
+(every rank its part), every rank's random generators, and `checkpoint.json` with all else."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Says which directory is a valid checkpoint: its last file, `checkpoint.json`, and that all others are as it says.
 
-The file is written after everything else and the directory gets its name after that, so that a directory named
-`step-00001000` with this file in it was written whole. If something happened to it later, hashes tell: the file holds
-the SHA-256 of every other one, and begins with one over all that it says itself (config, position in the data and
-fingerprint of the data included), so that every bit of a checkpoint is covered. This guards against accidents; who can
-write to a checkpoint can also write hashes that fit.
+It is written after everything else, and the directory gets its name after that. What happens to it later, hashes tell:
+the file holds the SHA-256 of every other one, and begins with one over all that it says itself. This guards against
+accidents; who can write to a checkpoint can also write hashes that fit.
 """
 
 from __future__ import annotations

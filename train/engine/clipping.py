@@ -1,9 +1,8 @@
-"""Clipping by groups. The optimizer's groups say in "clip_group" which parameters are clipped together, and in "clip"
-to which norm; where they do not, all are clipped to the norm of the run.
+"""Clipping by groups: "clip_group" of the optimizer's groups says which parameters are clipped together, "clip" to
+which norm; without, all are clipped to the norm of the run.
 
-The norm that clips a step, or drops it, must be the same on every copy of the model. It is, unless a device or a memory
-changes bits: a copy that saw a NaN alone would drop its step alone. `agree_on_norms` costs a few bytes and gives every
-copy the same norms, not finite if any copy's is not, and says whether they differed.
+The norm that clips a step, or drops it, must be the same on every copy of the model, also where a device or a memory
+changes bits: a copy that saw a NaN alone would drop its step alone.
 """
 
 from __future__ import annotations

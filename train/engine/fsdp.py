@@ -1,9 +1,6 @@
-"""Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`.
-
-All three are one mesh of copies and parts: parts = 1 is DDP, copies = 1 is FSDP. A single process needs neither process
-group nor sharding and runs the plain model. Checkpoints are torch.distributed.checkpoint's and keyed by parameter
-names, so that any of these, with any number of ranks, reads what another one wrote.
-"""
+"""Sharded (FSDP2), replicated (DDP) and hybrid (HSDP) training with `torch.distributed.fsdp.fully_shard`: one mesh of
+copies and parts, where parts = 1 is DDP and copies = 1 is FSDP; any of them reads what another one wrote. A single
+process needs neither group nor sharding and runs the plain model."""
 
 from __future__ import annotations
 

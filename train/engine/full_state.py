@@ -1,9 +1,5 @@
-"""A whole training state as single full tensors, independent of the files it lies in and of how it is sharded.
-
-Keys are `model.<name>` for parameters and persistent buffers and `optimizer.<name>.<entry>` for what the optimizer
-keeps of a parameter: mostly moments, in the parameter's shape, and numbers. At the end, the functions that fill tensors
-and optimizers from a state.
-"""
+"""A whole training state as full tensors, independent of the files it lies in and of how it is sharded. Keys are
+`model.<name>` for parameters and persistent buffers, `optimizer.<name>.<entry>` for what the optimizer keeps."""
 
 from __future__ import annotations
 

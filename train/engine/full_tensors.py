@@ -3,7 +3,7 @@
     STEP/portable/weights-00001.safetensors, weights-00002 ...    weights and persistent buffers
     STEP/portable/moments-00001.safetensors, moments-00002 ...    what the optimizer keeps of each updated parameter
 
-under the keys of `matmix.train.engine.full_state`. Each file stands alone; which one holds a tensor does not matter.
+Each file stands alone; which one holds a tensor does not matter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The two kinds of engines, without making one: who reads their checkpoints, what they hold on a rank, what they send.
-
-What a rank sends is counted as ring algorithms send it: an all-gather or reduce-scatter of S elements over n ranks
-sends (n - 1) / n S from each, an all-reduce twice that.
-"""
+As ring algorithms do, an all-gather or reduce-scatter of S elements over n ranks sends (n - 1) / n S from each."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The mesh: the ranks of a run as a grid with named dimensions. It says who is given which data, who holds which part
-of the model, and who sums what with whom.
+"""The mesh: the ranks of a run as a grid with named dimensions, numbered along the last one first. It says who is given
+which data, who holds which part of the model, and who sums what with whom.
 
     replicate   copies of the model; each is given data of its own
     shard       the ranks that share one copy; each is given data of its own
 
-Ranks are numbered along the last dimension first. A dimension more, such as ranks that share the context of one sample,
-is a line in `dimensions_of` and what the engine does along it; no other file counts ranks to know whose data is whose.
+A dimension more is a line in `dimensions_of` and what the engine does along it; no other file counts ranks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Reads the shards that the ranks of `sharded_writer` wrote, at any number of ranks and without torch's library.
-
-That library believes its index, `.metadata`, which is a pickle: an entry that is no tensor is unpickled without bounds,
-a name leads to any file, and what no entry covers stays as it was. So `index.json` is what is read, and only tensors
-are taken that the checkpoint's layout names, whole, in files that are there.
-"""
+"""Reads the shards that the ranks of `sharded_writer` wrote, at any number of ranks. What is believed is `index.json`,
+not torch's index, a pickle: only tensors are taken that the layout names, whole, in files that are there."""
 
 from __future__ import annotations
 

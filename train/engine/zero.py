@@ -1,13 +1,9 @@
 """DeepSpeed ZeRO behind the engine interface: stage 0 (copies) to stage 3 (everything sharded).
 
-DeepSpeed runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so that weights
-and reductions stay float32 and both engines give the same losses (in bf16 up to its rounding: stage 3 replaces torch's
-linear layer by one that keeps no gathered weights and rounds before it adds the bias). Its averages over ranks are
-cancelled by multiplying the loss with the number of ranks; micro-batches are counted here, never by DeepSpeed.
-
-Weights are drawn in host memory, whole on every rank, and ZeRO-3 then moves and partitions them one tensor at a time:
-`deepspeed.zero.Init` around the construction of a model would draw them per rank and in another order. The price is a
-float32 copy of the model in host memory per rank while a run starts.
+It runs in its float32 mode at every precision: bf16 is the same autocast as in the other engine, so that both give the
+same losses (in bf16 up to rounding: stage 3 has a linear layer of its own). Its averages over ranks are cancelled by
+multiplying the loss with the number of ranks; micro-batches are counted here. Weights are drawn in host memory, whole
+on every rank, as `deepspeed.zero.Init` around the construction of a model would draw them in another order.
 """
 
 from __future__ import annotations

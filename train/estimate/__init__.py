@@ -1,9 +1,5 @@
-"""Estimates the memory that a training step takes at its peak by running one step on fake tensors: no data, no memory.
-
-The step is the real one: forward with the checkpointing mode that is asked for, the chunked cross-entropy, backward.
-After every op the bytes that live are split into gradients and the rest (activations and temporaries). Weights and
-moments are constant and counted by `states`; how engines shard all of it is decided there, too.
-"""
+"""Estimates the memory that a training step takes at its peak by running one step, the real one, on fake tensors. After
+every op the bytes that live are split into gradients and the rest (activations and temporaries)."""
 
 from __future__ import annotations
 

@@ -8,9 +8,7 @@ from matmix.train.optim.base import Optimizer
 
 __all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    "adamw": AdamW,
-}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW}
 """By the names that recipes say."""
 FALLBACK = "adamw"
 """The optimizer of the parameters that the run's does not take."""

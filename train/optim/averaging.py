@@ -1,9 +1,6 @@
-"""The exponential moving average of a model's weights, kept beside the moments of whatever optimizer trains them.
-
-e_0 is the weights before the first step, and e_t = d e_(t-1) + (1 - d) w_t after step t. The optimizer holds the
-average as one more entry of its state for each parameter. So engines shard it as they shard moments, and checkpoints,
-conversions, comparisons of copies and estimates of memory need not know what it is.
-"""
+"""The exponential moving average of a model's weights: e_0 is the weights before the first step, and e_t = d e_(t-1) +
+(1 - d) w_t after step t. The optimizer holds it as one more entry of its state, so that nobody else need know what it
+is."""
 
 from __future__ import annotations
 

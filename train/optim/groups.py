@@ -1,8 +1,5 @@
-"""Makes the groups of parameters that are updated alike. Their rules come, in this order, from the shapes of the
-parameters, from mixers for their own parameters, and from the recipe.
-
-By their shapes matrices and embeddings are decayed, and vectors (norms, biases, rates) are not.
-"""
+"""Makes the groups of parameters that are updated alike. Their rules come, in this order, from the shapes (matrices and
+embeddings are decayed, vectors are not), from mixers for their own parameters, and from the recipe."""
 
 from __future__ import annotations
 

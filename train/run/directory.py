@@ -1,5 +1,4 @@
-"""The run directory: config.toml, tokenizer/, checkpoints/, saved.json, metrics.jsonl, tensorboard/, curves.png,
-messages.log, summary.json."""
+"""The run directory: config.toml, tokenizer/, checkpoints/, metrics.jsonl, messages.log, summary.json and others."""
 
 from __future__ import annotations
 
@@ -131,13 +130,7 @@ class RunDirectory:
             )
         return [change for change in changes if change[0] not in _OF_ONE_START]
 
-    def begin(
-        self,
-        config: RunConfig,
-        step: int,
-        tokenizer: Tokenizer | None,
-        changes: Sequence[Change] = (),
-    ) -> None:
+    def begin(self, config: RunConfig, step: int, tokenizer: Tokenizer | None, changes: Sequence[Change] = ()) -> None:
         """Makes the directory and writes the resolved config and the tokenizer (rank 0 only). changes: those to the
         checkpoint's config, which are told and go into changes.jsonl with `step`, the last one done."""
         self.path.mkdir(parents=True, exist_ok=True)

@@ -1,20 +1,16 @@
-"""One job at a time on a run. In a folder rank 0 holds RUN/lock.json from before the first look at it to the very end;
-at a URL it holds the run's lease, an object that it renews.
+"""One job at a time on a run, from rank 0's first look at it to the very end. (Without torch, for launchers.)
 
-The lock is the kernel's (flock), so that it ends with the process that holds it however that dies, and no stale one is
-left behind. The file's content only tells others who holds it.
-
-An object store knows no locks that end with their holder, so a lease, URL/leases/00000007.json of the run's seventh
-start, is held as long as its number of renewals goes up. Who wants a run that is held watches the lease: a new renewal
-means that the owner lives; none for a minute, that it is gone. No clocks are compared. An owner that is known to be
-gone, because it was an earlier attempt of the same job or a process of this host that is not there any more, is not
-waited for. Each start has a lease of its own, which the store lets only one job create, and the newest lease counts. So
-an owner whose renewal hung for longer than a minute writes to a lease of the past and wins nothing back: it finds out
-that it lost the run before it makes a checkpoint valid. (Without torch, for launchers.)
+The lock of a folder is the kernel's (flock), so that it ends with the process that holds it however that dies. An
+object store knows no such locks, so there a lease, URL/leases/00000007.json of the run's seventh start, is held as long
+as its number of renewals goes up: who wants the run watches for a minute. No clocks are compared, and an owner that is
+known to be gone is not waited for. Each start has a lease of its own, which the store lets only one job create, and the
+newest counts: an owner whose renewal hung for too long writes to a lease of the past, and finds out that it lost the
+run before it makes a checkpoint valid.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -119,12 +115,8 @@ def is_earlier_attempt(owner: dict[str, Any]) -> bool:
 
 def describe_owner(owner: dict[str, Any]) -> str:
     """Describes the owner in a few words, from what it wrote."""
-    if not owner:
-        return "owner unknown"
-    return (
-        f"host {owner.get('host')}, process {owner.get('pid')}, attempt {owner.get('attempt')}, "
-        f"since {owner.get('since')}"
-    )
+    said = "host {host}, process {pid}, attempt {attempt}, since {since}"
+    return said.format_map(collections.defaultdict(lambda: None, owner)) if owner else "owner unknown"
 
 
 def in_use(run_dir: str | Path, owner: dict[str, Any]) -> ValueError:

@@ -1,11 +1,10 @@
-"""How each start of a run ("attempt") ended, as files in the run directory that a launcher reads afterwards.
+"""How each start of a run ("attempt") ended, as files that a launcher reads afterwards. (Without torch.)
 
     RUN/launch/outcomes/<attempt>.json              by rank 0
     RUN/launch/outcomes/<attempt>.rank-00003.json   by another rank that failed
     RUN/launch/outcomes/<attempt>.step              the last step that rank 0 began
 
-A process that was killed leaves no outcome, only the step. This file does without torch: launchers use it, and a
-process whose import of torch failed has an outcome too.
+A process that was killed leaves no outcome, only the step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""A run at a URL, and the folder of this node that stands for it while ranks run.
-
-Processes read and write the folder alone; what they wrote is uploaded afterwards, a checkpoint's manifest after all of
-its files, so that a step whose manifest is at the URL was uploaded whole. Where several nodes take part each has such
-a folder with what its own ranks wrote, and its first rank uploads it.
-"""
+"""A run at a URL, and the folder of this node that stands for it while ranks run. What they wrote there is uploaded
+afterwards by the node's first rank, a checkpoint's manifest after all files of all nodes, which makes it whole."""
 
 from __future__ import annotations
 
