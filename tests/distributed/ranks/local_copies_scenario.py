@@ -65,6 +65,7 @@ def train_on_nodes(
 
     heard = Heard()
     heard.addFilter(lambda record: not record.name.endswith((".progress", ".health")))
+    heard.addFilter(lambda record: record.funcName != "say_what_begins")
     CheckpointManager.begin_copy, NanGuard.after_step = begin_and_wait, step
     for start in starts:
         if rank % ranks_per_node == 0:
