@@ -108,10 +108,8 @@ def _read_boolean(words: list[str]) -> bool:
 
 
 def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
-    """Returns the result of a call of `tyro.cli`. Raises ValueError (one line) for mistakes in the user's words.
-
-    prog: whose `--help` the message names.
-    """
+    """Returns the result of a call of `tyro.cli`. Raises ValueError (one line) for mistakes in the user's words. prog:
+    whose `--help` the message names."""
     shown = io.StringIO()
     try:
         with _wide_terminal(), contextlib.redirect_stderr(shown):
@@ -450,11 +448,9 @@ class NoOptions:
 
 
 def read_options(values: Mapping[str, Any], cls: type[Part], where: str) -> Part:
-    """Reads the options of a part from a recipe's table as the dataclass `cls`.
-
-    where: the table, for errors. Raises ValueError (one line) for a key that `cls` does not have, a value of another
-    type, or one without a default that is missing.
-    """
+    """Reads the options of a part from a recipe's table as the dataclass `cls`. where: the table, for errors. Raises
+    ValueError (one line) for a key that `cls` does not have, a value of another type, or one without a default that is
+    missing."""
     if values and not field_names(cls):
         raise ValueError(f'{where}: unknown key "{next(iter(values))}": there are no options')
     return read_table(cls, values, where)

@@ -132,10 +132,8 @@ def _closing_words(config: RunConfig, result: Result) -> str:
 
 def earlier_best(run: Path, known: Sequence[Metric], metrics: Mapping[str, float]) -> list[str]:
     """Returns a line about those of the `known` metrics that an earlier evaluation of the run found better than the
-    last one, as where a model has begun to learn its data by heart; [] where there is none.
-
-    metrics: what the last evaluation found.
-    """
+    last one, as where a model has begun to learn its data by heart; [] where there is none. metrics: what the last
+    evaluation found."""
     records = [record for record in read_json_lines(run / "metrics.jsonl") if record.get("kind") == "validation"]
     better = []
     for metric in known:

@@ -278,11 +278,9 @@ class Trainer:
     def find_difference(self) -> str | None:
         """Returns what differs between copies of the model after the step just done, where it is time to look: every so
         many steps, before a save, and where the norms of a step's gradients did."""
-        every, ends = (
-            self.config.faults.replica_check_every,
-            self.stop_agreed or self.state.step == self.config.last_step,
-        )
-        due = every and (ends or any(map(self.is_time, (every, self.config.checkpoint.every))))
+        every = self.config.faults.replica_check_every
+        ends = self.stop_agreed or self.state.step == self.config.last_step
+        due = every and (ends or self.is_time(every) or self.is_time(self.config.checkpoint.every))
         if not due and not self.gradients_differ:
             return None
         difference = self.compare_replicas()
@@ -298,11 +296,9 @@ class Trainer:
         return difference
 
     def restore(self) -> None:
-        """Takes the run directory and loads the newest valid checkpoint, if there is one.
-
-        Raises ValueError if another job uses the directory, if there are only damaged checkpoints, or if `steps` lies
-        before the newest valid one.
-        """
+        """Takes the run directory and loads the newest valid checkpoint, if there is one. Raises ValueError if another
+        job uses the directory, if there are only damaged checkpoints, or if `steps` lies before the newest valid
+        one."""
         agree(self.lock.acquire, here=self.engine.rank == 0)
         self.run.place.hold()
         self.attempt.run_dir = self.run.place.steady
@@ -433,11 +429,9 @@ class Trainer:
         return any(self.is_time(every) for _, every in self.evaluators)
 
     def evaluate(self) -> bool:
-        """Evaluates once per step with those whose turn it is; the last step's is with all, and also the final one.
-
-        A signal to any rank ends the evaluation without a record, and then the run: False. The checkpoint tells that
-        this step is not evaluated, and the next start of the run begins with that.
-        """
+        """Evaluates once per step with those whose turn it is; the last step's is with all, and also the final one. A
+        signal to any rank ends the evaluation without a record, and then the run: False. The checkpoint tells that this
+        step is not evaluated, and the next start of the run begins with that."""
         if self.metrics.get("step") == self.state.step:
             return True
         if self.stop_agreed:

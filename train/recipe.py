@@ -83,11 +83,9 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
-    """Returns the configs of a recipe's phases, in order; for a recipe without phases its own.
-
-    A phase is the recipe with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and
-    begins with the weights that the one before it ends with. Raises as `load_config`; overrides are for all phases.
-    """
+    """Returns the configs of a recipe's phases, in order; for a recipe without phases its own. A phase is the recipe
+    with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and begins with the weights
+    that the one before it ends with. Raises as `load_config`; overrides are for all phases."""
     path, values = _read_recipe(recipe)
     run_dir = _own_run_dir(recipe, path, values)
     if _PHASES not in values:

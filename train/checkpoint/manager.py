@@ -133,11 +133,9 @@ class CheckpointManager:
     # -- saving ------------------------------------------------------------------------------------------
 
     def save(self, step: int, engine: Engine, extra: dict[str, Any]) -> Path | None:
-        """Writes a checkpoint and removes those that need not be kept. Waits first for a save that is running.
-
-        extra: JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has
-        changed but for one line of warning.
-        """
+        """Writes a checkpoint and removes those that need not be kept. Waits first for a save that is running. extra:
+        JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has changed
+        but for one line of warning."""
         self.wait()
         state = RankState.collect(step, engine, extra, copy=False)
         return self.path(step) if self._complete(state, None) else None
@@ -276,10 +274,8 @@ class CheckpointManager:
 
     def latest_valid(self, *, weights_only: bool = False) -> Path | None:
         """Returns the newest whole checkpoint, None if there is none at all; damaged ones are named and skipped.
-        weights_only: looks at the files alone that are read for the weights.
-
-        Raises ValueError if none is whole, or if there were some: starting from scratch would bury the run.
-        """
+        weights_only: looks at the files alone that are read for the weights. Raises ValueError if none is whole, or if
+        there were some: starting from scratch would bury the run."""
         self.wait()
         first_problem = None
         for step in reversed(self.store.steps_to_try()):
@@ -304,10 +300,8 @@ class CheckpointManager:
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
         """Restores model, optimizer and random generators from a checkpoint; returns the `extra` of its save.
-
         Everything is checked before anything changes. Raises ValueError if the checkpoint is damaged, of another
-        architecture, or of another kind of engine and not converted.
-        """
+        architecture, or of another kind of engine and not converted."""
         path = Path(path)
         self.wait()
         if path not in self._verified and (problem := find_problem(path)) is not None:

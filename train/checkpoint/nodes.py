@@ -30,10 +30,8 @@ class Transfer:
 
 def exchange(folder: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup | None = None) -> None:
     """Sends and receives this rank's part of `transfers`, which are the same, in the same order, on all ranks. Both go
-    on at the same time, so that no two ranks wait for each other. group: as for `distributed.gather_objects`.
-
-    Raises OSError, once all is moved, where a file could not be read or written: what arrived is not to be trusted.
-    """
+    on at the same time, so that no two ranks wait for each other. group: as for `distributed.gather_objects`. Raises
+    OSError, once all is moved, where a file could not be read or written: what arrived is not to be trusted."""
     rank, _ = rank_and_world_size()
     incoming = [transfer for transfer in transfers if transfer.target == rank]
     outgoing = [transfer for transfer in transfers if transfer.source == rank]

@@ -62,10 +62,8 @@ class HostMemory:
     @torch.no_grad()
     def copy(self, state: State) -> State:
         """Returns a copy of `state` on the CPU that nothing changes until the next one; memory that tensors share is
-        shared.
-
-        state: dicts, lists and tuples in each other, with tensors, DTensors and anything else that can be copied.
-        """
+        shared. state: dicts, lists and tuples in each other, with tensors, DTensors and anything else that can be
+        copied."""
         values, structure = tree_flatten(state)
         seen: dict[tuple[Any, ...], torch.Tensor] = {}
         for place, value in enumerate(values):
@@ -134,10 +132,8 @@ class Engine(abc.ABC):
 
     def prepare(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         """Spreads `model` (with `.blocks`; on the meta device, or anywhere else) over the ranks and readies it.
-
         initialize: fills parameters and buffers in place, sharded (DTensor) or not; may leave alone what is not on the
-        meta device. make_optimizer: builds the optimizer from the model as the engine left it.
-        """
+        meta device. make_optimizer: builds the optimizer from the model as the engine left it."""
         config = self.config
         mode, selective_by = config.activation_checkpointing, config.selective_by
         checkpoint_activations(model, mode, selective_by=selective_by, every=config.selective_every)
@@ -159,11 +155,8 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def step(self, max_norm: float) -> torch.Tensor:
         """Clips to the norm `max_norm` (0 = off), but for groups that are clipped apart (`engine.clipping`), updates
-        the weights and zeroes the gradients.
-
-        Returns the norm of all gradients before clipping, 0-dim. If it is not finite, weights, moments and step counts
-        stay as they are on every rank, and the gradients are dropped.
-        """
+        the weights and zeroes the gradients. Returns the norm of all gradients before clipping, 0-dim. If it is not
+        finite, weights, moments and step counts stay as they are on every rank, and the gradients are dropped."""
 
     def clip(self, max_norm: float, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """Clips the gradients that the parameters hold, sharded or not. Returns the norm of all before, 0-dim, and

@@ -67,9 +67,7 @@ def agree_on_norms(
     norms: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the largest of the copies' `norms`, a NaN above all, and whether their `own` norms differed, 0-dim bool.
-
-    norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies. The host does not wait.
-    """
+    norms and own: float32, (n,) and (m,), never negative. group: the ranks with the copies. The host does not wait."""
     # The bits of floats that are not negative are in the order of the floats, those of a NaN above infinity's. What a
     # maximum of floats makes of a NaN differs between communication libraries.
     bits, own = _bits(norms), _bits(own)

@@ -133,9 +133,7 @@ def layout_of_moments(moments: Moments, shapes: Mapping[str, Sequence[int]]) -> 
 
 def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, Any]) -> None:
     """Raises ValueError unless a state has exactly the tensors that a checkpoint's layout names, in their shapes.
-
-    shapes: of the state, by key. layout: with "shapes" of the model's tensors, by name, and `layout_of_moments`.
-    """
+    shapes: of the state, by key. layout: with "shapes" of the model's tensors, by name, and `layout_of_moments`."""
     allowed = {f"{MODEL}{name}": (tuple(shape),) for name, shape in layout["shapes"].items()}
     if "moments" not in layout:
         raise ValueError("the checkpoint does not say what the optimizer keeps")
@@ -199,10 +197,8 @@ def kept_entries(
     state: FullState, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, list[str]]:
     """Returns what of `state.moments()` `optimizer` takes up. Raises ValueError (one line) where it is another
-    optimizer's.
-
-    parameters: the model's, by name. An average of the weights may be missing, and is left where none is kept.
-    """
+    optimizer's. parameters: the model's, by name. An average of the weights may be missing, and is left where none is
+    kept."""
     known, held = optimizer.entries(parameters), state.moments()
     for name, entries in held.items():
         theirs = {entry: shape for entry, shape in entries.items() if entry not in ENTRIES}
@@ -223,10 +219,8 @@ def state_to_fill(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], state: FullState
 ) -> dict[str, torch.Tensor]:
     """Replaces all that an optimizer keeps by new tensors, as many as `state` has, and returns these by the keys of
-    `state` that they are to be filled from.
-
-    parameters: the model's, by name, sharded (DTensor) or not. Raises as `kept_entries` does, before anything changes.
-    """
+    `state` that they are to be filled from. parameters: the model's, by name, sharded (DTensor) or not. Raises as
+    `kept_entries` does, before anything changes."""
     held = kept_entries(state, optimizer, parameters)
     optimizer.state.clear()
     wanted = {}

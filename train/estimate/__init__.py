@@ -101,11 +101,9 @@ def checkpointing_mode(config: RunConfig) -> Mode:
 
 
 def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
-    """Runs a forward and a backward pass over (batch, data.seqlen) tokens on fake tensors.
-
-    config: with model.vocab_size set. mode: checkpointing, None = as the config says. What fused ops allocate and free
-    inside themselves is not seen. The ops are those of a CPU: on a GPU fused kernels keep less.
-    """
+    """Runs a forward and a backward pass over (batch, data.seqlen) tokens on fake tensors. config: with
+    model.vocab_size set. mode: checkpointing, None = as the config says. What fused ops allocate and free inside
+    themselves is not seen. The ops are those of a CPU: on a GPU fused kernels keep less."""
     engine = config.engine
     mode = mode or checkpointing_mode(config)
     with FakeTensorMode():

@@ -18,10 +18,8 @@ ENTRIES = frozenset({AVERAGE, STEPS})
 
 
 def keep_average(optimizer: Optimizer, config: EmaConfig) -> None:
-    """Makes `optimizer` keep an average of what it updates, from its next step on; nothing where `config` has none.
-
-    A parameter has an average from its first update on. A step that the engine drops does not count.
-    """
+    """Makes `optimizer` keep an average of what it updates, from its next step on; nothing where `config` has none. A
+    parameter has an average from its first update on. A step that the engine drops does not count."""
     if not config.decay:
         return
     optimizer.also_kept = lambda parameter: {AVERAGE: torch.zeros_like(parameter), STEPS: torch.zeros(())}

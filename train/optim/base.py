@@ -53,11 +53,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def new_state(self, parameter: torch.Tensor) -> State:
         """Makes all that is kept of `parameter` before the first step: new tensors on its device, maybe the meta
-        device.
-
-        Numbers, such as a count of steps, are 0-dim tensors. An entry in the parameter's shape comes from
-        `torch.zeros_like(parameter)`, so that it is sharded as the parameter is.
-        """
+        device. Numbers, such as a count of steps, are 0-dim tensors. An entry in the parameter's shape comes from
+        `torch.zeros_like(parameter)`, so that it is sharded as the parameter is."""
         raise NotImplementedError(f"{type(self).__name__} has no method new_state")
 
     def state_of(self, parameter: torch.Tensor) -> State:

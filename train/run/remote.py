@@ -124,10 +124,8 @@ class RemoteRun(RunDirectory):
 @contextlib.contextmanager
 def opened(run_dir: str) -> Iterator[RunDirectory]:
     """Gives a run to train in, on all ranks together: for a URL, holds its lease, and brings this node's folder up to
-    date before and the URL afterwards.
-
-    Raises ValueError for a run of another job, or what is no run, and OSError where the store fails before.
-    """
+    date before and the URL afterwards. Raises ValueError for a run of another job, or what is no run, and OSError where
+    the store fails before."""
     refuse_secrets(run_dir, "run_dir")
     if not is_url(run_dir):
         yield RunDirectory(run_dir)

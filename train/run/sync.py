@@ -54,11 +54,9 @@ class RunSync:
             raise ValueError(f"run_dir {self.url} is not empty and not a run; choose another run_dir")
 
     def begin(self, starts: int) -> bool:
-        """Brings the folder to where the run stands. starts: how often the run was started, this time included.
-
-        The records in a folder that did not take part in the last start give way to those at the URL. Returns whether
-        it did, so that its files are up to date.
-        """
+        """Brings the folder to where the run stands. starts: how often the run was started, this time included. The
+        records in a folder that did not take part in the last start give way to those at the URL. Returns whether it
+        did, so that its files are up to date."""
         try:
             took_part = json.loads(self._stamp.read_text(encoding="utf-8"))["starts"] == starts - 1
         except (OSError, ValueError, KeyError, TypeError):
@@ -141,10 +139,8 @@ class RunSync:
 
     def pull(self, step: int, *, weights_only: bool = False) -> str | None:
         """Fetches a checkpoint into this node's folder, but for files that are here already; every file is hashed once.
-        weights_only: leaves files without weights where they are.
-
-        Returns what is wrong with the checkpoint at the URL, in one line, or None; only then it has its manifest here.
-        """
+        weights_only: leaves files without weights where they are. Returns what is wrong with the checkpoint at the URL,
+        in one line, or None; only then it has its manifest here."""
         target, remote = self.path(step), self.at(step)
         try:
             if (raw := remote.read(MANIFEST)) is None:
