@@ -22,7 +22,7 @@ def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
         try:
             manifest = read_manifest(directory)
             files, layout = manifest["files"], manifest["layout"]
-            names = files_of(layout["engine"]).weight_files(directory, layout, files) if weights_only else list(files)
+            names = files_of(layout["engine"]).weight_files(layout, files) if weights_only else list(files)
             check_sizes(directory, names)
             for name in names[rank::world_size]:
                 if not matches(directory / name, files[name]):

@@ -112,10 +112,10 @@ class CheckpointFiles(FullState):
     def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         return set()
 
-    @classmethod
+    @staticmethod
     @abc.abstractmethod
-    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-        """Returns those of a checkpoint's `files` that must be read for its weights; all but its `shards` are there."""
+    def weight_files(layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        """Returns those of a checkpoint's `files` that must be read for its weights."""
 
 
 def layout_of_moments(moments: Moments, shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -70,8 +70,8 @@ class FullTensorFiles(TensorFiles, CheckpointFiles):
         except ValueError as error:
             raise ValueError(f"checkpoint {checkpoint} is damaged: {error}") from None
 
-    @classmethod
-    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    @staticmethod
+    def weight_files(layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{_MOMENTS}")]
 
 

@@ -17,6 +17,8 @@ from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, En
 
 SUBDIRECTORY = "sharded"
 INDEX = "index.json"
+MOMENTS = "moments"
+"""The beginning of the names of files without weights."""
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -97,12 +99,9 @@ class ShardedFiles(CheckpointFiles):
     def shards(files: Iterable[str]) -> set[str]:
         return {name for name in files if name.startswith(f"{SUBDIRECTORY}/") and name.endswith(".distcp")}
 
-    @classmethod
-    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
-        _, chunks = read_index(checkpoint / SUBDIRECTORY, layout)
-        of_weights = (chunk for key, parts in chunks.items() if key.startswith(MODEL) for chunk in parts)
-        left = cls.shards(files) - {f"{SUBDIRECTORY}/{chunk.file}" for chunk in of_weights}
-        return [name for name in files if name not in left]
+    @staticmethod
+    def weight_files(layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+        return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{MOMENTS}")]
 
 
 def read_index(directory: Path, layout: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, list[Chunk]]]:

@@ -21,7 +21,7 @@ from torch.futures import Future
 from matmix.data.storage.files import open_durable
 from matmix.train.engine.base import find_os_error
 from matmix.train.engine.full_state import MODEL
-from matmix.train.engine.sharded_files import INDEX, SUBDIRECTORY
+from matmix.train.engine.sharded_files import INDEX, MOMENTS, SUBDIRECTORY
 from matmix.train.process.distributed import is_distributed
 
 # It logs two lines for every tensor at the debug level, for whoever listens to the root logger.
@@ -39,7 +39,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         prefix, results = plan.storage_data.prefix, []
-        for kind, is_weight in (("", True), ("moments", False)):
+        for kind, is_weight in (("", True), (MOMENTS, False)):
             if items := [item for item in plan.items if item.index.fqn.startswith(MODEL) == is_weight]:
                 place = dataclasses.replace(plan.storage_data, prefix=f"{kind}{prefix}")
                 part = dataclasses.replace(plan, items=items, storage_data=place)

@@ -99,8 +99,8 @@ class ZeroFiles(CheckpointFiles):
         with _holding(checkpoint):
             self._find_entries(layout, weights_only)
 
-    @classmethod
-    def weight_files(cls, checkpoint: Path, layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    @staticmethod
+    def weight_files(layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
         # From stage 3 on the weights lie with what the optimizer keeps.
         return [name for name in files if layout["zero_stage"] == 3 or not name.endswith("_optim_states.pt")]
 

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
@@ -153,29 +152,18 @@ class RunSync:
             (target / MANIFEST).unlink(missing_ok=True)
             for name in set(list_files(target)) - files.keys():
                 (target / name).unlink()  # of another attempt at this step
-            layout, wanted, first = manifest["layout"], set(files), set()
-            if weights_only:
-                reader = files_of(layout["engine"])
-                first = files.keys() - shards if (shards := reader.shards(files)) else set()
-                self._pull_files(step, files, first, logging.DEBUG)
-                wanted = set(reader.weight_files(target, layout, files))
-            self._pull_files(step, files, wanted - first, logging.INFO)
+            layout = manifest["layout"]
+            wanted = files_of(layout["engine"]).weight_files(layout, files) if weights_only else list(files)
+            if missing := [name for name in wanted if not matches(target / name, files[name])]:
+                size = sum(files[name][0] for name in missing) / 1e6
+                logger.info(f"fetching {size:,.1f} MB in {len(missing)} files of checkpoint {remote.url}")
+            remote.download_all(missing, target, lambda name: beat("a download"))
+            if damaged := [name for name in missing if not matches(target / name, files[name])]:
+                raise ValueError(f"checkpoint {target} is damaged: {damaged[0]} does not match its checksum")
         except ValueError as error:
             return str(error).replace(f"checkpoint {target}", f"checkpoint {remote.url}")
         write_atomic(target / MANIFEST, raw)
         return None
-
-    def _pull_files(self, step: int, files: dict[str, list], names: Collection[str], level: int) -> None:
-        """Fetches those of a checkpoint's files that are not here. Raises ValueError for one that is damaged."""
-        target, remote = self.path(step), self.at(step)
-        missing = [name for name in names if not matches(target / name, files[name])]
-        if missing:
-            size = sum(files[name][0] for name in missing) / 1e6
-            logger.log(level, f"fetching {size:,.1f} MB in {len(missing)} files of checkpoint {remote.url}")
-        remote.download_all(missing, target, lambda name: beat("a download"))
-        for name in missing:
-            if not matches(target / name, files[name]):
-                raise ValueError(f"checkpoint {target} is damaged: {name} does not match its checksum")
 
     def outline(self, whole: bool) -> None:
         """Puts all checkpoints of the URL here: manifests, and other files of the right size but, unless `whole`, no

@@ -64,7 +64,7 @@ def train_on_nodes(
             raise Killed
 
     heard = Heard()
-    heard.addFilter(lambda record: not record.name.endswith((".progress", ".health")))
+    heard.addFilter(lambda record: not record.name.endswith(".health"))
     heard.addFilter(lambda record: record.funcName != "say_what_begins")
     CheckpointManager.begin_copy, NanGuard.after_step = begin_and_wait, step
     for start in starts:
@@ -80,7 +80,7 @@ def train_on_nodes(
         barrier()
         said.append([])
         heard.then = lambda: said[-1].append(heard[-1])
-        options = ["--checkpoint.local-every", "1", *start.overrides]
+        options = ["--checkpoint.local-every", "1", "--logging.progress", "False", *start.overrides]
         try:
             loop.train(load_config("debug_mru", [*common, *options]))
             assert start.kill is None
