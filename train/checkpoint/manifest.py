@@ -221,20 +221,17 @@ def _describe(path: Path, step: int, verify: Callable[[Path], str | None] | None
     try:
         manifest = read_manifest(path)
         layout, extra = manifest["layout"], manifest["extra"]
+        if (unit := extra.get("unit")) is None:
+            from matmix.train.tasks import unit_of  # late: tasks import torch
+
+            unit = unit_of(str(extra.get("config", {}).get("objective", {}).get("name")))
         return dataclasses.replace(
             facts,
             tokens=extra.get("train_state", {}).get("tokens"),
-            unit=extra.get("unit") or _unit_of(extra),
+            unit=unit,
             engine=title(layout),
             ranks=layout.get("world_size"),
             written=manifest["written"],
         )
     except (ValueError, KeyError, AttributeError, OSError):
         return facts
-
-
-def _unit_of(extra: dict[str, Any]) -> str:
-    """Returns the unit of a checkpoint that does not say its own."""
-    from matmix.train.tasks import unit_of  # late: tasks import torch
-
-    return unit_of(str(extra.get("config", {}).get("objective", {}).get("name")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -121,21 +122,12 @@ def _left_of_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = Path(
         if kinds not in _FILES:
             continue
         top = root / kinds
+        limit, use, statistics = _FILES[kinds]
         group = top / path.lstrip("/")
         for place in (group, *group.parents):
             if not place.is_relative_to(top):
                 break
-            if (left := _left(place, *_FILES[kinds])) is not None:
-                yield left
-
-
-def _left(group: Path, limit: str, use: str, statistics: str) -> int | None:
-    """Returns what a group may still take, None where it has no limit, or none that can be read."""
-    try:
-        most, used = (group / limit).read_text().strip(), int((group / use).read_text())
-        if not most.isdigit():
-            return None
-        numbers = dict(line.split() for line in (group / statistics).read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    return max(0, int(most) - used + sum(int(numbers.get(name, 0)) for name in _GIVEN_BACK))
+            with contextlib.suppress(OSError, ValueError):  # no limit, or none that can be read
+                most, used = int((place / limit).read_text()), int((place / use).read_text())
+                numbers = dict(line.split() for line in (place / statistics).read_text().splitlines())
+                yield max(0, most - used + sum(int(numbers.get(name, 0)) for name in _GIVEN_BACK))

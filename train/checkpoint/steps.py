@@ -34,4 +34,6 @@ def list_steps(folder: Path, *, written: bool = False) -> list[int]:
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint: its manifest goes first, so that half of one is never taken for a whole."""
     (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path.rename(path.with_name(f"{LEFTOVERS[1]}{path.name}")))
+    aside = path.with_name(f"{LEFTOVERS[1]}{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(path.rename(aside))

@@ -71,7 +71,7 @@ class MeshShape:
     @property
     def parts(self) -> int:
         """The number of ranks that share one copy of the model."""
-        return _size(filter(_has_part, self.dimensions))
+        return _size(one for one in self.dimensions if one.shards)
 
     @property
     def copies(self) -> int:
@@ -84,7 +84,7 @@ class MeshShape:
 
     def part_of(self, rank: int) -> int:
         """Returns which of the `parts` of the model a rank holds: ranks with the same number hold copies of it."""
-        return self._index(rank, _has_part)
+        return self._index(rank, lambda one: one.shards)
 
     def _index(self, rank: int, belongs: Callable[[Dimension], bool]) -> int:
         """Returns the place of a rank along the dimensions that belong, as one number."""
@@ -176,7 +176,3 @@ def _size(dimensions: Iterable[Dimension]) -> int:
 
 def _has_data(dimension: Dimension) -> bool:
     return dimension.batches == "own"
-
-
-def _has_part(dimension: Dimension) -> bool:
-    return dimension.shards
