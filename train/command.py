@@ -95,8 +95,8 @@ def _closing_words(config: RunConfig, result: Result) -> str:
             return (
                 f"Stopped by {who} at step {result.step} of {config.steps}{saved}. The same command goes on from there."
             )
-        how = f"at step {result.step} of {config.steps} as stop_step says, saved"
-        return f"Stopped {how}. Without stop_step it goes on from there."
+        stopped = f"Stopped at step {result.step} of {config.steps} as stop_step says, saved."
+        return f"{stopped} Without stop_step it goes on from there."
     from matmix.train.evaluators import make_evaluators
     from matmix.train.evaluators.base import TITLE, averaged_metrics, of_averaged
 

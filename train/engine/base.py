@@ -162,8 +162,7 @@ class Engine(abc.ABC):
         """Clips the gradients that the parameters hold, sharded or not. Returns the norm of all before, 0-dim, and
         whether it is finite; over_ranks: makes norms over all ranks from those of this rank's parts."""
         groups = self.optimizer.param_groups
-        whole = gradients_by_clip_group(groups, self.module.parameters())
-        gradients = {name: [local_part(gradient) for gradient in tensors] for name, tensors in whole.items()}
+        gradients = gradients_by_clip_group(groups, self.module.parameters())
         norms = over_ranks(norms_of(gradients, self.device))
         norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
         return norm, is_finite

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from matmix.train.optim.base import OTHERS
+from matmix.train.optim.base import OTHERS, local_part
 
 Gradients = Mapping[str, Sequence[torch.Tensor]]
 """Name of a clipping group -> this rank's part of its gradients."""
@@ -33,12 +33,12 @@ def clip_limits(param_groups: Iterable[Mapping[str, Any]], max_norm: float) -> d
 def gradients_by_clip_group(
     param_groups: Iterable[Mapping[str, Any]], parameters: Iterable[torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
-    """Returns the gradients of each clipping group, maybe none, in the order of `parameters`."""
+    """Returns this rank's part of the gradients of each clipping group, maybe none, in the order of `parameters`."""
     groups = {p: group.get("clip_group", OTHERS) for group in param_groups for p in group["params"]}
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in groups.values()}
     for parameter in parameters:
         if parameter.grad is not None:
-            gradients[groups[parameter]].append(parameter.grad)
+            gradients[groups[parameter]].append(local_part(parameter.grad))
     return gradients
 
 

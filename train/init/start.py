@@ -110,12 +110,14 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
     """shapes: of the model's parameters and persistent buffers. Raises ValueError (one line) for a weight of either
     side that is neither in the other nor named as new or left, for a shape that does not fit, and for words in `init`
     that name nothing."""
-    weights = [(key, entry.shape) for key, entry in source.state.entries.items() if key.startswith(MODEL)]
-    theirs = {key.removeprefix(MODEL): shape for key, shape in weights}
+    entries = source.state.entries.items()
+    theirs = {key.removeprefix(MODEL): entry.shape for key, entry in entries if key.startswith(MODEL)}
     renamed = _renamed(theirs, init, source.words)
+    ignored: set[str] = set()
     for pattern in init.ignore:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in (*shapes, *renamed)):
+        if not (named := fnmatch.filter([*shapes, *renamed], pattern)):
             raise ValueError(f'init.ignore: "{pattern}" names no weight of the model, nor of {source.words}')
+        ignored.update(named)
     ours_new, theirs_left = model.model_class.new_parameters, source.model.model_class.head_parameters
     start = Start(source, {}, {}, {}, [], [])
     # Images of other classes: the layers that tell them apart are drawn anew, where their shapes are others.
@@ -125,7 +127,7 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
         if model.model_class.inputs == "images" and name.startswith(ours_new) and theirs.get(renamed.get(name)) != shape
     }
     for name, shape in shapes.items():
-        if _is_ignored(name, init) or name in renewed or (name not in renamed and name.startswith(ours_new)):
+        if name in ignored | renewed or (name not in renamed and name.startswith(ours_new)):
             start.new.append(name)
         elif name in renamed:
             if shape != (there := theirs[renamed[name]]):
@@ -144,7 +146,7 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
     for name, key in renamed.items():
         if name in start.taken:
             continue
-        if name not in renewed and not _is_ignored(name, init) and not name.startswith(unused):
+        if name not in ignored | renewed and not name.startswith(unused):
             raise ValueError(
                 f"init.from: {key} of the shape {theirs[key]} in {source.words} has no place in the model; init.ignore "
                 "leaves it there, and init.rename gives it another name"
@@ -153,10 +155,6 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
     if not start.taken:
         raise ValueError(f"init.from: nothing of {source.words} is taken")
     return start
-
-
-def _is_ignored(name: str, init: InitConfig) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in init.ignore)
 
 
 def _renamed(names: Iterable[str], init: InitConfig, words: str) -> dict[str, str]:
