@@ -202,7 +202,7 @@ def _type_words(hint: Any) -> str:
         return f"a list of { {str: 'strings', int: 'integers', float: 'numbers'}.get(inner[0], 'values') }"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_words(one) for one in inner if one is not types.NoneType)
-    return hint.__name__
+    return "a table" if origin is dict else hint.__name__
 
 
 def row_type(hint: Any) -> type | None:

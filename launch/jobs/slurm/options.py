@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 import tyro
 from tyro.constructors import StructFieldSpec
 
-from matmix.train.arguments import BorrowedOptions, as_type, unknown_key
+from matmix.train.arguments import BorrowedOptions, read_table
 from matmix.train.recipe_files import read_toml
 
 # Options whose values have a form, and that in words.
@@ -58,7 +58,7 @@ class SlurmOptions:
     """SOURCE:TARGET folders seen inside; run directory, data and working directory are there without asking."""
     container_python: str = "python3"
     """The Python inside the image."""
-    env: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    env: dict[str, str | int | None] = dataclasses.field(default_factory=dict)
     """Variables of the job. K=V is written into the script; K alone takes the submitting shell's value, unwritten."""
     setup: tuple[str, ...] = ()
     """Shell lines that run first in the job, such as module load cuda."""
@@ -146,14 +146,6 @@ Profile = Annotated[str | None, tyro.conf.arg(metavar="NAME", help="Site profile
 
 # -- site profiles -----------------------------------------------------------------------------------------------------
 
-# By the type of a field: what a profile has for it, and that in words.
-_KINDS: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"),
-    "str": (str, "a string"),
-    "tuple[str, ...]": (tuple[str, ...], "a list of strings"),
-    "Mapping[str, str | None]": (dict[str, str | int], "a table of strings"),
-}
-
 
 def slurm_options(profile: str | None, given: Mapping[str, Any]) -> SlurmOptions:
     """Makes the options of a site's profile and the `SlurmWords` of the command line. Raises ValueError (one line)."""
@@ -201,16 +193,8 @@ def load_profile(name: str | None) -> dict[str, Any]:
         near = difflib.get_close_matches(str(name), profiles, n=1, cutoff=0.0)
         hint = f'the nearest is "{near[0]}"' if near else "it holds none"
         raise ValueError(f'{path} has no profile "{name}"; {hint}')
-    return {key: _checked(key, value, f"{path}: [{name}]") for key, value in profiles[name].items()}
-
-
-def _checked(key: str, value: Any, where: str) -> Any:
-    if key not in FIELDS:
-        raise unknown_key(key, SlurmOptions, where)
-    if key == "gpus_per_node" and type(value) is int:
-        return str(value)
-    kind, words = _KINDS[str(FIELDS[key].type)]
-    try:
-        return as_type(kind, value)
-    except TypeError:
-        raise ValueError(f'{where}: "{key}" should be {words}, got {value!r}') from None
+    values = profiles[name]
+    if type(gpus := values.get("gpus_per_node")) is int:
+        values["gpus_per_node"] = str(gpus)
+    options = read_table(SlurmOptions, values, f"{path}: [{name}]")
+    return {key: getattr(options, key) for key in values}

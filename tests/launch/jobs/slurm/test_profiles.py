@@ -69,8 +69,8 @@ def test_no_limit_is_long_enough():
 WRONG = {
     "unknown profile": ("[big]\n", "bigg", ["bigg", '"big"']),
     "unknown key": ('[big]\npartitoin = "gpu"\n', "big", ["[big]", "partitoin", '"partition"']),
-    "type": ('[big]\nnodes = "two"\n', "big", ["nodes", "whole number", "'two'"]),
-    "list": ('[big]\nsetup = "module load"\n', "big", ["setup", "list of strings"]),
+    "type": ('[big]\nnodes = "two"\n', "big", ["nodes", "should be int", "'two'"]),
+    "list": ('[big]\nsetup = "module load"\n', "big", ["setup", "is a list", "setup = ['module load']"]),
     "not a table": ('big = "gpu"\n', "big", ["big", "table"]),
     "not TOML": ("[big\n", "big", ["clusters.toml", "TOML"]),
     "default": ('default = "huge"\n[big]\n', None, ["huge", '"big"']),
