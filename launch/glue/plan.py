@@ -59,17 +59,17 @@ class TaskFiles:
     """The files of a task, and what is wrong with them."""
 
     task: GlueTask
-    counts: Mapping[str, int]
-    """Examples in each file that can be read, by its name."""
-    left_out: Mapping[str, int]
-    """Malformed rows of those that have some."""
+    counts: Mapping[str, tuple[int, int]]
+    """Examples in each file that can be read, by its name, and malformed rows that are left out."""
     problems: Sequence[str]
     """What is missing or cannot be read, and what to do: a sentence each."""
 
     def words(self) -> str:
         """In one line for the files, and one for each problem."""
-        left_out = {name: f" ({count:,} malformed left out)" for name, count in self.left_out.items()}
-        files = [f"{name} {count:,}{left_out.get(name, '')}" for name, count in self.counts.items()]
+        files = [
+            f"{name} {examples:,}" + (f" ({left_out:,} malformed left out)" if left_out else "")
+            for name, (examples, left_out) in self.counts.items()
+        ]
         lines = [f"{', '.join(files)} examples"] if files else []
         lines += [f"MISSING: {problem}" for problem in self.problems]
         return "\n".join(f"{self.task.name:<6}{line}" for line in lines)
@@ -94,15 +94,16 @@ def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[TaskFiles]:
 
 def notes_on(files: Sequence[TaskFiles]) -> list[str]:
     """Returns the words of a table about its files."""
-    rows = [f"{count:,} rows of {one.task.name}/{name}" for one in files for name, count in one.left_out.items()]
+    counts = {f"{one.task.name}/{name}": count for one in files for name, (_, count) in one.counts.items()}
+    rows = [f"{count:,} rows of {name}" for name, count in counts.items() if count]
     return [f"Left out as malformed: {', '.join(rows)}."] if rows else []
 
 
 def _look(folder: Path, task: GlueTask) -> TaskFiles:
     if not folder.is_dir():
         advice = f"there is no folder {folder}; unpack {task.name} of the GLUE download there"
-        return TaskFiles(task, {}, {}, [advice])
-    form, counts, left_out, problems = task.form(), {}, {}, []
+        return TaskFiles(task, {}, [advice])
+    form, counts, problems = task.form(), {}, []
     missing = [name for name in task.files if not (folder / name).is_file()]
     if missing:
         advice = f"copy them from the folder {task.name} of the GLUE download"
@@ -121,13 +122,10 @@ def _look(folder: Path, task: GlueTask) -> TaskFiles:
                     classes.number(value, partial(rows.where, number))
                 else:
                     read_number(value, rows.where(number))
+            counts[name] = len(rows), rows.left_out
         except ValueError as error:
             problems.append(str(error))
-        else:
-            counts[name] = len(rows)
-            if rows.left_out:
-                left_out[name] = rows.left_out
-    return TaskFiles(task, counts, left_out, problems)
+    return TaskFiles(task, counts, problems)
 
 
 _MNLI = TASKS["MNLI"].name
@@ -178,30 +176,25 @@ class Plan:
     @cached_property
     def runs(self) -> list[GlueRun]:
         """All runs, seed by seed."""
-        entries = {task.name: f"{self.model} on {task.name}" if self.model else task.name for task in self.tasks}
-        return [
-            GlueRun(entry=entries[task.name], seed=seed, config=self._of_seed(task, seed), task=task)
-            for seed in self.asked.seeds
-            for task in self.tasks
-        ]
+        return [self._run(task, seed) for seed in self.asked.seeds for task in self.tasks]
 
     def mnli(self, seed: int) -> RunDirectory:
         """The run on MNLI with a seed."""
         return RunDirectory(self.out / _MNLI / f"seed-{seed}")
 
-    def _of_seed(self, task: GlueTask, seed: int) -> RunConfig:
-        """The config of a run, in its folder, with what it begins with."""
+    def _run(self, task: GlueTask, seed: int) -> GlueRun:
         config, folder, mnli = self.configs[task.name], self.out / task.name, self.mnli(seed)
         # Where MNLI is not among the tasks, the source may have been trained on it before.
         before = mnli.read_summary() is not None and mnli.read_config().init.from_ == self.source
-        if task.from_mnli and (before or TASKS[_MNLI] in self.tasks):
+        if task.from_mnli and (before or _MNLI in self.asked.tasks):
             # The same model but for its classifier, which knows other classes.
-            init = InitConfig(from_=str(mnli.path), ignore=("classifier.*",))
-            config = dataclasses.replace(config, init=init)
+            config = dataclasses.replace(config, init=InitConfig(from_=str(mnli.path), ignore=("classifier.*",)))
         elif task.from_mnli:
             folder = self.out / f"{task.name}{_ALONE}"
         config = of_seed(config, seed, folder)
-        return as_begun(config) if self.may_be_moved else config
+        config = as_begun(config) if self.may_be_moved else config
+        entry = f"{self.model} on {task.name}" if self.model else task.name
+        return GlueRun(entry=entry, seed=seed, config=config, task=task)
 
 
 def as_begun(config: RunConfig) -> RunConfig:
@@ -235,7 +228,7 @@ def plan_text(plan: Plan, files: Sequence[TaskFiles]) -> str:
     headings = ["task", "train", "validation", "lr", "weight decay", "epochs", "batch", "steps", "begins with"]
     rows = []
     for run, one in zip(plan.runs, files, strict=False):  # those of the first seed
-        config, counts = run.config, [f"{one.counts[name]:,}" for name in ("train.tsv", run.task.validation)]
+        config, counts = run.config, [f"{one.counts[name][0]:,}" for name in ("train.tsv", run.task.validation)]
         rates = [f"{config.optimizer.lr:g}", f"{config.optimizer.weight_decay:g}", f"{config.epochs:g}"]
         start = "source" if config.init.from_ == plan.source else "MNLI"
         rows.append([run.task.name, *counts, *rates, str(config.global_batch_size), f"{config.steps:,}", start])

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -88,16 +88,12 @@ def missing_tasks(results: Sequence[TaskScores]) -> list[str]:
     return [name for name in TASKS if name not in there]
 
 
-def average(
-    results: Sequence[TaskScores], score: Callable[[TaskScores], float | None] = lambda result: result.score
-) -> float | None:
-    """The mean over the eight tasks of their scores; None where one has no finished run."""
-    return None if missing_tasks(results) else fmean([score(result) for result in results])
-
-
-def control_average(results: Sequence[TaskScores]) -> float | None:
-    """The same of the most frequent class."""
-    return average(results, lambda result: result.control_score)
+def averages(results: Sequence[TaskScores]) -> tuple[float, float] | tuple[None, None]:
+    """The means over the eight tasks of the scores of the runs, and of those of the most frequent class; None where a
+    task has no finished run."""
+    if missing_tasks(results):
+        return None, None
+    return fmean([result.score for result in results]), fmean([result.control_score for result in results])
 
 
 def collect(plan: Plan) -> list[TaskScores]:
@@ -189,8 +185,7 @@ def table_text(plan: Plan, results: Sequence[TaskScores]) -> str:
             scores["mean"] = result.means, [result.control_score]
         for title, values in scores.items():
             rows.append([result.task.name, title, *map(_words, values), str(len(result.finished))])
-    over_all = average(results), control_average(results)
-    rows.append(["average", "", *("" if value is None else _words([value]) for value in over_all), ""])
+    rows.append(["average", "", *("" if value is None else _words([value]) for value in averages(results)), ""])
     lines = [markdown(["task", "score (x 100)", plan.name, _CONTROL, "runs"], rows), ""]
     lines.append("Mean ± sample standard deviation over seeds; the last evaluation of a run counts.")
     if missing := missing_tasks(results):
@@ -231,7 +226,7 @@ def table_json(plan: Plan, results: Sequence[TaskScores]) -> str:
     asked = plan.asked
     record = {"source": plan.source, "settings": asked.settings, "other_settings": list(asked.options)}
     record |= {"seeds": list(asked.seeds), "tasks": tasks, "missing": missing_tasks(results)}
-    record |= {"average": average(results), "most_frequent_class": control_average(results)}
+    record["average"], record["most_frequent_class"] = averages(results)
     return json.dumps(record, indent=2) + "\n"
 
 

@@ -67,16 +67,15 @@ def config_at(run: RunDirectory) -> RunConfig | None:
 
 def check_data(tasks: Sequence[PlannedRun]) -> None:
     """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself."""
-    missing = None
+    missing = []
     for config in {repr(task.config.data): task.config for task in tasks if not task.is_finished()}.values():
         try:
             make_loader(config, "train", 0, 1).close()
-        except FileNotFoundError as error:
-            missing = missing or error
-        else:
             return
-    if missing is not None:
-        raise missing
+        except FileNotFoundError as error:
+            missing.append(error)
+    if missing:
+        raise missing[0]
 
 
 # How a run is watched, saved and spread over devices, and where its data are read: the loss does not depend on these.

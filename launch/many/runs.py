@@ -157,19 +157,19 @@ def threads(parallel: int = 1) -> int:
     return int(given) if given.isdecimal() and int(given) else threads_of_each(parallel)
 
 
-def start(module: str, argument: Path, *, parallel: int = 1, device: str = "", **options: Any) -> subprocess.Popen:
+def start(
+    module: str, argument: Path, *, parallel: int = 1, place: int | None = None, **options: Any
+) -> subprocess.Popen:
     """Starts `python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone,
-    which passes it on. device: the GPU, as CUDA_VISIBLE_DEVICES names it."""
+    which passes it on. place: among `parallel` processes at a time, each of which has a GPU where there are some."""
     own = {"OMP_NUM_THREADS": str(threads(parallel)), launched.LAUNCHER_VARIABLE: str(os.getpid())}
-    if device:
-        own["CUDA_VISIBLE_DEVICES"] = device
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(argument)],
-        env={**os.environ, **own},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        **options,
-    )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+    if place is not None and gpus:
+        own["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+    command = [sys.executable, "-P", "-m", module, str(argument)]
+    environment = {**os.environ, **own}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
 @contextlib.contextmanager
@@ -205,22 +205,21 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
     home.hold()
     try:
         while waiting or running:
-            if (moved := home.moved()) is not None:
+            moved = home.moved()
+            if moved is not None or stop.received():
+                waiting = []
                 for process in running:
                     process.stop()
+            if moved is not None:
                 for process in running:
                     process.popen.wait()
                 raise MovedError(
                     f"{home.given} {moved.words} while runs went on in it; what was running is saved there"
                 )
-            while waiting and len(running) < parallel and not stop.received():
+            while waiting and len(running) < parallel:
                 place = min(set(range(parallel)) - {process.place for process in running})
                 running.append(_Process(waiting.pop(0), place, parallel))
                 logger.info(f"{running[-1].task.title}: started; what it prints: {running[-1].task.log}")
-            if stop.received():
-                waiting = []
-                for process in running:
-                    process.stop()
             for process in [process for process in running if process.popen.poll() is not None]:
                 running.remove(process)
                 took.append(process.seconds)
@@ -257,16 +256,8 @@ class _Process:
         self.output = task.log.open("a+b")
         self._first = self.output.tell()
         self._began, self._stopped = time.monotonic(), False
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
-        self.popen = start(
-            "matmix.train",
-            recipe,
-            parallel=parallel,
-            device=gpus[place % len(gpus)] if gpus else "",
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-        )
+        pipes = {"stdout": self.output, "stderr": subprocess.STDOUT}
+        self.popen = start("matmix.train", recipe, parallel=parallel, place=place, **pipes)
 
     @property
     def seconds(self) -> float:

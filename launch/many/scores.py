@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import write_atomic
@@ -49,9 +49,25 @@ def mean_in_words(values: Sequence[float], digits: int, *, scale: float = 1) -> 
     return text if over.deviation is None else f"{text} ± {over.deviation:.{digits}f}"
 
 
-def metric_in_words(values: Sequence[float], metric: Metric) -> str:
-    """The same of a metric, shares in percent, as its heading says."""
-    return mean_in_words(values, metric.digits, scale=100 if metric.unit == "%" else 1)
+class ScoreColumn(NamedTuple):
+    """A column of a table: the mean and deviation of a metric."""
+
+    key: str  # the name of the metric
+    heading: str
+    task: str = ""  # of a score on a task: what a run without the number has not been fine-tuned on
+    digits: int = 1
+    scale: float = 100
+    runs: int = 1  # values of each run
+
+    @classmethod
+    def of(cls, metric: Metric) -> ScoreColumn:
+        """The column of a metric, shares in percent, as its heading says."""
+        scale = 100 if metric.unit == "%" else 1
+        return cls(metric.name, metric.heading, digits=metric.digits, scale=scale)
+
+    def words(self, values: Sequence[float]) -> str:
+        """Returns a cell."""
+        return mean_in_words(values, self.digits, scale=self.scale)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -112,7 +128,7 @@ class Scores:
         rows = []
         for metric in self.known:
             values = self.values(metric.name)
-            cells = [metric_in_words(some, metric) for some in (values, *([value] for value in values))]
+            cells = map(ScoreColumn.of(metric).words, (values, *([value] for value in values)))
             rows.append([metric.heading, *cells, control_words(metric, self.evaluations[0])])
         headings = ["metric", "mean", *(f"seed {task.seed}" for task in self.tasks), "control"]
         count, steps = len(self.tasks), ", ".join(f"{metrics['step']:,}" for metrics in self.evaluations)

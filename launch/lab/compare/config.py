@@ -16,12 +16,13 @@ variants, such as several tasks, every entry is trained on each of them, in COMP
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import itertools
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from matmix.launch.many.planned import PlannedRun, of_seed
 from matmix.model.config import NO_MIXER, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.convolutions.short import Convolution
-from matmix.train.arguments import field_names, parse_arguments, read_options, unknown_key
+from matmix.train.arguments import field_names, parse_arguments, read_table, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
 from matmix.train.recipe import config_from_dict, merged, plain
@@ -58,28 +59,28 @@ def missing_controls(models: Sequence[ModelConfig]) -> dict[Control, dict[str, A
     missing: dict[Control, dict[str, Any]] = {}
     if "no mixer" not in present:
         missing["no mixer"] = {"model": {"layers": [NO_MIXER]}}
-    if "convolution only" not in present and (fronts := list(_fronts(models))):
-        options = next((values for values in fronts if values is not None), {})
+    options = _convolution_options(models)
+    if "convolution only" not in present and options is not None:
         missing["convolution only"] = {"model": {"layers": [Convolution.name], "mixers": {Convolution.name: options}}}
     return missing
 
 
-def _fronts(models: Sequence[ModelConfig]) -> Iterable[dict[str, Any] | None]:
-    """For each mixer with a convolution in front the options that the control takes from it; None where it cannot: of a
-    causal one in an encoder, or a wider one than it knows."""
+def _convolution_options(models: Sequence[ModelConfig]) -> dict[str, Any] | None:
+    """The options of the first convolution in front of a mixer that the control can be: not of a causal one in an
+    encoder, nor a wider one than it knows; {} where it can be none of them, None without any."""
+    options = None
     for model in models:
         for name in model.mixer_names():
             given = model.mixer_config(name)
             if not MIXERS[name].has_convolution(given):
                 continue
             keys = (field.name for field in dataclasses.fields(Convolution.Config))
-            options = {key: getattr(given, key) for key in keys if hasattr(given, key)}
-            try:
-                Convolution.check(model.d_model, Convolution.Config(**options))
-            except ValueError:
-                yield None
-            else:
-                yield options if model.mixer_is_causal(name) == model.causal else None
+            options, own = {}, {key: getattr(given, key) for key in keys if hasattr(given, key)}
+            with contextlib.suppress(ValueError):
+                Convolution.check(model.d_model, Convolution.Config(**own))
+                if model.mixer_is_causal(name) == model.causal:
+                    return own
+    return options
 
 
 # -- what the command line gives --------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ class RowConfig:
     kind: Literal["entry", "variant"] = "entry"
     name: str
     """What the table calls it; also the name of its folder, with - for what is not a letter, digit or one of . _ +"""
-    overrides: Mapping[str, Any]
+    overrides: dict[str, Any]
     """All other keys of the table: what it has in place of the recipe's values, nested as in the recipe."""
 
     def __post_init__(self) -> None:
@@ -323,13 +324,10 @@ def _rows(table: Any, kind: str, where: str) -> list[dict[str, Any]]:
 def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
     named: dict[str, Any] = {}
     for kind in ("entry", "variant"):
-        named[kind] = []
-        for number, row in enumerate(_rows(table, kind, where), 1):
-            name, overrides = row.get("name"), {key: row[key] for key in row if key != "name"}
-            require(isinstance(name, str), f"comparison.{kind} number {number} has no name, which should be a string")
-            named[kind].append(RowConfig(kind=kind, name=name, overrides=overrides))
-    require(isinstance(table.get("seeds", []), list), f"comparison.seeds should be a list, got {table.get('seeds')!r}")
-    return read_options({**table, **named}, ComparisonConfig, "[comparison]")
+        rows = [dict(row) for row in _rows(table, kind, where)]
+        names = [{"name": row.pop("name")} if "name" in row else {} for row in rows]
+        named[kind] = [{**name, "kind": kind, "overrides": row} for name, row in zip(names, rows, strict=True)]
+    return read_table(ComparisonConfig, {**table, **named}, "[comparison]")
 
 
 def _entries(own: Mapping[str, Any], settings: ComparisonConfig) -> tuple[Entry, ...]:

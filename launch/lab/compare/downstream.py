@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import tomli_w
 
@@ -24,26 +24,15 @@ from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.many import runs
 from matmix.launch.many.planned import PlannedRun, check_directories, config_at, of_seed, words_on_settings
-from matmix.launch.many.scores import Scores, read_scores
+from matmix.launch.many.scores import ScoreColumn, Scores, read_scores
 from matmix.model.config import ModelConfig
-from matmix.train.arguments import field_names, read_table, unknown_key
+from matmix.train.arguments import read_table
 from matmix.train.config import RunConfig
 from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
 from matmix.train.tasks.metrics import control_words
 from matmix.use.finetuning import finetuning_config, on_examples, planned_config, read_task
-
-
-class ScoreColumn(NamedTuple):
-    """A column of the table."""
-
-    key: str  # what the number is called among the metrics of a pretrained run
-    heading: str
-    task: str = ""  # that a run without the number has not been fine-tuned on; "" where it follows from others
-    digits: int = 1
-    scale: float = 100
-    runs: int = 1  # fine-tunings of each pretrained run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +144,7 @@ class FinetunedRecipe(Finetuned):
         return [f"{line}; control without a model {control}." if control else f"{line}."]
 
     def plan_words(self) -> tuple[str, int]:
-        """What is fine-tuned, in a plan, and how often for each pretrained run."""
+        """The task in a plan, and how many runs it has for each pretrained one."""
         return f"{self.name} ({self.metric.title})", 1
 
     def tasks(self, pretrained: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
@@ -244,9 +233,9 @@ class FinetunedGlue(Finetuned):
         return lines
 
     def plan_words(self) -> tuple[str, int]:
-        """What is fine-tuned, in a plan, and how often for each pretrained run."""
-        tasks, settings = self.settings.tasks, self.settings
-        return f"GLUE ({', '.join(tasks)}; settings {settings.settings})", len(tasks) * (len(settings.seeds) or 1)
+        """The tasks in a plan, and how many runs they have for each pretrained one."""
+        tasks, asked = self.settings.tasks, self.settings
+        return f"GLUE ({', '.join(tasks)}; settings {asked.settings})", len(tasks) * (len(asked.seeds) or 1)
 
     def plans(self, pretrained: Sequence[PlannedRun]) -> Iterator[Plan]:
         """The fine-tunings of each of these runs, which are finished."""
@@ -265,14 +254,14 @@ class FinetunedGlue(Finetuned):
         """All metrics of the finished fine-tunings of a run."""
         scores: dict[str, list[float]] = {}
         for seed in self._seeds(pretrained):
-            of_seed = [(run.task, results.read_run(run)) for run in self._runs(pretrained, seed)]
-            done = [results.TaskScores(task=task, runs=[run], control={}) for task, run in of_seed if run.values]
+            read = {run.task.name: results.read_run(run).values for run in self._runs(pretrained, seed)}
             metrics = {}
-            for one in done:
-                metrics[_key(one.task.name)] = one.score
-                metrics |= {_key(one.task.name, title): value for title, value in one.runs[0].values.items()}
-            if (over_all := results.average(done)) is not None:
-                metrics[_key("average")] = over_all
+            for name, values in read.items():
+                if values:
+                    metrics[_key(name)] = fmean(values.values())
+                    metrics |= {_key(name, title): value for title, value in values.items()}
+            if all(read.get(name) for name in TASKS):
+                metrics[_key("average")] = fmean(metrics[_key(name)] for name in TASKS)
             for name, value in metrics.items():
                 scores.setdefault(name, []).append(value)
         return scores
@@ -292,7 +281,7 @@ def _key(*parts: str) -> str:
 
 def glue_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into the other words and those of --glue.KEY, as options --KEY of recipes. Raises
-    ValueError (one line) for keys that no recipe has, or that differ between the runs."""
+    ValueError (one line) for keys that differ between the runs."""
     rest: list[str] = []
     own: list[str] = []
     part = rest
@@ -300,10 +289,6 @@ def glue_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--"):
             part = own if word.startswith(_OPTION) else rest
         part.append(f"--{word.removeprefix(_OPTION)}" if word.startswith(_OPTION) else word)
-    for word in own:
-        key = word[2:].partition("=")[0].replace("-", "_")
-        if word.startswith("--") and key not in field_names(RunConfig):
-            raise unknown_key(key, RunConfig, f"command line: {_OPTION}KEY")
     check_options(own, _OURS)
     return rest, own
 

@@ -7,7 +7,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,12 +18,16 @@ from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
 from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, why_open
 from matmix.launch.many.runs import training_records
-from matmix.launch.many.scores import csv_of, markdown, mean_in_words, metric_in_words, spread, write_tables
+from matmix.launch.many.scores import ScoreColumn, csv_of, markdown, spread, write_tables
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.evaluators.context import PREFIX as POSITION_LOSS
 from matmix.train.tasks import unit_of
 from matmix.train.words import short_number
+
+LOSS = ScoreColumn("loss", "validation loss", digits=4, scale=1)
+GAIN = ScoreColumn("gain_over_no_mixer", "gain over no mixer (nats)", digits=3, scale=1)
+SPEEDS = ("tokens_per_second", "peak_bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,18 +51,22 @@ class EntryResult:
     runs: Sequence[RunResult]
     speed: Mapping[str, Any]
     """Its row in speed.json; {} where it was not measured."""
+    gain: list[float] = dataclasses.field(default_factory=list)
+    """Mean loss without mixers minus its own; [] of that control, and where either is missing."""
 
     def values(self, metric: str) -> list[float]:
         """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
+        if metric == GAIN.key:
+            return self.gain
         return [value for run in self.runs for value in run.values.get(metric, ())]
 
     def mean(self, metric: str) -> float | None:
         """Its mean over seeds; None where no finished run has it."""
         return fmean(values) if (values := self.values(metric)) else None
 
-    def words(self, metric: str, digits: int, scale: float = 1) -> str:
-        """Its mean and deviation over seeds."""
-        return mean_in_words(self.values(metric), digits, scale=scale)
+    def words(self, column: ScoreColumn) -> str:
+        """Its cell in a column: mean and deviation over seeds."""
+        return column.words(self.values(column.key))
 
     def ranked_loss(self) -> float | None:
         """Its mean loss, to sort by: NaN, from states that overflow on some text, is infinite and so the worst."""
@@ -105,18 +113,17 @@ class Part:
         """The accuracy of guessing, of generated tasks."""
         return fmean(value for result in self.results for value in result.values("chance_accuracy"))
 
+    @property
+    def gains(self) -> list[ScoreColumn]:
+        """The column of the gain over no mixer, where that is among the entries."""
+        return [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
+
     @functools.cached_property
     def positions(self) -> dict[str, str]:
         """Bin of positions in the document, such as "4-7" -> loss there, the first bin first."""
         names = [name for name in self.metrics if name.startswith(POSITION_LOSS)]
         bins = {name.removeprefix(POSITION_LOSS): name for name in names}
         return dict(sorted(bins.items(), key=lambda item: int(item[0].partition("-")[0])))
-
-    def gain(self, result: EntryResult) -> float | None:
-        """Mean loss without mixers minus the entry's own; None of that control, and where either is missing."""
-        without = next((other.mean("loss") for other in self.results if other.entry.control == "no mixer"), None)
-        own = result.mean("loss")
-        return None if without is None or own is None or result.entry.control == "no mixer" else without - own
 
 
 def collect(comparison: Comparison) -> Part:
@@ -130,6 +137,10 @@ def collect(comparison: Comparison) -> Part:
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
         for entry in comparison.entries
     ]
+    without = next((one.mean("loss") for one in results if one.entry.control == "no mixer"), None)
+    for one in results:
+        if None not in (without, own := one.mean("loss")) and one.entry.control != "no mixer":
+            one.gain.append(without - own)
     part = Part(comparison=comparison, downstream=downstream, results=results)
     accuracies = part.accuracies.values()
 
@@ -156,9 +167,6 @@ def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
-
-Columns = dict[str, Callable[[EntryResult], str]]
-"""Heading of a column -> what it says of an entry."""
 
 
 def plan_text(comparison: Comparison) -> str:
@@ -217,31 +225,26 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     """The table of a variant, with what is to be known about its numbers. Speed is measured in the first one."""
     comparison, results = part.comparison, part.results
     unit, scores = unit_of(comparison.entries[0].config.objective.name), score_columns(part.downstream)
-    columns: Columns = {
-        "entry": lambda result: result.entry.label,
-        "parameters": lambda result: f"{result.entry.parameters:,}",
-        "d_model": lambda result: str(result.entry.config.model.d_model),
-        **_accuracy_columns(part.accuracies),
-        "validation loss": lambda result: result.words("loss", 4),
-    }
-    if not part.accuracies:
-        columns |= _language_columns(part)
-    for one in scores:
-        if one.key in part.metrics:
-            columns[one.heading] = lambda result, one=one: result.words(one.key, one.digits, one.scale)
-    columns["n"] = EntryResult.count_words
+    columns = [*_columns(part), *(one for one in scores if one.key in part.metrics)]
+    headings = ["entry", "parameters", "d_model", *(column.heading for column in columns), "n"]
+    rows = []
+    for result in results:
+        sizes = [f"{result.entry.parameters:,}", str(result.entry.config.model.d_model)]
+        rows.append([result.entry.label, *sizes, *map(result.words, columns), result.count_words()])
     speeds = speed_words(comparison) if is_first or current_rows(comparison) else []
     if speeds:
-        columns[f"{unit}/s"] = lambda result: _number(result.speed.get("tokens_per_second"))
-        columns["peak memory (MiB)"] = lambda result: _number(result.speed.get("peak_bytes"), 2**20)
+        headings += [f"{unit}/s", "peak memory (MiB)"]
+        for result, row in zip(results, rows, strict=True):
+            speed, peak = (result.speed.get(name) for name in SPEEDS)
+            row += ["" if speed is None else f"{speed:,.0f}", "" if peak is None else f"{peak / 2**20:,.0f}"]
     several = any(len(result.values("loss")) > 1 for result in results)
     about = f"oss in nats per {unit[:-1]}."
     about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
-    lines = [_table(columns, results), "", about]
+    lines = [markdown(headings, rows), "", about]
     if part.accuracies:
         lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
     for one in part.downstream:
-        if any(column.heading in columns for column in one.columns):
+        if any(column in columns for column in one.columns):
             lines += one.lines(tasks_of(comparison))
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
@@ -262,12 +265,12 @@ def summary_text(parts: Sequence[Part]) -> str:
     rows = {entry.name: [entry.label] for entry in parts[0].comparison.entries}
     merits: dict[str, list[float]] = {name: [] for name in rows}
     for part in parts:
-        columns: Columns = {"loss": lambda result: result.words("loss", 4), **_gain_column(part)}
+        columns = [LOSS._replace(heading="loss"), *part.gains]
         if part.accuracies:
-            columns = _accuracy_columns({one: part.accuracies[one] for one in sorted({1, max(part.accuracies)})})
-        headings += [f"{part.variant}: {heading}" for heading in columns]
+            columns = [_columns(part)[place] for place in sorted({0, len(part.accuracies) - 1})]
+        headings += [f"{part.variant}: {column.heading}" for column in columns]
         for result in part.results:
-            rows[result.entry.name] += [cell(result) for cell in columns.values()]
+            rows[result.entry.name] += map(result.words, columns)
             if result.values("loss"):
                 merit = result.mean("accuracy") if part.accuracies else -result.ranked_loss()
                 merits[result.entry.name].append(merit)
@@ -278,57 +281,36 @@ def summary_text(parts: Sequence[Part]) -> str:
 def table_csv(parts: Sequence[Part]) -> str:
     """The same of all variants, unrounded, with all metrics and each seed's own values."""
     metrics = list(dict.fromkeys(["loss", *(name for part in parts for name in part.metrics)]))
-    return csv_of([_csv_row(part, result, metrics) for part in parts for result in part.results])
+    return csv_of([_csv_row(result, metrics) for part in parts for result in part.results])
 
 
-def _csv_row(part: Part, result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
+def _csv_row(result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
     entry, model = result.entry, result.entry.config.model
     row = {"entry": entry.name, "variant": entry.variant, "control": entry.control}
     row |= {"parameters": entry.parameters, "d_model": model.d_model, "headdim": _headdims(model).replace(",", "")}
     for name in metrics:
         over = spread(result.values(name))
         row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
-    row |= {"gain_over_no_mixer": part.gain(result), "n": len(result.values("loss"))}
-    row |= {name: result.speed.get(name) for name in ("tokens_per_second", "peak_bytes")}
+    row |= {GAIN.key: result.mean(GAIN.key), "n": len(result.values("loss"))}
+    row |= {name: result.speed.get(name) for name in SPEEDS}
     for name in metrics:
         each = {run.seed: run.values.get(name) for run in result.runs}
         row |= {f"{name}_seed_{seed}": fmean(values) if values else None for seed, values in each.items()}
     return row
 
 
-def _table(columns: Columns, results: Sequence[EntryResult]) -> str:
-    return markdown(list(columns), [[cell(result) for cell in columns.values()] for result in results])
-
-
-def _accuracy_columns(accuracies: Mapping[int, str]) -> Columns:
-    return {
-        f"accuracy {length}x (%)": lambda result, metric=metric: result.words(metric, 1, 100)
-        for length, metric in accuracies.items()
-    }
-
-
-def _language_columns(part: Part) -> Columns:
-    """Returns the columns of language models and encoders: their second measure, and what context bought."""
-    columns: Columns = {}
-    metrics = part.comparison.entries[0].config.task().metrics[:1]
-    if any(entry.config.ema.decay for entry in part.comparison.entries):
+def _columns(part: Part) -> list[ScoreColumn]:
+    """The columns of metrics: accuracies at multiples of the length, first of all, or what context bought."""
+    columns = [ScoreColumn(metric, f"accuracy {length}x (%)") for length, metric in part.accuracies.items()]
+    if part.accuracies:
+        return [*columns, LOSS]
+    entries = part.comparison.entries
+    metrics = entries[0].config.task().metrics[:1]
+    if any(entry.config.ema.decay for entry in entries):
         metrics = (*metrics, *averaged_metrics(metrics))
-    for metric in metrics:
-        columns[metric.heading] = lambda result, metric=metric: metric_in_words(result.values(metric.name), metric)
-    columns |= _gain_column(part)
-    if "context_gain" in part.metrics:
-        columns["context gain (nats)"] = lambda result: result.words("context_gain", 3)
-    return columns
-
-
-def _gain_column(part: Part) -> Columns:
-    if not any(result.entry.control == "no mixer" for result in part.results):
-        return {}
-    return {"gain over no mixer (nats)": lambda result: "" if (gain := part.gain(result)) is None else f"{gain:.3f}"}
-
-
-def _number(value: float | None, unit: float = 1) -> str:
-    return "" if value is None else f"{value / unit:,.0f}"
+    columns = [ScoreColumn.of(metric) for metric in metrics]
+    context = [ScoreColumn("context_gain", "context gain (nats)", digits=3, scale=1)]
+    return [LOSS, *columns, *part.gains, *(context if "context_gain" in part.metrics else [])]
 
 
 def _headdims(model: ModelConfig) -> str:

@@ -8,6 +8,7 @@ so that all meet the same conditions; the median over the rounds counts. A proce
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -186,18 +187,15 @@ def measure_all(comparison: Comparison) -> bool:
 def _in_a_process(recipe: Path) -> Row | str:
     """Returns what `measure` found, or why it could not."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    output, errors = None, ""
     with start("matmix.launch.lab.compare.speed", recipe, **pipes) as process:
         try:
-            while True:
-                try:
+            while output is None and not stop.received():
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     output, errors = process.communicate(timeout=_LOOK_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    if stop.received():
-                        return "stopped"
         finally:
             process.kill()  # nothing where it has ended
-    lines = (output if process.returncode == 0 else errors).strip().splitlines()
+    lines = ((output or "") if process.returncode == 0 else errors).strip().splitlines()
     if process.returncode or not lines:
         return lines[-1] if lines else f"exit code {process.returncode}"
     return json.loads(lines[-1])
@@ -206,14 +204,9 @@ def _in_a_process(recipe: Path) -> Row | str:
 def _facts(entry: Entry) -> Row:
     """Tells the reader of the file what a measurement belongs to."""
     config = entry.config
-    return {
-        "parameters": entry.parameters,
-        "d_model": config.model.d_model,
-        "layers": list(config.model.layers),
-        "micro_batch_size": config.micro_batch(1),
-        "seqlen": config.data.seqlen,
-        "precision": config.engine.precision,
-    }
+    row = {"parameters": entry.parameters, "d_model": config.model.d_model, "layers": list(config.model.layers)}
+    row |= {"micro_batch_size": config.micro_batch(1), "seqlen": config.data.seqlen}
+    return row | {"precision": config.engine.precision}
 
 
 def _machine(config: RunConfig) -> Row:

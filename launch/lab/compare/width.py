@@ -19,7 +19,6 @@ from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
-from matmix.train.optim.config import RuleConfig
 from matmix.train.optim.groups import parameter_groups
 from matmix.train.recipe import config_to_dict, differences
 
@@ -85,7 +84,12 @@ def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfi
 
     if deviation(model.d_model) == 0:
         return model
-    low, high = widths.crossing(target)
+    high = model.d_model
+    while widths.count(widths.first_from(high)) < target:
+        high *= 2
+    # `low` is the last width that fits with fewer parameters, 0 = none, and `high` the first one with as many.
+    low = bisect.bisect_left(range(high), target, 1, key=lambda width: widths.count(widths.first_from(width))) - 1
+    high = widths.first_from(low + 1)
     reach = 2 + math.ceil(3 * tolerance * high)  # parameters grow about as fast as the width, or faster
     near = [width for width in range(max(1, low - reach), high + reach + 1) if widths.at(width) is not None]
     within = [width for width in near if abs(deviation(width)) <= tolerance]
@@ -148,18 +152,6 @@ class _Widths:
         outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
         return outside + sum(blocks[index % kinds] for index in range(config.n_layers))
 
-    def crossing(self, target: int) -> tuple[int, int]:
-        """Returns neighbouring widths that fit, of a model with fewer than `target` parameters, 0 = none, and of one
-        with as many or more, but for the small steps that other headdims make."""
-        low, high = 0, self.model.d_model
-        while self.count(self.first_from(high)) < target:
-            low, high = high, 2 * high
-        high = bisect.bisect_left(range(high), target, low + 1, key=lambda width: self.count(self.first_from(width)))
-        low = high - 1
-        while low and self.at(low) is None:
-            low -= 1
-        return low, self.first_from(high)
-
     def first_from(self, width: int) -> int:
         """Returns the first width from `width` on that fits."""
         multiple = -(-width // self.model.d_model) * self.model.d_model
@@ -177,18 +169,14 @@ def _with_checked_rules(config: RunConfig, is_control: bool) -> RunConfig:
     model = build_model(config.model, device="meta")
     if is_control:
         names = [name for name, _ in model.named_parameters()]
-        rules = filter(None, (_fitting(rule, names) for rule in config.optimizer.rule))
+        rules = []
+        for rule in config.optimizer.rule:
+            own = tuple(pattern for pattern in rule.patterns if fnmatch.filter(names, pattern))
+            if own:
+                rules.append(rule if own == rule.patterns else dataclasses.replace(rule, match=own))
         config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, rule=tuple(rules)))
     parameter_groups(model, config.optimizer, config.data.seqlen)
     return config
-
-
-def _fitting(rule: RuleConfig, names: list[str]) -> RuleConfig | None:
-    """Returns the rule with those of its patterns that match a name; None where none does."""
-    patterns = tuple(pattern for pattern in rule.patterns if fnmatch.filter(names, pattern))
-    if patterns == rule.patterns:
-        return rule
-    return dataclasses.replace(rule, match=patterns) if patterns else None
 
 
 def differing_keys(entries: Sequence[Entry]) -> list[str]:

@@ -21,16 +21,13 @@ def test_nothing_is_started_in_the_place_of_a_folder_that_was_moved(tmp_path, mo
     tasks = [PlannedRun(entry="a", seed=seed, config=config) for seed, config in enumerate(configs)]
     started = []
 
-    def start(module: str, recipe: Path, *, parallel: int, device: str, **options: object) -> object:
+    def start(module: str, recipe: Path, *, parallel: int, place: int, **options: object) -> object:
         started.append(recipe.name)
-        process = true(module, recipe, parallel=parallel, device=device, **options)
+        process = runs.subprocess.Popen([sys.executable, "-c", PROCESS], **options)
         while (home / recipe.stem / "train.log").stat().st_size == 0:
             time.sleep(0.02)
         home.rename(tmp_path / "elsewhere")
         return process
-
-    def true(*_: object, parallel: int, device: str, **options: object) -> runs.subprocess.Popen:
-        return runs.subprocess.Popen([sys.executable, "-c", PROCESS], **options)
 
     monkeypatch.setattr(runs, "start", start)
     with pytest.raises(MovedError, match=r"/runs was moved to .*/elsewhere while runs went on in it; what was running"):

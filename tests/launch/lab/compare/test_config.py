@@ -56,10 +56,10 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
     [
         ("[comparison]\nsedes = [1]", ["unknown key", "sedes", '"seeds"']),
         ("[comparison]\nseeds = [1, 1]", ["comparison.seeds", "twice"]),
-        ("[comparison]\nseeds = 1", ["comparison.seeds", "list"]),
+        ("[comparison]\nseeds = 1", ["[comparison]", '"seeds" is a list']),
         ("[comparison]\ntolerance = 2", ["comparison.tolerance", "between 0 and 1"]),
         ("[comparison]", ["comparison.entry is empty"]),
-        ("[comparison]\n[[comparison.entry]]\nsteps = 2", ["number 1", "name"]),
+        ("[comparison]\n[[comparison.entry]]\nsteps = 2", ["[[entry]] has no name"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'a b'\n[[comparison.entry]]\nname = 'A-b'", ["share the folder"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'report'", ["taken"]),
         ("[comparison]\n[[comparison.entry]]\nname = 'a'\nseed = 3", ["seed", "comparison.seeds"]),
@@ -67,7 +67,7 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
         ("[comparison]\n[[comparison.entry]]\nname = 'No mixer'", ["share the folder", "comparison.controls"]),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\ndata.seqlen = 8",
-            ["comparison.variant number 1", "name"],
+            ["[[variant]] has no name"],
         ),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\nname = 'b'\nrun_dir = 'c'",

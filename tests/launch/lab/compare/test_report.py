@@ -73,7 +73,7 @@ def test_what_context_bought_stands_beside_the_loss(compared):
     part = collect(comparison)
     assert list(part.positions) == ["1", "2-3", "4-7", "8-15", "16-31"]
     assert part.accuracies == {}
-    assert part.gain(part.results[-1]) is None
+    assert part.results[-1].gain == []
 
 
 def test_a_seed_whose_loss_is_no_number_makes_its_entry_the_last(compared):
