@@ -134,6 +134,17 @@ def is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < _LARGEST_COUNT
 
 
+def fits(value: Any, form: Any) -> bool:
+    """Returns whether a value of JSON has a form: a type (int: a count), [form] for a list of any length, a tuple of
+    forms for a list of so many, or a dict of the forms that keys must have."""
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(key in value and fits(value[key], of) for key, of in form.items())
+    if isinstance(form, list | tuple):
+        forms = form * len(value) if isinstance(form, list) and isinstance(value, list) else form
+        return isinstance(value, list) and len(value) == len(forms) and all(map(fits, value, forms))
+    return is_count(value) if form is int else isinstance(value, form)
+
+
 def is_digest(value: object) -> bool:
     """Returns whether a value of JSON is a SHA-256 in hexadecimal."""
     return isinstance(value, str) and _HEX.fullmatch(value) is not None

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from matmix.data.artifacts import artifact_name, is_count, is_digest, one_line, parse_json, require
+from matmix.data.artifacts import artifact_name, fits, is_count, is_digest, one_line, parse_json, require
 from matmix.data.formats import FORMATS
 from matmix.data.formats.base import ShardInfo
 
@@ -227,11 +227,7 @@ def _check(manifest: Manifest) -> None:
     for name in ("count", "records"):
         require(is_count(malformed.get(name, 0)), f"malformed.{name}", malformed.get(name))
     examples = malformed.get("examples", [])
-    require(isinstance(examples, list), "malformed.examples", examples)
-    for example in examples:
-        kinds = {"file": str, "line": int, "reason": str}
-        fine = isinstance(example, dict) and all(isinstance(example.get(key), kind) for key, kind in kinds.items())
-        require(fine, "malformed.examples", example)
+    require(fits(examples, [{"file": str, "line": int, "reason": str}]), "malformed.examples", examples)
     for name, split in manifest.splits.items():
         _check_top_name(name)
         for shard in split.shards:

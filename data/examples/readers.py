@@ -122,35 +122,30 @@ _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
 """Names of the columns, and number and fields of each row; None for one that is to be left out."""
 
 
-def _delimited(delimiter: str) -> Callable[[Path, _Form], _Records]:
-    """Returns a reader of lines. .csv has quotes, .tsv has none: a quotation mark in it is one."""
+def _delimited(delimiter: str, path: Path, form: _Form) -> _Records:
+    """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one."""
+    csv.field_size_limit(sys.maxsize)
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
+    if (first := next(lines, None)) is None:
+        raise ValueError(f"{path} is empty")
+    names = first if form.header else [str(number) for number in range(len(first))]
 
-    def read(path: Path, form: _Form) -> _Records:
-        csv.field_size_limit(sys.maxsize)
-        quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-        lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
-        first = next(lines, None)
-        if first is None:
-            raise ValueError(f"{path} is empty")
-        names = first if form.header else [str(number) for number in range(len(first))]
+    def records() -> Iterator[tuple[int, Mapping[str, Any] | None]]:
+        if not form.header:
+            yield lines.line_num, dict(zip(names, first, strict=True))
+        for fields in lines:
+            if len(fields) == len(names) or (form.more_fields and len(fields) > len(names)):
+                yield lines.line_num, dict(zip(names, fields, strict=False))
+            elif fields and form.skip_malformed:
+                yield lines.line_num, None
+            elif fields:
+                raise ValueError(
+                    f"{path}, row {lines.line_num}: {len(fields)} fields instead of {len(names)}; mend it, or set "
+                    "data.examples.skip_malformed = true"
+                )
 
-        def records() -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-            if not form.header:
-                yield lines.line_num, dict(zip(names, first, strict=True))
-            for fields in lines:
-                if len(fields) == len(names) or (form.more_fields and len(fields) > len(names)):
-                    yield lines.line_num, dict(zip(names, fields, strict=False))
-                elif fields and form.skip_malformed:
-                    yield lines.line_num, None
-                elif fields:
-                    raise ValueError(
-                        f"{path}, row {lines.line_num}: {len(fields)} fields instead of {len(names)}; mend it, or set "
-                        "data.examples.skip_malformed = true"
-                    )
-
-        return names, records()
-
-    return read
+    return names, records()
 
 
 def _text_lines(path: Path) -> Iterator[str]:
@@ -192,8 +187,8 @@ def _folder(path: Path, form: _Form) -> _Records:
 
 
 _READERS: dict[str, Callable[[Path, _Form], _Records]] = {
-    ".tsv": _delimited("\t"),
-    ".csv": _delimited(","),
+    ".tsv": functools.partial(_delimited, "\t"),
+    ".csv": functools.partial(_delimited, ","),
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     "": _folder,

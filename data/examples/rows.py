@@ -11,7 +11,7 @@ import torch
 
 from matmix.data.config import DataConfig
 from matmix.data.examples.base import Example, Examples
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import Batch, packed_batch
 from matmix.data.loading.order import Recent
 from matmix.data.loading.rows import Failure, Reading, errors_as_failures
 from matmix.data.rng import EXAMPLES, generator
@@ -48,38 +48,26 @@ class ExampleRows:
         return self._batch(chosen, numbers)
 
     def _batch(self, chosen: Sequence[Example | None], numbers: Sequence[int]) -> Batch:
-        filler = Example((self.examples.encoder.padding,) * self.examples.documents, self.examples.nothing)
+        examples, concat = self.examples, self.packing == "concat"
+        filler = Example((examples.encoder.padding,) * examples.documents, examples.nothing)
         documents = [document for example in chosen for document in (example or filler).documents]
         lengths = np.array([len(document.ids) for document in documents])
-        longest = int(lengths.max())
-        if self.packing == "concat":
-            borders = np.append(0, lengths.cumsum())
-            starts, shape = borders[:-1], (1, int(borders[-1]))
-        else:
-            width = self.seqlen if self.packing == "rows" else longest
-            starts, shape = np.arange(len(documents)) * width, (len(documents), width)
-        ids = np.full(shape, self.examples.encoder.pad_id, np.int64)
-        types = np.zeros(shape, np.int64)
+        counts = lengths.sum(keepdims=True) if concat else lengths
+        width = self.seqlen if self.packing == "rows" else int(counts.max())
+        starts = np.append(0, lengths.cumsum())[:-1] if concat else np.arange(len(documents)) * width
+        ids = np.full((len(counts), width), examples.encoder.pad_id, np.int64)
+        types, begins = np.zeros_like(ids), np.zeros(ids.shape, bool)
+        begins.flat[starts] = True
         for start, document in zip(starts, documents, strict=True):
-            ids.reshape(-1)[start : start + len(document.ids)] = document.ids
-            types.reshape(-1)[start : start + len(document.ids)] = document.types
-        cu_seqlens = attention_mask = None
-        if self.packing == "concat":
-            cu_seqlens = torch.from_numpy(borders.astype(np.int32))
-        elif self.packing == "document":
-            attention_mask = torch.from_numpy(np.arange(width) < lengths[:, None])
-        labels, owners, select = _targets(chosen, numbers, starts[:: self.examples.documents], self.examples)
-        return Batch(
-            inputs=torch.from_numpy(ids),
-            labels=torch.from_numpy(labels),
-            cu_seqlens=cu_seqlens,
-            attention_mask=attention_mask,
-            max_seqlen=self.seqlen if self.packing == "rows" else longest,
-            select=select,
-            n_tokens=sum(len(document.ids) for example in chosen if example for document in example.documents),
-            extra={"token_type_ids": torch.from_numpy(types)} if self.token_types else {},
-            examples=torch.from_numpy(owners),
-        )
+            place = slice(start, start + len(document.ids))
+            ids.reshape(-1)[place], types.reshape(-1)[place] = document.ids, document.types
+        labels, owners, select = _targets(chosen, numbers, starts[:: examples.documents], examples)
+        batch = packed_batch(ids, labels, begins, counts, self.packing)
+        batch.n_tokens = sum(len(document.ids) for example in chosen if example for document in example.documents)
+        batch.select, batch.examples = select, torch.from_numpy(owners)
+        if self.token_types:
+            batch.extra["token_type_ids"] = torch.from_numpy(types)
+        return batch
 
 
 def _targets(

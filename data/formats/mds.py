@@ -84,7 +84,7 @@ class Mds(ShardFormat):
         return 4 + 4 + header + tokens * self.dtype.itemsize
 
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
-        samples = [(_picture_sample if self.dtype == PICTURES else _sample)(d) for d in documents]
+        samples = [_sample(document) for document in documents]
         config = self._config_json()
         offsets = np.zeros(len(samples) + 1, dtype=np.int64)
         np.cumsum([len(s) for s in samples], out=offsets[1:])
@@ -149,15 +149,13 @@ def _columns(dtype: np.dtype) -> dict[str, list[Any]]:
     return {"column_names": names, "column_encodings": encodings, "column_sizes": sizes}
 
 
-def _picture_sample(document: np.ndarray) -> bytes:
-    return np.uint32(len(document) - LABEL_BYTES).tobytes() + document.tobytes()
-
-
 def _length_type(tokens: int) -> np.dtype:
     return np.dtype("<u1" if tokens < 1 << 8 else "<u2" if tokens < 1 << 16 else "<u4")
 
 
 def _sample(tokens: np.ndarray) -> bytes:
+    if tokens.dtype == PICTURES:
+        return np.uint32(len(tokens) - LABEL_BYTES).tobytes() + tokens.tobytes()
     kind = _length_type(len(tokens))
     axes = bytes([1 << 2 | {1: 0, 2: 1, 4: 2}[kind.itemsize]])
     data = axes + np.array(len(tokens), dtype=kind).tobytes() + tokens.tobytes()

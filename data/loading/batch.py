@@ -70,14 +70,14 @@ def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, 
     input_ids = np.ascontiguousarray(tokens[:, :-1])
     known = np.arange(1, seqlen + 1) < counts[:, None]
     labels = np.where(known & ~begins[:, 1:], tokens[:, 1:], IGNORED)
-    return _batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing)
+    return packed_batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing)
 
 
 def masked_batch(
     input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
 ) -> Batch:
     """Returns a batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
-    batch = _batch(input_ids, labels, begins, counts, packing)
+    batch = packed_batch(input_ids, labels, begins, counts, packing)
     batch.select = torch.from_numpy(np.flatnonzero(labels != IGNORED))
     return batch
 
@@ -104,7 +104,8 @@ def has_target(labels: np.ndarray) -> np.ndarray:
     return ~np.isnan(labels).reshape(*labels.shape[:2], -1).all(axis=2)
 
 
-def _batch(inputs: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, packing: str) -> Batch:
+def packed_batch(inputs: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, packing: str) -> Batch:
+    """Returns a batch with what tells its documents apart. Arguments as of `causal_batch`, all (B, L) and (B,)."""
     max_seqlen = seqlen = inputs.shape[1]
     batch = Batch(torch.from_numpy(inputs), torch.from_numpy(labels), n_tokens=int(counts.sum()))
     if packing == "document":

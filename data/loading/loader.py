@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
-from matmix.data.loading.rows import Failure, Opened
+from matmix.data.loading.rows import Failure, Opened, Reading
 
 
 @dataclass
@@ -68,20 +68,21 @@ class Loader:
         self,
         opened: Opened,
         config: DataConfig,
-        *,
-        global_batch_size: int,
+        reading: Reading,
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
     ) -> None:
+        check_batch_sizes(reading.global_batch_size, micro_batch_size, data_size)
+        assert 0 <= data_rank < data_size
         self.dataset, self.facts, self.fingerprint = opened
         self.config = config
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.global_batch_size, self.micro_batch_size = reading.global_batch_size, micro_batch_size
         self.data_rank, self.data_size = data_rank, data_size
         self.samples = 0
         self._loaded = False
-        share = global_batch_size // data_size
-        self._plan = _Plan(self.limit, global_batch_size, share, micro_batch_size, data_rank)
+        share = self.global_batch_size // data_size
+        self._plan = _Plan(self.limit, self.global_batch_size, share, micro_batch_size, data_rank)
         # Holds the DataLoader, out of reach of the garbage collector: if that found it together with a loader
         # in a cycle of references, it would close the queues before asking the workers to end, and wait 5 s.
         self._readers: dict[str, DataLoader] = {}

@@ -164,12 +164,9 @@ class Modality:
 
         Raises as `open`; ValueError also where the global batch is no whole number of micro-batches on each rank.
         """
-        from matmix.data.loading.loader import Loader, check_batch_sizes
+        from matmix.data.loading.loader import Loader
 
         self.options(data)
-        sizes = {"global_batch_size": options["global_batch_size"], "micro_batch_size": micro_batch_size}
-        check_batch_sizes(**sizes, data_size=data_size)
-        assert 0 <= data_rank < data_size
         known = options.keys() & {field.name for field in dataclasses.fields(Reading)}
         reading = Reading(**{name: options.pop(name) for name in known})
-        return Loader(self.open(data, reading, **options), data, **sizes, data_rank=data_rank, data_size=data_size)
+        return Loader(self.open(data, reading, **options), data, reading, micro_batch_size, data_rank, data_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,7 +43,14 @@ class TextFacts(Facts):
 
     @property
     def token_histogram(self) -> np.ndarray:
-        return np.sum([_histogram(one) for one in self.shards], axis=0)
+        counts = []
+        for one in self.shards:
+            name, path = one.manifest.token_histogram, one.storage.path
+            where, length = f"{path}: {name}", one.manifest.tokenizer.vocab_size
+            counts.append(read_vector(one.storage.file(name), "int64", where, length=length))
+            if counts[-1].min(initial=0) < 0:
+                raise ValueError(f"{where} has negative counts")
+        return np.sum(counts, axis=0)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -82,7 +89,17 @@ class Text(Modality):
         rows = TokenRows(shards, list(sources.values()), data, reading, masking)
         fingerprint = {
             "data": [contents_digest(one, one.manifest.tokenizer.sha256) for one in shards],
-            "manifest": [_manifest_facts(one) for one in shards],
+            # What else decides batches or metrics, whatever path a dataset lies at.
+            "manifest": [
+                {
+                    "bytes": one.info.bytes,
+                    "dtype": one.manifest.dtype,
+                    "special": dict(one.manifest.tokenizer.special),
+                    "token_histogram": sha256_of(one.storage.file(one.manifest.token_histogram)),
+                    "vocab_size": one.manifest.tokenizer.vocab_size,
+                }
+                for one in shards
+            ],
             "weights": list(sources.values()),
             "split": reading.split,
             **{name: getattr(data, name) for name in ("seqlen", "packing", "prefix", "suffix")},
@@ -108,9 +125,16 @@ class TokenRows:
     ) -> None:
         self.packings = [_make_packing(one, data, reading, masking is None) for one in shards]
         self.mixture = Mixture([len(packing) for packing in self.packings], None if reading.one_pass else weights)
-        self.masker = None if masking is None else _make_masker(shards[0], masking, reading.seed)
+        special, self.masker = shards[0].manifest.tokenizer.special, None
+        if masking is not None:
+            if special.get("mask") is None:
+                raise ValueError(
+                    f"masked-LM batches need a mask token, and the tokenizer of {shards[0].storage.path} has none; "
+                    "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
+                )
+            self.masker = Masker(masking, _load_tokenizer(shards[0]), reading.seed)
         self.packing, self.skip_damaged = data.packing, data.skip_damaged
-        self.pad_id = shards[0].manifest.tokenizer.special.get("pad") or 0
+        self.pad_id = special.get("pad") or 0
         self.limit = self.mixture.samples_per_epoch if reading.one_pass else None
 
     @property
@@ -179,38 +203,7 @@ def _special_id(shards: TokenShards, which: str, name: str) -> int | None:
     return token
 
 
-def _make_masker(shards: TokenShards, masking: MaskingConfig, seed: int) -> Masker:
-    if shards.manifest.tokenizer.special.get("mask") is None:
-        raise ValueError(
-            f"masked-LM batches need a mask token, and the tokenizer of {shards.storage.path} has none; "
-            "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
-        )
-    return Masker(masking, _load_tokenizer(shards), seed)
-
-
 def _load_tokenizer(shards: TokenShards) -> Tokenizer:
     from matmix.data.tokenizer import Tokenizer
 
     return Tokenizer.load(shards.storage.file(shards.manifest.tokenizer.file))
-
-
-def _histogram(shards: TokenShards) -> np.ndarray:
-    name, where = shards.manifest.token_histogram, shards.storage.path
-    counts = read_vector(
-        shards.storage.file(name), "int64", f"{where}: {name}", length=shards.manifest.tokenizer.vocab_size
-    )
-    if len(counts) and counts.min() < 0:
-        raise ValueError(f"{where}: {name} has negative counts")
-    return counts
-
-
-def _manifest_facts(shards: TokenShards) -> dict[str, Any]:
-    """Returns what else the manifest of a dataset decides, of batches or of metrics, whatever path it lies at."""
-    manifest, info = shards.manifest, shards.info
-    return {
-        "bytes": info.bytes,
-        "dtype": manifest.dtype,
-        "special": dict(manifest.tokenizer.special),
-        "token_histogram": sha256_of(shards.storage.file(manifest.token_histogram)),
-        "vocab_size": manifest.tokenizer.vocab_size,
-    }

@@ -194,8 +194,8 @@ class Chunk:
     disk_bytes: int
     """Bytes of the source that were read up to here, for progress."""
     records: Sequence[Any]
-    validation: bool | None = None
-    """True or False where all belong to one split; None where a hash of each decides."""
+    held_out: bool = False
+    """True where all belong to the validation split; else a hash of each decides."""
 
 
 class Malformed(NamedTuple):
@@ -242,14 +242,14 @@ class Documents:
         made = list(made)
         documents = [one for one in made if isinstance(one, Document)]
         malformed = [one for one in made if isinstance(one, Malformed)]
-        decided = chunk.validation
-        held_out = (in_validation(one.raw, fraction) if decided is None else decided for one in documents)
+        least = int(fraction * HASHES)
+        held_out = [chunk.held_out or hash_of(one.raw) < least for one in documents]
         elements = (one.elements for one in documents)
         return cls(
             elements=np.concatenate([np.zeros(0, dtype), *elements], dtype=dtype, casting="unsafe"),
             lengths=np.array([len(one.elements) for one in documents], np.int64),
             sizes=np.array([one.size for one in documents], np.int64),
-            validation=np.array(list(held_out), bool),
+            validation=np.array(held_out, bool),
             records=len(chunk.records),
             malformed=malformed,
             empty=len(made) - len(documents) - len(malformed),
@@ -298,11 +298,6 @@ class Progress:
 def hash_of(raw: bytes) -> int:
     """Returns the number from 0 to 2**64 - 1 that decides the split of a document, given its contents."""
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "big")
-
-
-def in_validation(raw: bytes, fraction: float) -> bool:
-    """Returns True for the share `fraction` of all contents that belongs to the validation split."""
-    return hash_of(raw) < int(fraction * HASHES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,8 +435,7 @@ class Preparation(abc.ABC):
     def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
         """Yields the chunks between two positions. entry: where the whole input, or this part of it, begins."""
         for chunk in read_chunks(self.sources, start, stop):
-            held_out = chunk.start.source >= self.n_train
-            yield dataclasses.replace(chunk, validation=held_out if held_out or not self.fraction else None)
+            yield dataclasses.replace(chunk, held_out=chunk.start.source >= self.n_train)
 
     # -- what a kind of data defines ---------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matmix.data.artifacts import artifact_path, is_count, one_line, parse_json, shell_line
+from matmix.data.artifacts import artifact_path, fits, one_line, parse_json, shell_line
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.base import Position, Preparation, find_cuts
 from matmix.data.prepare.workspace import PART_NAME, PARTS_NAME, WORK_NAME, compare_preparations, locked
@@ -38,7 +38,7 @@ def read_spans(folder: Path) -> list[list[int]]:
     """Returns `Progress.spans` of a finished part. Raises ValueError (one line) if its part.json is damaged."""
     try:
         spans = parse_json((folder / PART_NAME).read_bytes(), PART_NAME)["spans"]
-        if not all(len(span) == 6 and all(map(is_count, span)) for span in spans):
+        if not fits(spans, [(int,) * 6]):
             raise ValueError("its spans are no numbers")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder / PART_NAME} is missing or damaged ({one_line(error)}); delete {folder}") from None
@@ -134,16 +134,16 @@ class Parts:
 
     def facts(self) -> dict[str, Any]:
         """Returns the contents of options.json. Raises FileNotFoundError without parts, ValueError if it is damaged."""
-        return self._read("options.json", _check_facts)
+        return self._read("options.json", _FACTS)
 
     def shares(self) -> list[Share]:
         """Returns what belongs to each part. Raises as `facts`."""
-        cuts = [Position(source, offset) for source, offset in self._read("cuts.json", _check_cuts)["cuts"]]
+        cuts = [Position(source, offset) for source, offset in self._read("cuts.json", _CUTS)["cuts"]]
         return [Share(number, len(cuts) - 1, *ends) for number, ends in enumerate(itertools.pairwise(cuts), start=1)]
 
     def ends(self) -> list[int | None]:
         """Returns the offset at the end of each source, None where it is not known. Raises as `facts`."""
-        return self._read("cuts.json", _check_cuts)["ends"]
+        return self._read("cuts.json", _CUTS)["ends"]
 
     def _write_once(self, name: str, doing: str, make: Callable[[], dict[str, Any]], indent: int | None = None) -> None:
         """Writes a file unless it is there, one process at a time. doing: what another process may be doing."""
@@ -153,13 +153,13 @@ class Parts:
                 if not path.exists():
                     write_atomic(path, json.dumps(make(), indent=indent).encode(), alone=False)
 
-    def _read(self, name: str, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def _read(self, name: str, form: dict[str, Any]) -> dict[str, Any]:
         path, kind = self.folder / name, self.kind.name
         try:
             raw = parse_json(path.read_bytes(), name)
             kind = raw.get("options", {}).get("kind", "text") if name == "options.json" else kind
-            if kind == self.kind.name:
-                check(raw)
+            if kind == self.kind.name and not (fits(raw, form) and _agree(raw)):
+                raise ValueError("it lacks a key, or a value is of another kind")
         except FileNotFoundError:
             make = shell_line(*self.kind.verb.split(), "INPUT", "--out", self.out, "--part", "k/n")
             raise FileNotFoundError(f"{self.out} holds no parts; make each with {make}") from None
@@ -172,19 +172,17 @@ class Parts:
         return raw
 
 
-def _check_facts(raw: dict[str, Any]) -> None:
-    options, lists = raw["options"], [raw[name] for name in ("names", "paths", "arguments")]
-    inputs = [*options["inputs"], *options.get("validation", ())]
-    texts = [*itertools.chain(*lists), options["format"], options["compression"], *raw["shared"].values()]
-    fine = all(isinstance(text, str) for text in texts) and all(isinstance(some, list) for some in lists)
-    fine = fine and len(raw["names"]) == len(raw["paths"]) == len(inputs)
-    if not fine or not all(isinstance(entry, list) and len(entry) == 3 for entry in inputs):
-        raise ValueError("it lacks a key, or a value is of another kind")
+_INPUTS = [(str, int, str)]
+_OPTIONS = {"format": str, "compression": str, "inputs": _INPUTS}
+_FACTS = {"options": _OPTIONS, "shared": dict, **{key: [str] for key in ("names", "paths", "arguments")}}
+_CUTS = {"parts": int, "cuts": [(int, int)], "ends": [int | None]}
 
 
-def _check_cuts(raw: dict[str, Any]) -> None:
-    count, cuts, ends = raw["parts"], raw["cuts"], raw["ends"]
-    numbers = [count, *itertools.chain(*cuts), *(end for end in ends if end is not None)]
-    fine = all(map(is_count, numbers)) and all(len(cut) == 2 for cut in cuts)
-    if not fine or len(cuts) != count + 1 or cuts != sorted(cuts) or cuts[-1][0] > len(ends):
-        raise ValueError("its cuts are no positions in order")
+def _agree(raw: dict[str, Any]) -> bool:
+    """Returns whether the lists in options.json, or in cuts.json, go together."""
+    if "cuts" in raw:
+        cuts = raw["cuts"]
+        return len(cuts) == raw["parts"] + 1 and cuts == sorted(cuts) and cuts[-1][0] <= len(raw["ends"])
+    held_out = raw["options"].get("validation", [])
+    inputs = len(raw["options"]["inputs"]) + len(held_out)
+    return fits(held_out, _INPUTS) and len(raw["names"]) == len(raw["paths"]) == inputs

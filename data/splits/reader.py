@@ -11,7 +11,6 @@ split, which makes every sequence addressable without reading a shard.
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,12 +38,7 @@ def open_dataset(
     manifest = storage.manifest
     if manifest.tokenizer is None:
         raise ValueError(f"{path} holds pictures, not text; name it as data.images.path")
-    tokenizer = storage.file(manifest.tokenizer.file)
-    if hashlib.sha256(tokenizer.read_bytes()).hexdigest() != manifest.tokenizer.sha256:
-        raise ValueError(
-            f"{path}: {manifest.tokenizer.file} is not the tokenizer that the shards were made with; "
-            "put the original back or prepare the data again"
-        )
+    storage.file(manifest.tokenizer.file)  # raises where it is missing or another one
     if tokenizer_sha256 is not None and tokenizer_sha256 != manifest.tokenizer.sha256:
         raise ValueError(
             f"{path} was prepared with another tokenizer (SHA-256 {manifest.tokenizer.sha256[:12]}) than "

@@ -19,6 +19,8 @@ _STALE_SECONDS = 6 * 3600
 _ATTEMPTS = 20
 _SHARE_OF_DISK = 0.5
 NO_LIMIT = -1
+# Of the caches, each with a folder for each split.
+_FOLDERS = f"*-{'[0-9a-f]' * 16}/*"
 
 
 class Hold:
@@ -67,8 +69,16 @@ def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
     try:
         limit = limit or int(shutil.disk_usage(root).total * _SHARE_OF_DISK)
         with FileLock(root / "room.lock", blocking=False):
-            _remove_stale(root)
-            shards = [(stat.st_mtime_ns, stat.st_size, path) for path, stat in _shards(root, suffixes)]
+            for path in root.glob(f"{_FOLDERS}/*.part-*"):
+                with contextlib.suppress(OSError):
+                    if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                        path.unlink()
+            shards = []
+            for path in (path for suffix in suffixes for path in root.glob(f"{_FOLDERS}/*{suffix}")):
+                if path.name != "lengths.npy":
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = path.stat()
+                        shards.append((stat.st_mtime_ns, stat.st_size, path))
             total = sum(size for _, size, _ in shards)
             for _, size, path in sorted(shards):
                 if total <= limit:
@@ -79,16 +89,6 @@ def make_room(root: Path, limit: int, suffixes: Iterable[str]) -> None:
         return  # another process makes room, or the folder is another user's or has no locks: reading goes on
 
 
-def _shards(root: Path, suffixes: Iterable[str]) -> list[tuple[Path, os.stat_result]]:
-    cached = []
-    for suffix in suffixes:
-        for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*{suffix}"):
-            if path.name != "lengths.npy":
-                with contextlib.suppress(FileNotFoundError):
-                    cached.append((path, path.stat()))
-    return cached
-
-
 def _remove_if_unused(path: Path) -> bool:
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -97,16 +97,8 @@ def _remove_if_unused(path: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
+        return True
     except OSError:
         return False
-    else:
-        return True
     finally:
         os.close(handle)
-
-
-def _remove_stale(root: Path) -> None:
-    for path in root.glob(f"*-{'[0-9a-f]' * 16}/*/*.part-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                path.unlink()

@@ -27,13 +27,20 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: b
 @contextlib.contextmanager
 def open_durable(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file to write to; at the end of the block its content is on the disk. Errors name the file."""
+    with errors_name(path), path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """Makes errors of the operating system that name no file, such as that of a full disk, name this one."""
     try:
-        with path.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
-        error.filename = error.filename or str(path)  # that of a full disk names none
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 

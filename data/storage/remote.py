@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from matmix.data.artifacts import panics_as_errors
+from matmix.data.storage.files import errors_name
 from matmix.data.storage.private import private_folder
 
 Result = TypeVar("Result")
@@ -214,7 +215,8 @@ class RemoteFolder:
                 raise OSError(f"{arrived} of {expected} bytes arrived")
 
         try:
-            self._do("download", name, fetch)
+            with errors_name(target):
+                self._do("download", name, fetch)
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)

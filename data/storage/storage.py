@@ -70,7 +70,7 @@ class Storage:
         """Number of files that this process has put into the cache."""
         self._checked: set[str] = set()
         self._digests = dict(self.manifest.files)
-        if self.remote and self.manifest.tokenizer is not None:  # `open_dataset` checks that of a local dataset
+        if self.manifest.tokenizer is not None:
             self._digests[self.manifest.tokenizer.file] = self.manifest.tokenizer.sha256
         self.digest = hashlib.sha256(raw).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"

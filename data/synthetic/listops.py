@@ -26,25 +26,18 @@ _COUNTED = 2000  # samples by which answers are counted
 
 
 def evaluate(tokens: Iterable[str]) -> int:
-    """Returns the value of an expression. Raises ValueError (one line) for tokens that are none."""
-    open_: list[tuple[str, list[int]]] = [("", [])]
-    for place, token in enumerate(tokens, 1):
+    """Returns the value of an expression."""
+    unfinished: list[tuple[str, list[int]]] = [("", [])]
+    for token in tokens:
         if token in OPERATORS:
-            open_.append((token, []))
-        elif token.isdecimal() and len(token) == 1:
-            open_[-1][1].append(int(token))
-        elif token == END and len(open_) > 1:
-            operator, values = open_.pop()
-            if not values:
-                raise ValueError(f"not a ListOps expression: {operator} has no arguments where token {place} ends it")
-            open_[-1][1].append(OPERATORS[operator](values))
+            unfinished.append((token, []))
+        elif token == END:
+            operator, values = unfinished.pop()
+            unfinished[-1][1].append(OPERATORS[operator](values))
         else:
-            raise ValueError(f"not a ListOps expression: token {place} is {token!r}")
-    if len(open_) > 1:
-        raise ValueError(f"not a ListOps expression: {open_[-1][0]} is not closed")
-    if len(open_[0][1]) != 1:
-        raise ValueError(f"not a ListOps expression: it has {len(open_[0][1])} values where one belongs")
-    return open_[0][1][0]
+            unfinished[-1][1].append(int(token))
+    [(_, [value])] = unfinished
+    return value
 
 
 def expression(draw: np.random.Generator, size: int, depth: int, arguments: int) -> list[str]:

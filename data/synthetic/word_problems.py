@@ -17,11 +17,6 @@ from matmix.data.synthetic.base import Puzzle
 Permutation = tuple[int, ...]
 
 
-def compose(first: Permutation, second: Permutation) -> Permutation:
-    """Returns the permutation that does `first`, then `second`."""
-    return tuple(second[image] for image in first)
-
-
 def is_even(permutation: Permutation) -> bool:
     """Returns whether the permutation is a product of an even number of swaps."""
     n = len(permutation)
@@ -49,7 +44,8 @@ def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]
     product."""
     elements = tuple(p for p in permutations(range(degree)) if not even or is_even(p))
     number = {element: index for index, element in enumerate(elements)}
-    return elements, np.array([[number[compose(p, q)] for q in elements] for p in elements], dtype=np.int64)
+    products = [[number[tuple(second[image] for image in first)] for second in elements] for first in elements]
+    return elements, np.array(products, dtype=np.int64)
 
 
 class WordProblem(Puzzle):

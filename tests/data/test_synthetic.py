@@ -167,22 +167,6 @@ def test_the_parser_on_examples(text, value):
     assert evaluate(text.split()) == value
 
 
-@each(
-    "text, message",
-    [
-        ("", "0 values"),
-        ("1 2", "2 values"),
-        ("[MAX 1", r"\[MAX is not closed"),
-        ("[MAX ]", r"\[MAX has no arguments where token 2 ends it"),
-        ("1 ]", "token 2 is ']'"),
-        ("[MAX 1 12 ]", "token 3 is '12'"),
-    ],
-)
-def test_the_parser_refuses(text, message):
-    with pytest.raises(ValueError, match=f"not a ListOps expression: .*{message}"):
-        evaluate(text.split())
-
-
 @each("name", GENERATED)
 def test_a_constant_guess_is_right_as_often_as_the_histogram_says(name):
     loader = loader_of(config_of(name))

@@ -54,9 +54,8 @@ class PictureSource(ListedSource):
     number_of: Callable[[Label, str], int]
     """`Classes.number` of the whole preparation."""
 
-    def __init__(self, name: str, path: Path) -> None:
-        self.name = name
-        self.path = path
+    def __init__(self, path: Path) -> None:
+        self.name, self.path = str(path), path
 
     def __getstate__(self) -> dict[str, Any]:
         # It goes to a process with every chunk, and the list of all pictures would be large.
@@ -80,8 +79,8 @@ class PictureSource(ListedSource):
 class Folder(PictureSource):
     """A folder of pictures, whose items' `where` is the path of a file."""
 
-    def __init__(self, name: str, path: Path, listed: Sequence[Item], names: tuple[str, ...] | None = None) -> None:
-        super().__init__(name, path)
+    def __init__(self, path: Path, listed: Sequence[Item], names: tuple[str, ...] | None = None) -> None:
+        super().__init__(path)
         self.listed, self.names = listed, names
         self._sizes = [os.path.getsize(item.where) if os.path.exists(item.where) else -1 for item in listed]
 
@@ -96,13 +95,13 @@ class Folder(PictureSource):
             if not pictures:
                 raise ValueError(f"the class folder {folder} is empty: there is no picture in it; remove it or fill it")
             listed += [Item(f"{folder.name}/{p.relative_to(folder)}", folder.name, str(p)) for p in pictures]
-        return cls(str(path), path, listed, names)
+        return cls(path, listed, names)
 
     @classmethod
     def of_table(cls, path: Path, table: Mapping[str, Label], where: str) -> Folder:
         """Returns the pictures in a folder that a table of labels names; others are left out."""
         files = {artifact_name(file, where, nested=True): label for file, label in table.items()}
-        return cls(str(path), path, [Item(file, label, str(path / file)) for file, label in files.items()])
+        return cls(path, [Item(file, label, str(path / file)) for file, label in files.items()])
 
     def items(self) -> Sequence[Item]:
         return self.listed
@@ -169,10 +168,9 @@ class TarFile(PictureSource):
     """The samples of a .tar file, whose members share their name up to the first dot: KEY.jpg and KEY.cls or KEY.json.
     table: labels by the names of pictures, in place of members of labels."""
 
-    def __init__(self, name: str, path: Path, label_field: str, table: dict[str, Label] | None = None) -> None:
-        super().__init__(name, path)
-        self.label_field = label_field
-        self.table = table
+    def __init__(self, path: Path, label_field: str, table: dict[str, Label] | None = None) -> None:
+        super().__init__(path)
+        self.label_field, self.table = label_field, table
 
     def digest(self) -> str:
         table = json.dumps(self.table, sort_keys=True)

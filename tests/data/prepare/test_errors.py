@@ -1,5 +1,6 @@
 """Bad input: one line each, and nothing that was there before is touched."""
 
+import errno
 import json
 import os
 import signal
@@ -155,6 +156,14 @@ def test_unfinished_output_of_another_preparation(tmp_path, corpus, monkeypatch,
     monkeypatch.undo()
     fails(options(tmp_path, format="webdataset"), "format 'mds' there, 'webdataset' here")
     prepare(options(tmp_path))
+
+
+def test_a_full_disk_is_named(tmp_path, corpus, monkeypatch):
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    fails(options(tmp_path), r"No space left on device: '/.*'", OSError, left=True)
 
 
 def test_finished_output_with_a_missing_shard(tmp_path, corpus):

@@ -200,7 +200,7 @@ def test_nothing_there(tmp_path):
             set_value("splits", "train", "shards", 0, "sha256", "0" * 64),
             "shard.00000.mds has another SHA-256",
         ),
-        (set_value("tokenizer", "sha256", "0" * 64), "is not the tokenizer that the shards were made with"),
+        (set_value("tokenizer", "sha256", "0" * 64), "has another SHA-256 than the manifest says"),
     ],
 )
 def test_manifest_errors(small, tmp_path, change, message):

@@ -19,7 +19,7 @@ from matmix.data.images.decode import decode
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import build_loader
 from matmix.data.prepare.pictures.files import TarFile, read_table
-from matmix.data.prepare.pictures.packed import ParquetFile
+from matmix.data.prepare.pictures.sources import ParquetFile
 
 FILES = [encoded(pixels(1, 24, 24), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
 TABLES = {"a.csv": b"image,label\n1.png,0\n2.png,owl\n", "a.json": b'{"1.png": 0}'}
@@ -96,7 +96,7 @@ def test_sources(sources, tmp_path, data):
 
     def read():
         path = tmp_path / name
-        source = TarFile(name, path, "label") if name == "a.tar" else ParquetFile(name, path, "image", "label")
+        source = TarFile(path, "label") if name == "a.tar" else ParquetFile(path, "image", "label")
         list(source.read(source.items()))
 
     works_or_is_one_line(read)
