@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from matmix.benchmarks import peers
+from matmix.benchmarks.measure import Clock
 from matmix.benchmarks.operations import EPS, both_ways, plain_conv, plain_norm, scan_given_decays
-from matmix.benchmarks.peers import brent_kung, flipped, our_causal, plain_causal, product_by, recurrent_quasiseparable
 from matmix.benchmarks.report import RESULTS, columns, digits, environment_of, save
 from matmix.kernels import gated_norm, matrix_product_scan, semiseparable_scan, short_conv
 from matmix.launch.lab.measuring import peak_memory
@@ -27,7 +27,7 @@ SLOW = 2.0
 Candidates = dict[str, Callable[[], object]]
 
 
-def forward_backward(op: Callable[..., Tensor], inputs: list[Tensor], cotangent: Tensor) -> Callable[[], object]:
+def differentiated(op: peers.Op, inputs: Iterable[Tensor], cotangent: Tensor) -> Callable[[], object]:
     """Returns a call that runs `op` on the inputs and takes the gradients of all of them."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return lambda: torch.autograd.grad(op(*leaves), leaves, cotangent)
@@ -48,11 +48,11 @@ def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: i
         return scaled_dot_product_attention(y, y, y).transpose(1, 2)
 
     return {
-        "ours": forward_backward(scan_given_decays, inputs, cotangent),
-        "flipped, our causal": forward_backward(flipped(our_causal), steps, cotangent),
-        "flipped, plain SSD": forward_backward(flipped(plain_causal), steps, cotangent),
-        "attention (SDPA)": forward_backward(attention, [v], cotangent),
-        "recurrence": forward_backward(recurrent_quasiseparable, inputs, cotangent),
+        "ours": differentiated(scan_given_decays, inputs, cotangent),
+        "flipped, our causal": differentiated(peers.flipped(peers.our_causal), steps, cotangent),
+        "flipped, plain SSD": differentiated(peers.flipped(peers.plain_causal), steps, cotangent),
+        "attention (SDPA)": differentiated(attention, [v], cotangent),
+        "recurrence": differentiated(peers.recurrent_quasiseparable, inputs, cotangent),
     }
 
 
@@ -60,20 +60,22 @@ def matrix_product(order: int) -> Candidates:
     """Returns the MRU's scan against Brent and Kung's, each on the layout that suits it."""
     x = torch.linalg.qr(torch.randn(8, 1024, 6, order, order))[0].contiguous()
     cotangent = torch.randn_like(x)
-    by_head = [y.transpose(1, 2).contiguous() for y in (x, cotangent)]
-    theirs = forward_backward(product_by(brent_kung), by_head[:1], by_head[1])
-    return {"ours": forward_backward(matrix_product_scan, [x], cotangent), "Brent-Kung": theirs}
+    by_head, theirs = (y.transpose(1, 2).contiguous() for y in (x, cotangent))
+    return {
+        "ours": differentiated(matrix_product_scan, [x], cotangent),
+        "Brent-Kung": differentiated(peers.product_by(peers.brent_kung), [by_head], theirs),
+    }
 
 
-def packed(op: Callable[..., Tensor], inputs: list[Tensor]) -> Candidates:
+def packed(op: peers.Op, *inputs: Tensor) -> Candidates:
     """Returns many short documents in one row against one row without boundaries: packing should cost nothing."""
     seqlen = inputs[0].shape[1]
     cuts = torch.randperm(seqlen - 1, generator=torch.Generator().manual_seed(0))[: seqlen // 150 - 1] + 1
     bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([seqlen])]).to(torch.int32)
     cotangent = torch.randn_like(inputs[0])
     return {
-        "ours": forward_backward(lambda *t: op(*t, cu_seqlens=bounds), inputs, cotangent),
-        "ours, one document": forward_backward(op, inputs, cotangent),
+        "ours": differentiated(partial(op, cu_seqlens=bounds), inputs, cotangent),
+        "ours, one document": differentiated(op, inputs, cotangent),
     }
 
 
@@ -81,7 +83,7 @@ def small(ours: Callable, name: str, plain: Callable, *shapes: tuple[int, ...]) 
     """Returns a small operation against PyTorch's under autograd, eager and compiled."""
     inputs = [torch.randn(shape) for shape in shapes]
     ops = {"ours": ours, **both_ways(name, plain)}
-    return {name: forward_backward(op, inputs, torch.randn_like(inputs[0])) for name, op in ops.items()}
+    return {name: differentiated(op, inputs, torch.randn_like(inputs[0])) for name, op in ops.items()}
 
 
 CASES: dict[str, Callable[[], Candidates]] = {
@@ -94,14 +96,13 @@ CASES: dict[str, Callable[[], Candidates]] = {
         small, partial(gated_norm, eps=EPS), "rms_norm * silu", plain_norm, (8192, 1536), (1536,), (8192, 1536)
     ),
     "packed semiseparable, L 8192, documents of about 150": lambda: packed(
-        semiseparable_scan,
-        [torch.randn(1, 8192, 12, 64), *torch.randn(2, 1, 8192, 1, 64), -0.1 * torch.rand(1, 8192, 12)],
+        semiseparable_scan, torch.randn(1, 8192, 12, 64), *torch.randn(2, 1, 8192, 1, 64), -torch.rand(1, 8192, 12) / 10
     ),
     "packed matrix product, L 8192, documents of about 150": lambda: packed(
-        matrix_product_scan, [torch.linalg.qr(torch.randn(1, 8192, 6, 8, 8))[0].contiguous()]
+        matrix_product_scan, torch.linalg.qr(torch.randn(1, 8192, 6, 8, 8))[0].contiguous()
     ),
     "packed short conv, L 8192, documents of about 150": lambda: packed(
-        short_conv, [torch.randn(1, 8192, 896), torch.randn(896, 7)]
+        short_conv, torch.randn(1, 8192, 896), torch.randn(896, 7)
     ),
 }
 """Title -> its candidates; the first one, "ours", is what the others are divided by."""
@@ -110,13 +111,9 @@ CASES: dict[str, Callable[[], Candidates]] = {
 def best_times(candidates: Candidates, rounds: int) -> dict[str, float]:
     """Returns the least seconds of each candidate over rounds that run all of them: whatever else runs on the machine
     only ever adds time."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(rounds):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+    clock = Clock(torch.device("cpu"))
+    times = [[clock.seconds(run)[0] for run in candidates.values()] for _ in range(rounds)]
+    return dict(zip(candidates, map(min, zip(*times, strict=True)), strict=True))
 
 
 def peak_of(title: str, candidate: str, threads: int) -> int:

@@ -83,7 +83,6 @@ class Speed:
         return {"device": device_of(self.device), "dtype": getattr(torch, self.dtype)}
 
     def batch(self, seqlen: int) -> int:
-        """Returns the number of sequences in a case."""
         return max(1, self.tokens // seqlen)
 
     def wanted(self, name: str) -> bool:
@@ -93,7 +92,6 @@ class Speed:
         return name == "ours" or not self.only or any(text and text in name for text in self.only.split(","))
 
     def case(self, seqlen: int) -> Case:
-        """Returns the case of one length."""
         raise NotImplementedError
 
     def cases(self) -> Iterator[Case]:
@@ -256,7 +254,6 @@ class Clock:
         return (time.perf_counter() - start) / repetitions
 
     def synchronize(self) -> None:
-        """Waits until the device has done all it was given."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
 

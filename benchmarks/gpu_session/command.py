@@ -199,7 +199,6 @@ def kernels(record: Record) -> list[str]:
 
 
 def dry(call: Call, tokens: int) -> None:
-    """Makes the launches alone."""
     with on_device(torch.device("meta"), tokens):
         call.run(form_of(call))
 
@@ -218,7 +217,6 @@ def times(call: Call, tokens: int, record: Record, bandwidth: float) -> dict[str
 
 
 def times_text(result: dict[str, Any]) -> str:
-    """Returns the launches of a call, a line each."""
     lines = [f"{result['seconds'] * 1e3:,.3f} ms, {result['ns_per_token']:,.1f} ns a token"]
     for row in result["launches"]:
         speed = f"{row['bandwidth'] / 1e9:>10,.0f} GB/s{row['of_copy']:>8.0%} of a copy"
@@ -254,7 +252,6 @@ def compared(words: str, record: Record) -> dict[str, Any]:
 
 
 def compared_text(result: dict[str, Any]) -> str:
-    """Returns each candidate's seconds of forward and backward, over ours."""
     ratios = {x["candidate"]: x.get("over_ours", {}).get("both") for x in candidates_in(result["record"])}
     return "; ".join(f"{name} {ratio:.2f} x" for name, ratio in ratios.items() if ratio)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import textwrap
@@ -33,38 +34,30 @@ class Fonts:
         """Chooses few of the installed fonts: each time the one with most of the letters that are still missing."""
         from matplotlib.font_manager import findfont, fontManager, get_font
 
-        wanted = {letter for text in texts for letter in text}
-        lacking = wanted - _letters_of(wanted, get_font(findfont(_FIRST)))
-        families = [_FIRST]
-        candidates = []
-        if lacking:
-            # The last resort has a picture for every letter, which says no more than a box.
-            entries = [e for e in fontManager.ttflist if e.style == "normal" and not e.name.startswith("Last Resort")]
-            for entry in sorted(entries, key=lambda entry: (entry.name, str(entry.weight) != "400", entry.fname)):
-                try:
-                    letters = _letters_of(lacking, get_font(entry.fname))
-                except (OSError, RuntimeError):  # a font of bitmaps, such as emoji in colours, or a file that is gone
-                    continue
-                if letters:
-                    candidates.append((entry.name, letters))
-        while lacking and candidates:
+        def letters_of(path: str) -> set[str]:
+            try:
+                font = get_font(path)
+            except (OSError, RuntimeError):  # a font of bitmaps, such as emoji in colours, or a file that is gone
+                return set()
+            return {letter for letter in lacking if font.get_char_index(ord(letter))}
+
+        families, lacking = [_FIRST], {letter for text in texts for letter in text}
+        lacking -= letters_of(findfont(_FIRST))
+        # The last resort has a picture for every letter, which says no more than a box.
+        entries = [e for e in fontManager.ttflist if e.style == "normal" and not e.name.startswith("Last Resort")]
+        entries.sort(key=lambda entry: (entry.name, str(entry.weight) != "400", entry.fname))
+        candidates = [(entry.name, letters_of(entry.fname)) for entry in entries] if lacking else []
+        while candidates:
             name, letters = max(candidates, key=lambda candidate: len(candidate[1] & lacking))
             if not letters & lacking:
                 break
             families.append(name)
-            lacking = lacking - letters
+            lacking -= letters
         return cls(families, frozenset(lacking))
 
     def drawable(self, text: str) -> str:
         """Returns a text with boxes in place of the letters that no font has."""
         return "".join(BOX if letter in self.lacking else letter for letter in text)
-
-    def can_draw(self, text: str) -> bool:
-        return not self.lacking.intersection(text)
-
-
-def _letters_of(letters: Iterable[str], font: object) -> set[str]:
-    return {letter for letter in letters if font.get_char_index(ord(letter))}
 
 
 def width_of(text: str) -> int:
@@ -99,18 +92,6 @@ _EXPLAINED = (
 )
 
 
-def colour_range(entries: np.ndarray, own: np.ndarray) -> tuple[float, float, float]:
-    """Returns the entries at which colours begin and end, found without those of `own`, of which it gives the largest
-    size, too."""
-    sizes = np.abs(entries)
-    others, most = sizes[~own & (sizes > 0)], float(sizes[own].max(initial=0.0))
-    low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
-    if (entries < 0).any():
-        return -high, high, most
-    # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
-    return low if high / 2 < low < high * (1 - 1e-6) else 0.0, high, most
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heat:
     """Weights that are drawn as colours."""
@@ -128,10 +109,16 @@ class Heat:
         return bool((self.weights < 0).any())
 
     def colours(self) -> tuple[float, float, float, str]:
-        """Returns the entries at which the colours begin and end, the largest size of the own ones, and words for the
-        range."""
-        low, high, own = colour_range(self.weights, self.own)
-        return low, high, own, f"±{high:.2g}" if self.signed else f"{low:.3g} to {high:.3g}"
+        """Returns the entries at which colours begin and end, found without the own ones, the largest size of these,
+        and words for the range."""
+        sizes = np.abs(self.weights)
+        others, most = sizes[~self.own & (sizes > 0)], float(sizes[self.own].max(initial=0.0))
+        low, high = np.quantile(others if others.size else [most or 1.0], (1 - ROBUST, ROBUST)).tolist()
+        if self.signed:
+            return -high, high, most, f"±{high:.2g}"
+        # Weights that are nearly alike, as those of attention without training, differ visibly all the same.
+        low = low if high / 2 < low < high * (1 - 1e-6) else 0.0
+        return low, high, most, f"{low:.3g} to {high:.3g}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -175,13 +162,9 @@ class Page:
         """Returns the paragraphs above the panels."""
         return self.notes
 
-    def names(self) -> list[str]:
-        """Returns what else is written on it in any alphabet."""
-        return []
-
     def fonts(self) -> Fonts:
         """Fonts for all that stands on it."""
-        return Fonts.for_texts([self.subtitle, *self.words(), *self.names()])
+        return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, getattr(self, "pieces", ()))])
 
     def save(self, path: Path) -> Path:
         """Writes a page as a PNG, and makes the folder.
@@ -196,9 +179,18 @@ class Page:
         with mpl.rc_context({**style, "text.parse_math": False}):  # a $ in a text is a $
             figure = self.draw(fonts)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path = first_free(path, lambda other: other.exists() and _description(other) != self.description)
+            path = first_free(path, self._in_the_way)
             figure.savefig(path, format="png", metadata={"Software": "matmix", "Description": self.description})
         return path
+
+    def _in_the_way(self, path: Path) -> bool:
+        from PIL import Image
+
+        if not path.exists():
+            return False
+        with contextlib.suppress(OSError), Image.open(path) as image:
+            return image.info.get("Description") != self.description
+        return True
 
     def draw(self, fonts: Fonts) -> Any:
         """Returns the figure."""
@@ -219,13 +211,10 @@ class MatrixPage(Page):
     def words(self) -> list[str]:
         return [f"Text: {_begin(' '.join(self.text.split()), MOST_LETTERS)}", *self.notes]
 
-    def names(self) -> list[str]:
-        return [*map(_readable, self.pieces)]
-
     def labels(self, fonts: Fonts) -> list[str]:
         """Returns the names of the tokens on the axes; `#` and its number for one that no font has."""
-        pairs = zip(self.names(), self.ids, strict=True)
-        return [name if fonts.can_draw(name) else f"#{index}" for name, index in pairs]
+        pairs = zip(map(_readable, self.pieces), self.ids, strict=True)
+        return [f"#{index}" if fonts.lacking.intersection(name) else name for name, index in pairs]
 
     def draw(self, fonts: Fonts) -> Any:
         labels, columns = self.labels(fonts), _COLUMNS.get(len(self.heads), 4)
@@ -243,9 +232,8 @@ class MatrixPage(Page):
             words = f"rank {head.rank}{' + I' if head.skip else ''}   blocks {head.below} / {head.above}   {span}"
             words += f"   diag {diagonal:.2g}" if diagonal > 1.05 * high else ""
             axes = sheet.panel(*divmod(number, columns), head.name, words)
-            _draw_head(axes, head)
-            lowest = number + columns >= len(self.heads)
-            _name_axes(axes, labels if named else None, number % columns == 0, lowest)
+            edges = number % columns == 0, number + columns >= len(self.heads)
+            _draw_head(axes, head, labels if named else None, *edges)
         return sheet.figure
 
 
@@ -305,18 +293,8 @@ def _begin(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def _description(path: Path) -> str | None:
-    """Returns the description in a PNG; None where there is none."""
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return image.info.get("Description")
-    except OSError:
-        return None
-
-
-def _draw_head(axes: Any, head: Head) -> None:
+def _draw_head(axes: Any, head: Head, labels: list[str] | None, left: bool, lowest: bool) -> None:
+    """left, lowest: whether the panel is at an edge, where axes have names."""
     from matplotlib import colormaps
 
     low, high, *_ = head.colours()
@@ -327,18 +305,14 @@ def _draw_head(axes: Any, head: Head) -> None:
     axes.imshow(shown, cmap=colours, vmin=low, vmax=high, extent=extent)
     for line in (axes.axvline, axes.axhline):
         line(head.tokens // 2 - 0.5, color=INK, linewidth=0.6, alpha=0.35, dashes=(4, 4))
-
-
-def _name_axes(axes: Any, labels: list[str] | None, left: bool, lowest: bool) -> None:
     axes.tick_params(length=2, width=0.5, color=PALE, labelcolor=INK, labelsize=6.5, pad=2)
     axes.tick_params(labelleft=left, labelbottom=lowest)
     if labels is not None:
         axes.set_yticks(range(len(labels)), labels)
         axes.set_xticks(range(len(labels)), labels, rotation=90)
-    if left:
-        axes.set_ylabel("output", fontsize=8, color=PALE, labelpad=3)
-    if lowest:
-        axes.set_xlabel("input", fontsize=8, color=PALE, labelpad=3)
+    small = {"fontsize": 8, "color": PALE, "labelpad": 3}
+    axes.set_ylabel("output" if left else "", **small)
+    axes.set_xlabel("input" if lowest else "", **small)
 
 
 def _readable(piece: str) -> str:
