@@ -20,12 +20,7 @@ from matmix.benchmarks.measure import Candidate, Case, Speed, on_leaves
 from matmix.benchmarks.peers import EPS, Missing, Op
 from matmix.kernels import gated_norm, matrix_product_scan, mru_mixer, quasiseparable_scan, short_conv
 from matmix.kernels.matrix_product.op import ORDERS
-from matmix.kernels.mru.constructions import (
-    BOUNDED_CONSTRUCTIONS,
-    CONSTRUCTIONS,
-    build_state_matrices,
-    state_elements,
-)
+from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS, build_state_matrices, state_elements
 
 EXPAND, HEADDIM, D_STATE, GROUPS = 2, 64, 64, 1
 LONGEST = {

@@ -31,13 +31,7 @@ from matmix.kernels.launching import Launch, launch, record_launches
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.fused import launch as triton_scan
-from matmix.kernels.semiseparable.fused.scan import (
-    OPERATION,
-    ScanConfig,
-    checked,
-    force_configuration,
-    usual,
-)
+from matmix.kernels.semiseparable.fused.scan import OPERATION, ScanConfig, checked, force_configuration, usual
 
 Fields = dict[str, int]
 TOKENS, TOY_TOKENS = 65_536, 144

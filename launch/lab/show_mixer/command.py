@@ -52,15 +52,9 @@ class ShowMixer:
         return 0
 
     def draw(self, overrides: Sequence[str] = ()) -> list[Path]:
-        """Draws M of every head, one PNG a layer, and tells the ranks.
-
-        A page that was made from another text, or otherwise, stays: the new one gets -2 to its name. Mixers of a fixed
-        length get exactly that many tokens: the text is cut, or repeated until it fills them.
-
-        Args:
-            overrides: changes of a recipe, such as ("--model.layers", "hydra").
-        Returns: the pictures. Raises FileNotFoundError or ValueError (one line).
-        """
+        """Draws a PNG for each layer, tells the ranks and returns the paths; overrides: changes of a recipe, such as
+        ("--model.layers", "hydra"). A page that was made from something else stays: the new one gets -2 to its name.
+        Raises FileNotFoundError or ValueError (one line)."""
         from matmix.launch.lab.show_mixer.image_pages import chosen_place, patch_page, place_label
         from matmix.launch.lab.show_mixer.matrices import check_layers, mixer_matrices, page_of
         from matmix.launch.lab.show_mixer.subject import fresh, trained

@@ -100,23 +100,19 @@ def place_label(place: tuple[int, int] | None) -> str:
 
 def mixer_notes(subject: Subject, mixer: Mixer) -> list[str]:
     """Returns notes that explain the page of a layer with this mixer."""
-    image, notes = subject.image, []
-    if len(_WORDS[image.scan]) > 1:
-        notes.append("M is the mean over both orders.")
-    if mixer.causal:
-        notes.append("The mixer sees no later patches of the order.")
-    if image.class_outside:
-        notes.append("The class token stands outside of the order, next to every patch.")
-    elif image.class_token != "none":
-        place = image.class_place(subject.side**2)
-        notes.append(f"The class token is read as number {place} of the sequence, from 0.")
-    if getattr(mixer, "skip", False):
-        notes.append("M holds an identity: the mixer adds its own input.")
-    if mixer.name == "mru":
-        notes.append("Weights are the norms of the products of the states between two patches.")
-    if not mixer.data_dependent:
-        notes.append("M is the same for every picture.")
-    return notes
+    image = subject.image
+    place = image.class_place(subject.side**2)
+    inside = image.class_token != "none" and not image.class_outside
+    notes = {
+        "M is the mean over both orders.": len(_WORDS[image.scan]) > 1,
+        "The mixer sees no later patches of the order.": mixer.causal,
+        "The class token stands outside of the order, next to every patch.": image.class_outside,
+        f"The class token is read as number {place} of the sequence, from 0.": inside,
+        "M holds an identity: the mixer adds its own input.": getattr(mixer, "skip", False),
+        "Weights are the norms of the products of the states between two patches.": mixer.name == "mru",
+        "M is the same for every picture.": not mixer.data_dependent,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def _distances(heads: Sequence[PatchHead]) -> str:

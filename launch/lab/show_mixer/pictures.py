@@ -94,15 +94,11 @@ _EXPLAINED = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heat:
-    """Weights that are drawn as colours."""
+    """Weights that are drawn as colours. Its kinds say by `own` which of them are what a position takes of itself:
+    these often outshine all others."""
 
     name: str
     weights: np.ndarray
-
-    @property
-    def own(self) -> np.ndarray:
-        """Whether an entry is what a position takes of itself, which often outshines all others."""
-        raise NotImplementedError
 
     @property
     def signed(self) -> bool:
@@ -148,7 +144,7 @@ class Head(Heat):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """All that is on a picture."""
+    """All that is on a picture. Its kinds return the figure from `draw(fonts)`."""
 
     title: str = ""
     subtitle: str = ""
@@ -167,11 +163,8 @@ class Page:
         return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, getattr(self, "pieces", ()))])
 
     def save(self, path: Path) -> Path:
-        """Writes a page as a PNG, and makes the folder.
-
-        Returns: the path, or that with -2, -3 ... at the end of its name where other pages are in the way. The same
-        page, made again, replaces itself.
-        """
+        """Writes a PNG, and makes the folder. Returns the path, or that with -2, -3 ... at the end of its name where
+        other pages are in the way; the same page, made again, replaces itself."""
         import matplotlib as mpl  # only who draws needs it
 
         fonts = self.fonts()
@@ -191,10 +184,6 @@ class Page:
         with contextlib.suppress(OSError), Image.open(path) as image:
             return image.info.get("Description") != self.description
         return True
-
-    def draw(self, fonts: Fonts) -> Any:
-        """Returns the figure."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

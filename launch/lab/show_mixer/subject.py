@@ -62,12 +62,10 @@ class Subject:
 
     @property
     def ids(self) -> list[int]:
-        """Numbers of the tokens."""
         return self.inputs[0].tolist()
 
     @property
     def image(self) -> ImageConfig:
-        """How the model reads images."""
         return self.model.config.image
 
     @property
@@ -128,10 +126,10 @@ def name_of(source: str) -> str:
 
 def where_of(source: str) -> str:
     """Returns a path as seen from the current folder if it lies there, else as it was given."""
-    path, here = Path(source), Path.cwd()
-    if is_url(source) or not path.resolve().is_relative_to(here):
+    path, here = Path(source).resolve(), Path.cwd()
+    if is_url(source) or not path.is_relative_to(here):
         return source
-    return str(path.resolve().relative_to(here)) if path.resolve() != here else here.name
+    return str(path.relative_to(here)) if path != here else here.name
 
 
 def fresh(
@@ -168,18 +166,18 @@ def fresh(
 
 def _dataset_reader(config: RunConfig) -> TextReader | None:
     """Returns what reads texts as a recipe trains on them; None without the dataset."""
-    path, marking = config.data.path or next(iter(config.data.mixture), ""), None
+    marking = None
     if config.data.synthetic.task:
         tokenizer = config.modality.facts(config.data).tokenizer
         marking = FastTokenizer.from_str(tokenizer.backend.to_str())
-    elif not path:
-        return None
-    else:
+    elif path := config.data.path or next(iter(config.data.mixture), ""):
         try:
             storage = Storage(path, config.data.cache_dir)
         except FileNotFoundError:
             return None
         tokenizer = Tokenizer.load(storage.file(storage.manifest.tokenizer.file))
+    else:
+        return None
     around = {"prefix": config.data.prefix, "suffix": config.data.suffix, "causal": config.model.causal}
     return TextReader.of(tokenizer, **around, marking=marking)
 
