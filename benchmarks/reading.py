@@ -197,16 +197,16 @@ def measure_packings(config: RunConfig, batches: int) -> dict[str, dict[str, flo
         model.zero_grad()
 
     packings = ("concat", "document", "rows")
-    tokens, positions, seconds = (dict.fromkeys(packings, 0) for _ in range(3))
-    for number, group in enumerate(zip(*map(loaded, packings), strict=True)):
-        for name, batch in zip(packings, group, strict=True):
+    rows: dict[str, list[tuple[int, int, float]]] = {name: [] for name in packings}
+    for group in zip(*map(loaded, packings), strict=True):
+        for (name, own), batch in zip(rows.items(), group, strict=True):
             run = partial(step, batch.to(device))
-            if number == 0:
+            if not own:
                 run()  # warms up
-            seconds[name] += clock.seconds(run)[0]
-            tokens[name] += batch.n_tokens
-            positions[name] += batch.inputs.numel()
-    assert len(set(tokens.values())) == 1, "all packings hold the same texts"
+            own.append((batch.n_tokens, batch.inputs.numel(), clock.seconds(run)[0]))
+    tokens, positions, seconds = zip(*(map(sum, zip(*own, strict=True)) for own in rows.values()), strict=True)
+    assert len(set(tokens)) == 1, "all packings hold the same texts"
     return {
-        name: {"padding": 1 - tokens[name] / positions[name], "seconds": seconds[name] / batches} for name in packings
+        name: {"padding": 1 - tokens[0] / positions[number], "seconds": seconds[number] / batches}
+        for number, name in enumerate(packings)
     }
