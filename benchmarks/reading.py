@@ -197,14 +197,14 @@ def measure_packings(config: RunConfig, batches: int) -> dict[str, dict[str, flo
         model.zero_grad()
 
     packings = ("concat", "document", "rows")
-    rows: dict[str, list[tuple[int, int, float]]] = {name: [] for name in packings}
+    rows: list[list[tuple[int, int, float]]] = [[] for _ in packings]
     for group in zip(*map(loaded, packings), strict=True):
-        for (name, own), batch in zip(rows.items(), group, strict=True):
+        for own, batch in zip(rows, group, strict=True):
             run = partial(step, batch.to(device))
             if not own:
                 run()  # warms up
             own.append((batch.n_tokens, batch.inputs.numel(), clock.seconds(run)[0]))
-    tokens, positions, seconds = zip(*(map(sum, zip(*own, strict=True)) for own in rows.values()), strict=True)
+    tokens, positions, seconds = zip(*(map(sum, zip(*own, strict=True)) for own in rows), strict=True)
     assert len(set(tokens)) == 1, "all packings hold the same texts"
     return {
         name: {"padding": 1 - tokens[0] / positions[number], "seconds": seconds[number] / batches}
