@@ -285,9 +285,9 @@ def test_published_gates_restart_with_every_document():
 
 MISTAKES = [
     ({"dim": 20}, "num_heads = 3 does not divide dim = 20"),
-    ({"mask_type": "Causal"}, "mask_type = 'Causal'; known: Lit, Decay, Selective"),
-    ({"format": "Scan"}, "format = 'Scan'; known: Attention, RNN, Chunk"),
-    ({"order": "Z"}, "order = 'Z'; known: Normal, S"),
+    ({"mask_type": "Causal"}, "mask_type = 'Causal'; can be read: Lit, Decay, Selective"),
+    ({"format": "Scan"}, "format = 'Scan'; can be read: Attention, RNN, Chunk"),
+    ({"order": "Z"}, "order = 'Z'; can be read: Normal, S"),
     ({"order": "S", "mask_type": "Decay"}, "lacks key 'a_i'"),
     ({"mask_type": "Decay"}, "lacks key 'a_i' of shape \\(3\\)"),
     ({"qkv_bais": True}, "did you mean 'qkv_bias'"),
