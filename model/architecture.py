@@ -63,8 +63,7 @@ class Architecture(nn.Module):
 
     @classmethod
     def check_seqlen(cls, config: Any, seqlen: int) -> None:
-        """Raises a ValueError of one line when the embedding or the output cannot take documents of `seqlen`
-        positions."""
+        """Raises a ValueError of one line when embedding or output cannot take documents of `seqlen` positions."""
 
     @classmethod
     def sequence_length(cls, config: Any, seqlen: int) -> int:
@@ -83,8 +82,7 @@ class Architecture(nn.Module):
 
     @classmethod
     def example_inputs(cls, config: Any, batch_size: int, seqlen: int) -> Tensor:
-        """Returns zeros (batch_size, seqlen, ...) in the shape and dtype of the inputs of `forward`, on the default
-        device; for estimates."""
+        """Returns zeros (batch_size, seqlen, ...) like inputs of `forward`, on the default device; for estimates."""
         assert cls.inputs == "tokens", f"{cls.__name__} reads no tokens and says not what instead"
         return torch.zeros(batch_size, seqlen, dtype=torch.long)
 

@@ -17,16 +17,14 @@ from matmix.model.positions import in_one_row, pad_back, unpad_indices
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
-    """Returns the layer before the output projection: a LayerNorm in pre-norm models with `final_norm`, else the
-    identity."""
+    """Returns the layer before the output: a LayerNorm in pre-norm models with `final_norm`, else the identity."""
     if config.norm == "pre" and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
     return nn.Identity()
 
 
 class Backbone(Called, Architecture):
-    """Inputs -> embeddings -> blocks -> features -> outputs. Subclasses give `embed`, `features` and
-    `output_projection`."""
+    """Inputs -> embeddings -> blocks -> features -> outputs, by `embed`, `features` and `output_projection`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

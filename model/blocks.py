@@ -121,8 +121,7 @@ class Block(Called):
         max_seqlen: int | None = None,
         orders: ScanOrders | None = None,
     ) -> Tensor:
-        """Returns what the mixer adds to the stream x (B, L, d_model), same shape; read in `orders` where they are
-        given, then without cu_seqlens."""
+        """Returns what the mixer adds to the stream x (B, L, d_model), read in `orders` where they are given."""
         x = self.norm_mixer(x) if self.pre else x
         y = (
             self.mixer(x, cu_seqlens, max_seqlen)
@@ -143,8 +142,7 @@ class Block(Called):
         return x if self.pre else norm(x)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Any:
-        """The mixer's state before the first token; None for a layer without a mixer. device: None = that of the
-        weights."""
+        """The mixer's state before the first token, on `device`; None for a layer without a mixer."""
         return None if self.mixer is None else self.mixer.initial_state(batch_size, device)
 
     def step_in_place(self, x: Tensor, state: Any) -> Tensor:

@@ -210,8 +210,7 @@ def takes_graphs(device: torch.device) -> bool:
 
 
 def captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    """Captures what `run` launches as a graph. It is run twice before, so that kernels are compiled and loaded, on a
-    stream of its own as PyTorch asks. Raises RuntimeError for what cannot be captured."""
+    """Captures what `run` launches as a graph, after two runs that load kernels. Raises RuntimeError if it cannot."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -98,8 +98,7 @@ def by_documents(run: Callable[..., Tensor], cu_seqlens: Tensor, bound: Callable
 
 
 def first_of_documents(x: Tensor, lengths: Tensor) -> Tensor:
-    """x (n, C), documents of `lengths` (ndocs,) one after the other -> the first row of each, (ndocs, C); zero for
-    empty ones."""
+    """x (n, C), documents of `lengths` (ndocs,) -> the first row of each, (ndocs, C); zero for empty ones."""
     starts = (lengths.cumsum(0) - lengths).clamp(max=max(x.shape[0] - 1, 0))
     return x[starts] * (lengths > 0).unsqueeze(1)
 
@@ -132,8 +131,7 @@ def rotary_tables(positions: Tensor, headdim: int, base: float, kind: str) -> tu
 
 
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, base: float, kind: str) -> tuple[Tensor, Tensor]:
-    """Turn neighbouring channel pairs of q and k (B, L, H, D) by their positions (L,); computed in
-    float32 at least."""
+    """Turn neighbouring channel pairs of q and k (B, L, H, D) by positions (L,), in float32 at least."""
     cos, sin, log_scale = (
         None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
     )

@@ -101,8 +101,7 @@ class MaskedLMHead(nn.Module):
 
 @register_architecture("encoder")
 class Encoder(EncoderTrunk):
-    """Embeddings -> blocks -> final norm (pre-norm models) -> masked-LM head -> logits by the tied or a
-    separate matrix."""
+    """Embeddings -> blocks -> final norm (pre-norm) -> masked-LM head -> logits by the tied or a separate matrix."""
 
     head_parameters = ("head.", "output.")
     growing_parameters = MappingProxyType(

@@ -65,8 +65,7 @@ class ImageTrunk(Backbone):
         return self.embeddings(inputs)
 
     def stream(self, images: Tensor, streams: list[Tensor] | None = None, **more: Tensor) -> Tensor:
-        """The residual stream (B, L, d_model) behind the last block; streams: as of `run_blocks`; more: further
-        arguments of `embed`."""
+        """The stream (B, L, d_model) behind the last block; streams: as of `run_blocks`; more: as of `embed`."""
         rows, columns = patch_grid(images, self.config.image)
         orders = scan_orders(self.config.image, rows, columns, images.device)
         return self.run_blocks(self.embed(images, **more), None, None, orders, streams=streams)

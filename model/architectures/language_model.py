@@ -17,8 +17,7 @@ from matmix.model.config import ModelConfig
 
 @register_architecture("language_model")
 class LanguageModel(Backbone):
-    """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate
-    matrix."""
+    """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate matrix."""
 
     causal = True
     growing_parameters = MappingProxyType({"embedding.weight": "vocab_size", "output.weight": "vocab_size"})
@@ -46,8 +45,7 @@ class LanguageModel(Backbone):
         return matrix_of(self.embedding) if self.config.tie_embeddings else weight_of(self.output), None
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> list[Any]:
-        """The state before the first token: one entry per layer (None for layers without a mixer). device: where it is
-        made; None = where the weights of each layer are."""
+        """One state per layer (None without a mixer) before the first token. device: None = where the weights are."""
         return [block.initial_state(batch_size, device) for block in self.blocks]
 
     def step(self, token_ids: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
@@ -63,8 +61,7 @@ class LanguageModel(Backbone):
         return self.project(self.features(x))
 
     def prefill(self, input_ids: Tensor, state: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
-        """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel
-        form."""
+        """Logits (B, vocab_size) after the last of input_ids (B, L), L >= 1, and the state there, in parallel."""
         if input_ids.shape[1] == 0:
             raise ValueError("prefill needs at least one token")
         state = self.initial_state(input_ids.shape[0], input_ids.device) if state is None else state

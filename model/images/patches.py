@@ -100,8 +100,7 @@ def make_patches(image: ImageConfig, d_model: int) -> LinearPatches | ConvStem:
 
 
 def resized_positions(positions: Tensor, rows: int, columns: int) -> Tensor:
-    """Learned positions (side * side, C) of a square grid -> (rows * columns, C): interpolated (bicubic), or as they
-    are where the grids are the same."""
+    """Learned positions (side * side, C) of a square grid -> (rows * columns, C), interpolated (bicubic)."""
     side = round(positions.shape[0] ** 0.5)
     if (rows, columns) == (side, side):
         return positions
@@ -151,8 +150,7 @@ class ImageEmbeddings(nn.Module):
         return {"positions": NOT_DECAYED} if self.image.positions == "learned" else {}
 
     def forward(self, images: Tensor, masked: Tensor | None = None, token: Tensor | None = None) -> Tensor:
-        """masked: bool (B, rows, columns), patches that `token` (d_model,) stands for; no pixel of theirs is read, also
-        by the convolutions of other patches."""
+        """masked: bool (B, rows, columns), patches that `token` (d_model,) stands for, of which no pixel is read."""
         rows, columns = patch_grid(images, self.image)
         if masked is not None:
             hidden = masked.repeat_interleave(self.image.patch, 1).repeat_interleave(self.image.patch, 2)

@@ -4,6 +4,7 @@ several kinds of mixers share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
+from matmix.kernels.checks import transformed
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
 from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
@@ -101,12 +104,19 @@ def convolve(
 def scan_on(
     *arguments: Any, initial_state: Tensor, in_place: bool = False, chunk_size: int | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Outputs and new state of `semiseparable_scan` from a state, or of `semiseparable_step` where v (B, H, P) is one
-    token, then `in_place` of the old state."""
+    """Outputs and new state of `semiseparable_scan`, or of `semiseparable_step` for one token v (B, H, P)."""
     if arguments[0].dim() == 3:
         return semiseparable_step(*arguments, initial_state, in_place=in_place, **options)
     carried = {"initial_state": initial_state, "return_final_state": True, "chunk_size": chunk_size}
     return semiseparable_scan(*arguments, **carried, **options)
+
+
+def recomputed(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """function(*arguments), computed again in the backward pass; nothing in it may be random."""
+    if not torch.is_grad_enabled() or transformed():
+        return function(*arguments)
+    # Reading a generator's state would keep CUDA graphs from being captured.
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def zero_state(layer: nn.Module, device: torch.device | None, *shape: int, exact: bool = False) -> Tensor:
@@ -207,8 +217,7 @@ class Mixer(Called):
 
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
-        """Raise a one-line ValueError when the options do not fit each other or the width. Those with a list of allowed
-        values are checked here."""
+        """Raise a one-line ValueError when options do not fit. Those with a list of allowed values are checked here."""
         check_words(config, f"model.mixers.{cls.name}.")
 
     @classmethod
@@ -251,8 +260,7 @@ class Mixer(Called):
 
     @classmethod
     def check_scans(cls, config: Any, scans: int, outside: bool) -> None:
-        """Raise a one-line ValueError when the mixer cannot read a sequence in `scans` orders, or with a position
-        outside of them."""
+        """Raise a one-line ValueError when the mixer cannot read `scans` orders, or a position outside of them."""
         if outside:
             raise ValueError(
                 f"model.image.class_outside = true: {cls.name} has no class token outside of its scan; "
@@ -270,8 +278,7 @@ class Mixer(Called):
             )
 
     def check_input(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raises ValueError for another length than max_seqlen, or for packed documents; a mixer of a fixed length
-        calls it first in `forward`."""
+        """Raises ValueError for another length than max_seqlen, or for packed documents; called first in `forward`."""
         if cu_seqlens is not None:
             raise ValueError(
                 f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
@@ -281,8 +288,7 @@ class Mixer(Called):
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        """The learning rate, clipping and weight decay of parameters that are trained differently: name relative to the
-        mixer -> rule. seqlen: length of the training sequences."""
+        """Rules of parameters that are trained differently, by name; seqlen: length of the training sequences."""
         return {}
 
     @classmethod
@@ -292,8 +298,7 @@ class Mixer(Called):
 
     @classmethod
     def halo(cls, config: Any) -> int:
-        """Returns how many later tokens the entries of M may depend on besides what `sequence_aligned` says: half the
-        width of a centred convolution in front of them."""
+        """Returns how many later tokens M depends on besides: half the width of a centred convolution before it."""
         return 0
 
     @classmethod
@@ -319,8 +324,7 @@ class Mixer(Called):
     # -- the fast algorithm ---------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        """Mix x (B, L, d_model) -> (B, L, d_model). With cu_seqlens, B is 1 and documents do not see each
-        other."""
+        """Mix x (B, L, d_model), same shape. With cu_seqlens, B is 1 and documents do not see each other."""
         raise NotImplementedError
 
     def forward_by_document(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -344,8 +348,7 @@ class Mixer(Called):
     # -- the definition -------------------------------------------------------------------------------------------
 
     def matrix(self, x: Tensor) -> Tensor:
-        """M (B, H, L, L) for x (B, L, d_model); row t holds the weights of output t. Data-independent
-        mixers may return (1, H, L, L)."""
+        """M (B, H, L, L) for x (B, L, d_model), row t for output t; (1, H, L, L) where it is the same for all x."""
         raise NotImplementedError
 
     def matrix_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
@@ -377,8 +380,7 @@ class Mixer(Called):
         return {}
 
     def overflow_advice(self) -> str:
-        """Advice for the error message when a value of `monitor` is NaN or infinite, as half a sentence; empty =
-        none."""
+        """Advice, as half a sentence or empty, for where a value of `monitor` is NaN or infinite."""
         return ""
 
     # -- causal forms: the state after some tokens ----------------------------------------------------------------
@@ -388,8 +390,7 @@ class Mixer(Called):
         raise NotImplementedError
 
     def forward_with_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue from `state` over x (B, L, d_model): outputs (B, L, d_model) and the state after the last
-        token."""
+        """Continue from `state` over x (B, L, d_model): outputs, same shape, and the state after the last token."""
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:

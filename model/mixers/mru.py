@@ -77,8 +77,7 @@ class MRUConfig:
     """Dropout on the elements of the state matrices."""
 
     def chosen(self, field: str) -> str:
-        """The value of the option input, shift or gate, with "auto" replaced by the value that the construction
-        implies."""
+        """The option input, shift or gate, with "auto" replaced by what the construction implies."""
         value = getattr(self, field)
         if value != "auto":
             return value
@@ -247,8 +246,7 @@ class MRU(Mixer):
     def mixed(
         self, elements: Tensor, cu_seqlens: Tensor | None = None, initial_state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """All states (B, L, H, order, order) and the last ones (B or documents, H, order, order) from elements
-        (B, L, H, E), which the norms are taken of on the way."""
+        """All states (B, L, H, order, order) and the last ones from elements (B, L, H, E); notes their norms."""
         matrices = self.build(elements)
         if initial_state is not None:
             initial_state = pad_order(initial_state.to(matrices.dtype))
@@ -403,8 +401,7 @@ class MRU(Mixer):
 
 
 def pad_order(matrices: Tensor) -> Tensor:
-    """(..., o, o) -> (..., p, p), p the next order that the scan takes: an identity block behind, which products keep
-    apart."""
+    """(..., o, o) -> (..., p, p), p the next order that the scan takes: an identity block stands behind."""
     order = matrices.shape[-1]
     extra = next(taken for taken in ORDERS if taken >= order) - order
     if not extra:

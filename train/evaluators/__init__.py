@@ -69,32 +69,30 @@ def evaluate(
     """Runs these evaluators and returns their metrics by name, those of the averaged weights besides where the run has
     such; or None on all ranks where a signal interrupted one. See `Evaluation`."""
     evaluation = Evaluation(engine=engine, task=task, loader=loader, interrupted=interrupted)
-    metrics = _metrics_of(evaluators, evaluation, config.evaluation.batches)
-    if metrics is None or not config.ema.decay:
-        return metrics
-    with engine.averaged():
-        averaged = _metrics_of(evaluators, evaluation, config.evaluation.batches)
-    return None if averaged is None else metrics | as_averaged(averaged)
-
-
-def _metrics_of(evaluators: Sequence[Evaluator], evaluation: Evaluation, batches: int) -> dict[str, float] | None:
-    """batches: number of global batches that are read; 0 = all."""
-    engine, task = evaluation.engine, evaluation.task
-    metrics: dict[str, float] = {}
-    watching = [evaluator for evaluator in evaluators if type(evaluator).observe is not Evaluator.observe]
     engine.eval()
     try:
-        for evaluator in evaluators:
-            evaluator.begin(evaluation)
-        for batch in evaluation.batches(batches) if watching else ():
-            targets, batch = task.count_targets(batch), evaluation.on_device(batch)
-            costs = task.costs(engine.model, batch)
-            for evaluator in watching:
-                evaluator.observe(batch, costs, targets)
-        for evaluator in evaluators:
-            metrics |= evaluator.finish(evaluation)
+        metrics = _metrics_of(evaluators, evaluation, config.evaluation.batches)
+        if config.ema.decay:
+            with engine.averaged():
+                metrics |= as_averaged(_metrics_of(evaluators, evaluation, config.evaluation.batches))
     except Interrupted:
         return None
     finally:
         engine.train()
+    return metrics
+
+
+def _metrics_of(evaluators: Sequence[Evaluator], evaluation: Evaluation, batches: int) -> dict[str, float]:
+    """batches: number of global batches that are read; 0 = all."""
+    task, metrics = evaluation.task, {}
+    watching = [evaluator for evaluator in evaluators if type(evaluator).observe is not Evaluator.observe]
+    for evaluator in evaluators:
+        evaluator.begin(evaluation)
+    for batch in evaluation.batches(batches) if watching else ():
+        targets, batch = task.count_targets(batch), evaluation.on_device(batch)
+        costs = task.costs(evaluation.model, batch)
+        for evaluator in watching:
+            evaluator.observe(batch, costs, targets)
+    for evaluator in evaluators:
+        metrics |= evaluator.finish(evaluation)
     return metrics

@@ -121,8 +121,7 @@ def mixing_replaced(blocks: Sequence[Block], replacement: Callable[..., Tensor])
 
 
 def _predicting(batch: Batch) -> Tensor:
-    """Returns which of the tokens have a target: int64 (n,), among those that the blocks see, which leave padding
-    out."""
+    """Returns int64 (n,): the tokens that have a target, among those that blocks see, which is no padding."""
     targets = batch.labels.flatten() != IGNORED
     if batch.attention_mask is not None:
         targets = targets[batch.attention_mask.flatten()]

@@ -94,16 +94,14 @@ class Evaluator:
         """Called before the pass over the data."""
 
     def observe(self, batch: Batch, costs: Costs, targets: int) -> None:
-        """Called for each micro-batch of the pass, on the device, with the result of `Task.costs` for it and its number
-        of targets."""
+        """Called for each micro-batch, on the device, with its costs by `Task.costs` and number of targets."""
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         """Returns the metrics by name, the same on all ranks."""
         raise NotImplementedError
 
     def progress(self, metrics: Mapping[str, float]) -> list[str]:
-        """Returns the results in a few words each, for the line of progress; metrics: of all evaluators that were
-        due."""
+        """Returns the results of all evaluators that were due in a few words each, for the line of progress."""
         return words_on(self.metrics, metrics)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:

@@ -48,8 +48,7 @@ class AccuracyByLength(Evaluator):
 
 
 def multiples(config: RunConfig) -> list[int]:
-    """Returns the multiples of data.seqlen at which a run is scored: those of the config, or the usual ones that its
-    model can take."""
+    """Returns the multiples of data.seqlen to score: those of the config, or the usual ones that the model can take."""
 
     def fits(multiple: int) -> bool:
         try:
@@ -70,8 +69,7 @@ def words_on_accuracy(metrics: Mapping[str, float], seqlen: int) -> str:
 
 
 def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
-    """Returns the run on samples that are so many times as long, in micro-batches of at most as many tokens, if they
-    can be cut so far."""
+    """Returns the run on samples so many times as long, in micro-batches of at most as many tokens."""
     micro = config.micro_batch(data_size)
     fitting = [size for size in range(1, micro + 1) if micro % size == 0 and size * multiple <= micro]
     data = config.modality.stretched(config.data, multiple)

@@ -34,8 +34,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(objective: ObjectiveConfig, model: ModelConfig) -> Task:
-    """Returns the task that `objective` names. Raises ValueError (one line) where there is none, or it does not train
-    such a model."""
+    """Returns the task that `objective` names. Raises ValueError (one line) where none trains such a model."""
     kind = find_part(objective.name, TASKS, "objective.name", Task)
     if kind.architectures and model.architecture not in kind.architectures:
         needs = " or ".join(f'"{name}"' for name in kind.architectures)

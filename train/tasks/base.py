@@ -101,8 +101,7 @@ class Task:
         return self.modality(data).loader(data, split=split, **self.asks(split), **options)
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        """Returns a batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates and
-        benchmarks."""
+        """Returns a batch of made-up inputs (B, L, ...) with as many targets as in training, for estimates."""
         return Batch(
             inputs=inputs, labels=inputs.clone(), max_seqlen=inputs.shape[1], n_tokens=inputs.shape[0] * inputs.shape[1]
         )
@@ -117,15 +116,13 @@ class Task:
         return MODALITIES[self.modalities[0]].units(seqlen)
 
     def flops(self, model: ModelConfig, seqlen: int) -> float:
-        """Returns the floating-point operations (2 per multiply-add) of one forward pass for one unit, in a sample of
-        data.seqlen = `seqlen`. A training step costs about three times as much."""
+        """Returns operations (2 per multiply-add) of a forward pass for a unit of a sample of so many tokens."""
         positions = model.model_class.sequence_length(model, seqlen)
         share = flops_per_token(model, positions, head_share=self.target_share)
         return share * (positions / self.units(seqlen))
 
     def count_targets(self, batch: Batch) -> int:
-        """Returns the number of targets of a micro-batch, by which the sums of `loss` are divided (computed on the
-        host): positions that have a label."""
+        """Returns the number of targets of a micro-batch, by which the sums of `loss` are divided, on the host."""
         return batch.select.numel() if batch.select is not None else int(has_target(batch.labels.numpy()).sum())
 
     # -- the loss ------------------------------------------------------------------------------------------------

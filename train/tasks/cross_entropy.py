@@ -110,8 +110,7 @@ class RowCrossEntropy(NamedTuple):
 
 @torch.no_grad()
 def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowCrossEntropy:
-    """Returns the cross-entropy of each row of ``features @ weight.T + bias``; arguments as of
-    `linear_cross_entropy`."""
+    """Returns the cross-entropy of each row; arguments as of `linear_cross_entropy`."""
     if features.is_cuda and features.shape[0]:
         output = _liger(features, weight, bias, targets, reduction="none")
         return RowCrossEntropy(output.loss.float(), output.token_accuracy.float())

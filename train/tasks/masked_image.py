@@ -107,8 +107,7 @@ class MaskedImage(Task):
 
 
 def from_patches(pixels: Tensor, images: Tensor, patch: int) -> Tensor:
-    """Returns the inverse of `cut_patches`: (B, rows * columns, C patch patch) -> (B, C, H, W), the shape of
-    `images`."""
+    """Returns the inverse of `cut_patches`, in the shape of `images` (B, C, H, W)."""
     batch, channels, height, width = images.shape
     parts = pixels.view(batch, height // patch, width // patch, channels, patch, patch)
     return parts.permute(0, 3, 1, 4, 2, 5).reshape(images.shape)

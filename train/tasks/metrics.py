@@ -63,15 +63,13 @@ def control_of(metric: Metric, metrics: Mapping[str, float]) -> float | None:
 
 
 def control_words(metric: Metric, metrics: Mapping[str, float]) -> str:
-    """Returns the score of the trivial answer and its name, as in "38.9% (the most frequent class)"; "" where there is
-    none."""
+    """Returns the score and name of the trivial answer, as in "38.9% (the most frequent class)", or ""."""
     value = control_of(metric, metrics)
     return "" if value is None else f"{metric.number(value)} ({metric.control})"
 
 
 def control_lines(known: Iterable[Metric], metrics: Mapping[str, float]) -> list[str]:
-    """Returns sentences with the controls of an evaluation, and with what the model is not better at; [] where it has
-    none."""
+    """Returns sentences with an evaluation's controls, and with what the model is not better at."""
     beside = [metric for metric in known if metric.name in metrics and control_of(metric, metrics) is not None]
     if not beside:
         return []

@@ -59,8 +59,7 @@ class TokenPrediction(Task):
 
 
 def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
-    """Returns the cross-entropy of each position of a micro-batch that goes through the readout, without gradients: of
-    all B * L of them, or of those that `select` names."""
+    """Returns the cross-entropy of each position that goes through the readout, without gradients."""
     targets = _targets(batch)
     # Unpacked by position: some engines hand a named tuple back as a plain one.
     loss, correct = forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))

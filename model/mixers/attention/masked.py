@@ -17,10 +17,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import semiseparable_scan
-from matmix.kernels.checks import transformed
 from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
 from matmix.model.mixers.base import (
@@ -30,6 +28,7 @@ from matmix.model.mixers.base import (
     exact_linear,
     gate_sums,
     head_count,
+    recomputed,
     scan_on,
     zero_state,
 )
@@ -49,8 +48,7 @@ def fourier_mask(length: int, like: Tensor) -> Tensor:
 
 
 def toeplitz_spectrum(alpha: Tensor, length: int) -> Tensor:
-    """The spectrum that `toeplitz_mask_product` multiplies with: the transform of the circulant matrix that L is a
-    corner of."""
+    """The spectrum of `toeplitz_mask_product`: the transform of the circulant matrix that L is a corner of."""
     points, middle, alpha = transform_length(length), alpha.shape[-1] // 2, working(alpha)
     gap = alpha.new_zeros(alpha.shape[0], points - (2 * length - 1))
     circle = torch.cat([alpha[:, middle : middle + length], gap, alpha[:, middle - length + 1 : middle]], -1)
@@ -87,11 +85,7 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
 
     y = torch.zeros_like(v)
     for q_part, k_part in zip(q.split(STATE_BLOCK, 2), k.split(STATE_BLOCK, 2), strict=True):
-        arguments = (q_part, k_part, v, *parameters)
-        if torch.is_grad_enabled() and not transformed():
-            y = y + checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y = y + block(*arguments)
+        y = y + recomputed(block, q_part, k_part, v, *parameters)
     return y.permute(0, 3, 1, 2)
 
 
@@ -239,8 +233,7 @@ class SmaSemiseparable(SmaCausal):
 
 
 class SmaToeplitz(MaskedAttention):
-    """L[i, j] = alpha_{i - j}, learned per head for all offsets of a fixed length: alpha (H, 2 N - 1), offset 0 in the
-    middle."""
+    """L[i, j] = alpha_{i - j}, learned per head for all offsets: alpha (H, 2 N - 1), offset 0 in the middle."""
 
     bidirectional_form = True
     sequence_aligned = False

@@ -69,8 +69,7 @@ def attend(
 
 
 def of_one_width(*parts: Tensor) -> list[Tensor]:
-    """Fills the channels of each part up with zeros to the widest width, which changes neither the scores nor the first
-    channels of the result."""
+    """Fills channels up with zeros to the widest width, which changes neither scores nor the first outputs."""
     width = max(part.shape[-1] for part in parts)
     return [part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1])) for part in parts]
 

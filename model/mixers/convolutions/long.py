@@ -101,8 +101,7 @@ def half_octave(length: int) -> int:
 
 
 def long_convolution_flops(seqlen: int) -> float:
-    """Operations per token and channel: transforms of x, of the kernel and back, and 6 per product of complex
-    numbers."""
+    """Operations per token and channel: transforms of x, of the kernel and back; 6 per complex product."""
     size = fast_length(2 * seqlen - 1)
     return (3 * real_transform_flops(size) + 6 * (size // 2 + 1)) / seqlen
 

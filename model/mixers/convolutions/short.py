@@ -76,8 +76,7 @@ class Convolution(Mixer):
     def parts(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The gate z and the convolution's outputs v, both (..., d_inner), and the window behind x, as `convolve` has
-        it."""
+        """The gate z and the convolution's outputs v, both (..., d_inner), and the window of `convolve`."""
         z, inputs = self.in_proj(x).chunk(2, -1)
         options = {"causal": self.causal, "activation": "silu", "cu_seqlens": cu_seqlens}
         return z, *convolve(self.conv1d, inputs, window, **options)

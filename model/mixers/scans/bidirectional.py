@@ -24,8 +24,7 @@ from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
 
 
 class BidirectionalAdd(BidirectionalScanBlock):
-    """in_proj -> [z | x B C of both directions | dt of both] -> conv + silu -> two scans, joined -> gated norm ->
-    out_proj."""
+    """in_proj -> [z | x B C of both directions | dt of both] -> conv + silu -> two scans -> gated norm -> out_proj."""
 
     diagonal = "none"
     step_shape = (2,)

@@ -183,8 +183,7 @@ def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 @outside_autocast
 def transition_matrix(transitions: Tensor, writes: Tensor, reads: Tensor) -> Tensor:
-    """M (B, heads, L, L) by its definition, M[t, s] = r_t^T A_t ... A_{s+1} k_s for s <= t, else 0: transitions A
-    (B, L, heads, N, N), writes k and reads r (B, L, heads, N)."""
+    """M[t, s] = r_t^T A_t ... A_{s+1} k_s for s <= t, else 0, (B, heads, L, L): A (B, L, heads, N, N), k and r."""
     writes, reads = writes.transpose(1, 2), reads.transpose(1, 2)
     length, rows = writes.shape[2], []
     arrived = torch.zeros_like(writes)  # row s: A_t ... A_{s+1} k_s

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from matmix.kernels.checks import transformed
+from matmix.model.mixers.base import recomputed
 from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlockConfig
 
 
@@ -66,21 +66,18 @@ class Hydra(BidirectionalScanBlock):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         projected = self.in_proj(x)
-        if not self.recompute or not torch.is_grad_enabled() or transformed():
+        if not self.recompute:
             return self.mix_projected(projected, cu_seqlens)
-        # Nothing in it is random, and reading a generator's state would keep CUDA graphs from being captured.
-        options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": keep_scan_output}
-        return checkpoint(self.mix_projected, projected, cu_seqlens, **options)
+        return recomputed(
+            self.mix_projected,
+            projected,
+            cu_seqlens,
+            context_fn=partial(create_selective_checkpoint_contexts, save_scan_only),
+        )
 
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    """The rule of selective activation checkpointing: keeps the output of the scan, which costs most to compute again,
-    and recomputes the rest."""
+    """Keeps the output of the scan, which costs most to compute again, and recomputes the rest."""
     # By name: an exported model that runs without the package has no such ops and computes the scan again too.
     kept = str(op) in ("matmix.conv_and_scan.default", "matmix.quasiseparable_scan.default")
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def keep_scan_output() -> Any:
-    """Creates the contexts of a checkpoint that recomputes everything except the scan."""
-    return create_selective_checkpoint_contexts(save_scan_only)

@@ -138,8 +138,7 @@ def lion(
 
 
 def lion_sums(form: str, q: Tensor, k: Tensor, v: Tensor, gates: LionGates) -> tuple[Tensor, Tensor]:
-    """(Q K^T * M) V (B, L, H, P) and the row sums of Q K^T * M (B, L, H), in float32 at least, by one of the forms:
-    what several masks are added by before rows are divided."""
+    """(Q K^T * M) V (B, L, H, P) and the row sums of Q K^T * M (B, L, H), in float32 at least, by a form."""
     q, k, v = working(q), working(k), working(v)
     if form == "attention":
         weights = lion_weights(q, k, gates)
@@ -191,8 +190,7 @@ def lion_step(
 def lion_recurrence(
     q: Tensor, k: Tensor, v: Tensor, gates: LionGates, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of `lion_sums` by two passes over the tokens, each with a state of constant size; between the passes
-    only what the first gives for each token is kept."""
+    """The numbers of `lion_sums` by two passes over the tokens, each with a state of constant size."""
     (batch, length, nheads, d_state), exact = q.shape, torch.promote_types(v.dtype, torch.float32)
     shapes = ((d_state, v.shape[-1]), (d_state,), ())
     empty = LionState(*(v.new_zeros(batch, nheads, *shape, dtype=exact) for shape in shapes))
@@ -336,8 +334,7 @@ class LionLit(Mixer):
         return self.proj(y.to(qkv.dtype).flatten(-2))
 
     def logits_in_orders(self, x: Tensor, places: Tensor) -> Tensor | None:
-        """`gate_logits` in the orders `places` (orders, n), the second order with the second set of gates where there
-        is one: (B * orders, n, H), (H,) or None."""
+        """`gate_logits` in the orders `places` (orders, n), each with its set: (B * orders, n, H), (H,) or None."""
         sets = [self.gate_logits(x, which=which) for which in range(getattr(self.config, "gate_sets", 1))]
         if sets[0] is None or (sets[0].dim() == 1 and len(sets) == 1):
             return sets[0]
@@ -346,8 +343,7 @@ class LionLit(Mixer):
         return torch.stack(logits, 1).flatten(0, 1)
 
     def with_outside(self, qkv: Tensor, y: Tensor, sums: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """y (B, L - 1, H, headdim) and sums (B, L - 1, H), before rows are divided, with the position `place` that is
-        near to all: (B, L, ...)."""
+        """y (B, L - 1, H, headdim) and sums (B, L - 1, H) with the position `place`, near to all: (B, L, ...)."""
         q, k, v = (part.to(y.dtype) for part in self.split(qkv))
         others = torch.arange(qkv.shape[1] - 1, device=qkv.device)
         others = others + (others >= place)

@@ -117,8 +117,7 @@ class RWKV7(Mixer):
         return 2.0 * (projections + recurrence)
 
     def parts(self, x: Tensor, before: Tensor | None = None) -> RWKV7Parts:
-        """All that the recurrence takes from x (B, L, d_model) and the tokens before each of x, same shape; None =
-        those in x itself."""
+        """The recurrence's inputs from x (B, L, d_model) and the tokens before each; None = those in x itself."""
         before = shift_right(x, None) if before is None else before
         change = before - x
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, change, getattr(self, f"x_{name}")) for name in "rwkvag")

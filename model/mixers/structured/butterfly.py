@@ -110,8 +110,7 @@ class Butterfly(MatrixMixer):
 
 
 def draw_rotations(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Every 2 x 2 block turns by a random angle: M is orthogonal, and no gradient fades on its way through the
-    factors."""
+    """Every 2 x 2 block turns by a random angle: M is orthogonal, and no gradient fades on its way."""
     angle = torch.rand(shape[:-2], generator=generator) * (2 * math.pi)
     sine, cosine = angle.sin(), angle.cos()
     return torch.stack((cosine, -sine, sine, cosine), -1).view(shape)

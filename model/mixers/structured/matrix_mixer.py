@@ -14,14 +14,12 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import gated_norm, short_conv
-from matmix.kernels.checks import transformed
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights, recomputed
 
 Entries = Callable[[Tensor, Tensor, int], Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
@@ -44,12 +42,7 @@ def mix_in_row_blocks(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> Tens
     rows = max(1, numbers // (q.shape[0] * k.shape[1] * q.shape[2] * q.shape[3]))
     blocks = []
     for first in range(0, q.shape[1], rows):
-        arguments = entries, q[:, first : first + rows], k, v, first
-        if torch.is_grad_enabled() and not transformed():
-            block = checkpoint(mix_rows, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            block = mix_rows(*arguments)
-        blocks.append(block)
+        blocks.append(recomputed(mix_rows, entries, q[:, first : first + rows], k, v, first))
     return torch.cat(blocks, 1)
 
 
@@ -229,8 +222,7 @@ class MatrixMixer(Mixer):
 
 
 class QueryKeyMixer(MatrixMixer):
-    """M from a query and a key for every token and head: projected from x, or parameters where M does not depend on
-    the data."""
+    """M from a query and a key for every token and head: projected from x, or parameters."""
 
     @classmethod
     def input_widths(cls, nheads: int, config: QueryKeyConfig) -> tuple[int, ...]:
@@ -270,7 +262,6 @@ def plain_conv(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str |
 
 
 def draw_xavier_normal(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Glorot's normal values with the fans that PyTorch takes for (outputs, inputs, ...), as in the papers' code: M
-    starts small, and the layer near the skip."""
+    """Glorot's normal values, fans as PyTorch takes them for (outputs, inputs, ...): M starts small, near the skip."""
     fans = (shape[0] + shape[1]) * math.prod(shape[2:])
     return torch.randn(shape, generator=generator) * math.sqrt(2 / fans)

@@ -62,8 +62,7 @@ class ExampleTask(Task):
         return ()
 
     def control(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """Returns the best scores of one and the same prediction for all examples, by the metrics that have a control.
-        predicted: as of `scores`."""
+        """Returns the best scores of one prediction for all examples, by the metrics that have a control."""
         best: dict[str, float] = {}
         for constant in self.constants(*with_labels(predicted)):
             same = np.broadcast_to(constant, predicted.values.shape)
@@ -114,8 +113,7 @@ def labelled(labels: Tensor) -> Tensor:
 
 
 def each(predicted: Predicted) -> Iterator[tuple[int, Any, Any]]:
-    """Yields number, value and label of each prediction, as numbers and lists of them; None for a label that is not
-    there."""
+    """Yields number, value and label of each prediction, as numbers and lists of them; None = no label."""
     there = labelled(torch.from_numpy(predicted.labels)).tolist()
     for number, value, label, known in zip(*(array.tolist() for array in predicted), there, strict=True):
         yield number, value, label if known else None

@@ -198,8 +198,7 @@ class Regression(ExampleTask):
 
 
 def correlations(values: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns Pearson and Spearman correlation of (n, k) values with their labels, means over k; 0 where all values are
-    the same, for which there is none."""
+    """Returns mean correlations of (n, k) values with their labels over k; 0 where all values are the same."""
     from scipy import stats
 
     def correlation(measure, column: int) -> float:

@@ -64,8 +64,7 @@ class Embedding(ExampleTask):
         return Predicted(batch.examples[::2], vectors.view(len(batch.labels), -1), batch.labels)
 
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
-        """Looks for each text among the second texts of the whole split; where pairs have a label, returns its
-        correlation with their cosine."""
+        """Looks for each text among all second texts; where pairs have a label, correlates it with their cosine."""
         from sklearn import metrics
 
         first, second = _both(predicted)
@@ -99,8 +98,7 @@ def _both(predicted: Predicted) -> list[np.ndarray]:
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all ranks with data of their own, in order of data rank; gradients go back to the rank that a row is
-    from."""
+    """The rows of all ranks with data of their own, in order; gradients go back to the rank that a row is from."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, mesh: Mesh) -> Tensor:

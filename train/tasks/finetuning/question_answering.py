@@ -54,8 +54,7 @@ class QuestionAnswering(ExampleTask):
         return Loss(total, total.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
-        """Returns for each window (4,): first and last position of the best answer, its score, and that of no
-        answer."""
+        """Returns (windows, 4): first and last position of the best answer, its score, and that of none."""
         logits = _by_window(outputs, batch)
         windows, width = logits.shape[:2]
         reach = torch.ones(width, width, dtype=torch.bool, device=logits.device)

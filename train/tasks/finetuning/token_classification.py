@@ -92,8 +92,7 @@ class TokenClassification(ExampleTask):
         yield np.array(most_frequent(labels))
 
     def prediction_rows(self, predicted: Predicted, examples: Words) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yields lists of the words, and of the names of their classes: None is predicted for words that were cut off
-        or have no token."""
+        """Yields lists of words and names of classes; None for words that were cut off or have no token."""
         names = np.array([*examples.classes.names, None], object)
         for number in range(len(examples)):
             words, kept = examples.words(number)
@@ -116,8 +115,7 @@ def _spell_entities(names: Sequence[str]) -> bool:
 
 
 def entity_scores(labels: list[list[str]], predicted: list[list[str]], *, strict: bool = False) -> dict[str, float]:
-    """Returns F1, precision and recall by seqeval over the entities of all sentences, 0 where there is none; labels and
-    predicted: the tags of the words of each sentence."""
+    """Returns F1, precision and recall by seqeval over all entities, 0 where there is none, of lists of tags."""
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support as by_conlleval
     from seqeval.metrics.v1 import precision_recall_fscore_support as by_scheme
     from seqeval.scheme import IOB2
