@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 INIT_STD = 0.02
 """Standard deviation of matrices without a rule of their own, where nothing else is given."""
@@ -107,3 +109,15 @@ def copy_into_parameter(parameter: Tensor, values: Tensor) -> None:
         # src_data_rank=None: every rank drew the same values, so nothing needs to be sent.
         values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(values)
+
+
+class NoDraws(TorchFunctionMode):
+    """Where torch's modules would draw their initial values. For tensors without memory, which have none, it would
+    import its compiler first, for a second."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))

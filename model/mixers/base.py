@@ -4,6 +4,7 @@ several kinds of mixers share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +19,7 @@ from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, s
 from matmix.kernels.checks import transformed
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
-from matmix.model.initialization import InitRule, constant_init, normal_init, uniform_init
+from matmix.model.initialization import InitRule, NoDraws, constant_init, normal_init, uniform_init
 from matmix.model.options import check_words
 from matmix.model.parameter_rules import ParameterRule
 from matmix.model.positions import by_documents
@@ -313,8 +314,15 @@ class Mixer(Called):
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
-        """Forward floating-point operations (2 per multiply-add) for one token of a document of `seqlen`."""
-        raise NotImplementedError
+        """Forward floating-point operations (2 per multiply-add) for one token of a document of `seqlen`: those of
+        linear layers and short convolutions, and `mixing_flops`."""
+        weights = weights_per_token(cls, d_model, config, causal)
+        return 2.0 * weights + cls.mixing_flops(d_model, config, seqlen, causal)
+
+    @classmethod
+    def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
+        """Returns the part of `flops_per_token` that is no linear layer and no short convolution."""
+        return 0.0
 
     @classmethod
     def flops_in_orders(cls, d_model: int, config: Any, seqlen: int, causal: bool, scans: int) -> float:
@@ -415,6 +423,14 @@ class Mixer(Called):
 
     def refuse(self, watched: float) -> None:
         """Raise OverflowError where `watched` says that nothing can follow this state."""
+
+
+@functools.cache
+def weights_per_token(kind: type[Mixer], d_model: int, config: Any, causal: bool) -> int:
+    """The number of weights of linear layers and short convolutions, each of which a token is multiplied with once."""
+    with torch.device("meta"), NoDraws():
+        mixer = kind(d_model, config, causal=causal, max_seqlen=1, output_std=1.0)
+    return sum(layer.weight.numel() for layer in mixer.modules() if isinstance(layer, nn.Linear | nn.Conv1d))
 
 
 def overwrite(state: Any, new: Any) -> None:

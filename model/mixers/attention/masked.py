@@ -119,12 +119,11 @@ class MaskedAttention(Mixer):
         cls.require_heads(d_model, config)
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
+    def mixing_flops(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
         nheads, headdim = head_count(d_model, config), config.headdim
         seen = (seqlen + 1) / 2 if causal else seqlen
         quadratic = config.contraction == "quadratic"
-        mixing = 4 * seen * headdim if quadratic else cls.linear_flops(headdim, seqlen)
-        return 8.0 * d_model * nheads * headdim + nheads * mixing
+        return nheads * (4 * seen * headdim if quadratic else cls.linear_flops(headdim, seqlen))
 
     @classmethod
     def linear_flops(cls, headdim: int, seqlen: int) -> float:
@@ -222,11 +221,6 @@ class SmaSemiseparable(SmaCausal):
         super().__init__(d_model, config, **options)
         self.gate_proj = nn.Linear(d_model, self.nheads)
         self.init_rules |= {"gate_proj.bias": retnet_decay_logits}
-
-    @classmethod
-    def flops_per_token(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
-        gates = 2.0 * d_model * head_count(d_model, config)
-        return super().flops_per_token(d_model, config, seqlen, causal) + gates
 
     def log_gates(self, x: Tensor) -> Tensor:
         return F.logsigmoid(exact_linear(x, self.gate_proj))

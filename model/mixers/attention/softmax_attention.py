@@ -130,10 +130,9 @@ class Attention(Mixer):
         cls.require(turned, config, "headdim", f"must be even with position = {config.position!r}")
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:
+    def mixing_flops(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:
         channels = head_count(d_model, config) * (config.headdim + (config.value_headdim or config.headdim))
-        seen = (seqlen + 1) / 2 if causal else seqlen
-        return 2.0 * channels * (2 * d_model + seen)
+        return 2.0 * channels * ((seqlen + 1) / 2 if causal else seqlen)
 
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (B, L, H, headdim), turned by `positions` (L,), and v (B, L, H, value_headdim)."""

@@ -129,12 +129,11 @@ class Hyena(Mixer):
         return config.d_conv // 2
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
+    def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
         width = config.filter_width
         network = width * (config.filter_features + (config.filter_layers - 1) * width + d_model)
-        # The filter is counted as made for each document; a batch shares it.
-        products = 4 * d_model**2 + 3 * d_model * config.d_conv + (1 if causal else 2) * network
-        return 2.0 * products + d_model * (long_convolution_flops(seqlen) + 4)
+        # The filter is counted as made for each document, that of later tokens here; a batch shares it.
+        return 2.0 * (0 if causal else network) + d_model * (long_convolution_flops(seqlen) + 4)
 
     def gates(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None

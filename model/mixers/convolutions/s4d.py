@@ -90,11 +90,10 @@ class S4D(Mixer):
         cls.require_steps(config)
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:
+    def mixing_flops(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:
         kernels = 1 if causal else 2
         # The kernel is counted as made for each document; a batch shares it.
-        per_channel = long_convolution_flops(seqlen) + kernels * 2.0 * config.d_state + 2
-        return d_model * per_channel + 2.0 * d_model * 2 * d_model
+        return d_model * (long_convolution_flops(seqlen) + kernels * 2.0 * config.d_state + 2)
 
     def rates(self) -> Tensor:
         """dt A (d_model, d_state / 2), complex64 at least: a step multiplies the state by its exponential."""

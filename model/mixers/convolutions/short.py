@@ -69,10 +69,6 @@ class Convolution(Mixer):
     def reach(cls, config: ConvolutionConfig, causal: bool) -> int:
         return cls.taps(config, causal) - 1 if causal else cls.taps(config, causal) // 2
 
-    @classmethod
-    def flops_per_token(cls, d_model: int, config: ConvolutionConfig, seqlen: int, causal: bool) -> float:
-        return 2.0 * config.expand * d_model * (3 * d_model + cls.taps(config, causal))
-
     def parts(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -104,13 +104,11 @@ class GatedDelta(Mixer):
         cls.require_inner_width(d_model, config)
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:
-        d_inner, nheads, conv_dim = cls.widths(d_model, config)
-        projections = d_model * (2 * d_inner + conv_dim + nheads * (1 + config.gate))
+    def mixing_flops(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:
+        _, nheads, _ = cls.widths(d_model, config)
         keys, values, chunk = config.qk_dim, config.headdim, min(config.chunk_size, seqlen)
         within = chunk * (3 * keys + values + (keys + values) / 2)  # scores, the triangular system, what it is read by
-        across = keys * keys + 2 * keys * values + keys * keys * values / chunk
-        return 2.0 * (projections + conv_dim * config.d_conv + nheads * (within + across))
+        return 2.0 * nheads * (within + keys * keys + 2 * keys * values + keys * keys * values / chunk)
 
     def parts(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None

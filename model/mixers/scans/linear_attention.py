@@ -62,10 +62,9 @@ class LinearAttention(Mixer):
         cls.require(config.eps >= 0, config, "eps", "must not be negative")
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
-        inner = head_count(d_model, config) * config.headdim
+    def mixing_flops(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
         # Write and read take 2 multiply-adds per state element; the normaliser is one more column of the state.
-        return 2.0 * (4 * d_model * inner + 2 * inner * (config.headdim + config.normalize))
+        return 4.0 * head_count(d_model, config) * config.headdim * (config.headdim + config.normalize)
 
     def feature(self, x: Tensor) -> Tensor:
         """phi(x), elementwise, in x's dtype."""

@@ -32,7 +32,15 @@ from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import working
 from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
-from matmix.model.mixers.base import HeadsConfig, Mixer, ScanOrders, exact_linear, gate_sums, head_count
+from matmix.model.mixers.base import (
+    HeadsConfig,
+    Mixer,
+    ScanOrders,
+    exact_linear,
+    gate_sums,
+    head_count,
+    weights_per_token,
+)
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
@@ -248,19 +256,18 @@ class LionLit(Mixer):
             )
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
-        return cls.flops_in_orders(d_model, config, seqlen, causal, 1)
+    def mixing_flops(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
+        channels = head_count(d_model, config) * config.headdim
+        if config.form == "attention":
+            return 2.0 * seqlen * 2 * channels
+        # Per direction, states, writes and reads take 3 multiply-adds per element of S and z.
+        return 2.0 * 2 * 3 * channels * (config.headdim + 1)
 
     @classmethod
     def flops_in_orders(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool, scans: int) -> float:
         """Projections are computed once, whatever the number of orders."""
-        nheads, headdim = head_count(d_model, config), config.headdim
-        if config.form == "attention":
-            mixing = seqlen * 2 * nheads * headdim
-        else:
-            # Per direction, states, writes and reads take 3 multiply-adds per element of S and z.
-            mixing = 2 * 3 * nheads * headdim * (headdim + 1)
-        return 2.0 * (4 * d_model * nheads * headdim + scans * mixing)
+        weights = weights_per_token(cls, d_model, config, causal)
+        return 2.0 * weights + scans * cls.mixing_flops(d_model, config, seqlen, causal)
 
     @property
     def gate_offsets(self) -> dict[str, int]:
@@ -405,11 +412,6 @@ class LionS(LionLit):
         super().__init__(d_model, config, **options)
         for name in ("a_i", "a2_i")[: config.gate_sets]:
             setattr(self, name, nn.Linear(d_model, self.nheads))
-
-    @classmethod
-    def flops_in_orders(cls, d_model: int, config: LionSConfig, seqlen: int, causal: bool, scans: int) -> float:
-        gates = config.gate_sets * 2.0 * d_model * head_count(d_model, config)
-        return super().flops_in_orders(d_model, config, seqlen, causal, scans) + gates
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""

@@ -63,12 +63,9 @@ class RetNet(Mixer):
         cls.require(config.headdim % 2 == 0, config, "headdim", "must be even, as rotary positions turn pairs")
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
-        inner = head_count(d_model, config) * config.headdim
-        projections = d_model * inner * (2 + 3 * config.expand)
+    def mixing_flops(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
-        scan = (1 if causal else 2) * 3 * inner * config.expand * config.headdim
-        return 2.0 * (projections + scan)
+        return (1 if causal else 2) * 6.0 * head_count(d_model, config) * config.expand * config.headdim**2
 
     def log_decay(self, like: Tensor) -> Tensor:
         """log gamma_h (H,), float32 at least."""

@@ -109,12 +109,11 @@ class RWKV7(Mixer):
             )
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:
-        projections = 4 * d_model**2 + 2 * d_model * sum(cls.ranks(d_model, config))
+    def mixing_flops(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:
         width, chunk = config.headdim, min(config.chunk_size, seqlen)
         # Scores 4, products of them with values and states 4, the triangular system 1; then the map of the state.
         recurrence = d_model * (9 * chunk + 4 * width + width**2 / chunk)
-        return 2.0 * (projections + recurrence)
+        return 2.0 * (2 * d_model * sum(cls.ranks(d_model, config)) + recurrence)
 
     def parts(self, x: Tensor, before: Tensor | None = None) -> RWKV7Parts:
         """The recurrence's inputs from x (B, L, d_model) and the tokens before each; None = those in x itself."""

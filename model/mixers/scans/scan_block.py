@@ -138,14 +138,9 @@ class ScanBlock(Mixer):
         cls.require(config.chunk_size in sizes, config, "chunk_size", f"must be one of {known}")
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
-        form = cls.layer_form(d_model, config)
-        projections = d_model * (sum(form.widths) + cls.joined_width(form))
-        if cls.diagonal == "projected":
-            projections += form.inner * form.heads
+    def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
-        scan = cls.directions * 3 * form.inner * config.d_state
-        return 2.0 * (projections + form.conv_width * config.d_conv + scan)
+        return 2.0 * cls.directions * 3 * config.expand * d_model * config.d_state
 
     @property
     def norm_options(self) -> dict[str, Any]:

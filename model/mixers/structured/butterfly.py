@@ -40,7 +40,7 @@ class Monarch(MatrixMixer):
         return {name: (shape, normal_init(shape[-1] ** -0.5)) for name, shape in shapes.items()}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         rows, columns = cls.grid(seqlen)
         return 2.0 * d_inner * (rows + columns) * rows * columns / seqlen
 
@@ -84,7 +84,7 @@ class Butterfly(MatrixMixer):
         return {"twiddle": ((self.nheads, factors, 2 ** (factors - 1), 2, 2), draw_rotations)}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         factors = cls.factor_count(seqlen)
         return 3.0 * d_inner * factors * 2**factors / seqlen
 

@@ -28,7 +28,7 @@ class Cauchy(QueryKeyMixer):
     activated_inputs = False
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         # For each pair and channel of q: denominator, reciprocal, sum; four more for the tangent.
         per_term = 7.0 if cls.data_dependent else 3.0
         return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)

@@ -25,7 +25,7 @@ class Dense(MatrixMixer):
         return {"M": ((self.nheads, self.max_seqlen, self.max_seqlen), draw_xavier_normal)}
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         return 2.0 * seqlen * d_inner
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -42,7 +42,7 @@ class DFT(MatrixMixer):
     complexity = "O(L log L)"
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
         return d_inner * real_transform_flops(seqlen) / seqlen
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

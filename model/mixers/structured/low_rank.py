@@ -22,7 +22,7 @@ class LowRank(QueryKeyMixer):
     knows_documents = True
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         return 4.0 * d_inner * config.qk_dim
 
     def scale(self) -> float:
@@ -64,7 +64,7 @@ class Softmax(QueryKeyMixer):
     knows_documents = True
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         return 2.0 * seqlen * (nheads * config.qk_dim + d_inner)
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -146,7 +146,7 @@ class MatrixMixer(Mixer):
         raise NotImplementedError
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: Any, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: Any, seqlen: int) -> float:
         """Operations of `mix_values` for one token."""
         raise NotImplementedError
 
@@ -169,12 +169,8 @@ class MatrixMixer(Mixer):
         return config.d_conv // 2 if cls.data_dependent else 0
 
     @classmethod
-    def flops_per_token(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
-        d_inner, nheads = cls.inner_width(d_model, config)
-        conv_dim = d_inner + sum(cls.input_widths(nheads, config))
-        projections = d_model * (2 * d_inner + conv_dim + cls.direct_width(nheads))
-        block = 2.0 * (projections + conv_dim * config.d_conv)
-        return block + cls.mixing_flops(d_inner, nheads, config, seqlen)
+    def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
+        return cls.matrix_flops(*cls.inner_width(d_model, config), config, seqlen)
 
     def parts(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; what

@@ -61,9 +61,9 @@ class Quasiseparable(MatrixMixer):
         cls.require_steps(config)
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: QuasiseparableConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: QuasiseparableConfig, seqlen: int) -> float:
         # Per direction, decay, write and read take 3 multiply-adds per state element.
-        return 2.0 * (2 * 3 * d_inner * config.d_state + d_inner * nheads)
+        return 2.0 * 2 * 3 * d_inner * config.d_state
 
     def vectors_and_steps(self, v: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """B and C (B, L, d_state), step sizes and log decays (B, L, 2, H) with the directions before the heads."""

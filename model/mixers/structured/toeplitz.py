@@ -35,7 +35,7 @@ class Toeplitz(MatrixMixer):
     complexity = "O(L log L)"
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: ToeplitzConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: ToeplitzConfig, seqlen: int) -> float:
         size = fast_length(2 * seqlen - 1)
         # Forth and back for every channel, once for every head's kernel; 6 per product of complex numbers.
         return ((2 * d_inner + nheads) * real_transform_flops(size) + 6 * d_inner * (size // 2 + 1)) / seqlen

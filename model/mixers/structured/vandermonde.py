@@ -26,7 +26,7 @@ class Vandermonde(QueryKeyMixer):
     activated_inputs = False
 
     @classmethod
-    def mixing_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         # Twice for each pair and channel of q: phase, cosine, sum.
         return seqlen * (6.0 * nheads * config.qk_dim + 2.0 * d_inner)
 
