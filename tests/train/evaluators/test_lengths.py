@@ -205,7 +205,7 @@ def test_a_recipe_shows_its_initial_mixers_on_the_tokens_of_its_task(parity):
     "options, words",
     [
         (["--data.synthetic.task", "s6"], ["data.synthetic.task = 's6'", "s5"]),
-        (["--data.synthetic.task", "mqar"], ["data.seqlen = 4", "8 pairs", "32"]),
+        (["--data.synthetic.task", "mqar"], ["data.seqlen = 4", "too short for mqar", "32"]),
         (["--data.path", "somewhere"], ["data.path and data.synthetic.task"]),
         (["--model.vocab-size", "4"], ["model.vocab_size = 4", "5 pieces"]),
         (
