@@ -46,11 +46,9 @@ class GlueSettings:
             raise ValueError(f"seeds are integers >= 0, got {min(self.seeds)}")
 
     def overrides(self, task: GlueTask) -> list[str]:
-        """The options of the recipe of a task that say its settings."""
         return overrides(self.settings, task.name, self.options)
 
     def words(self) -> str:
-        """The settings in a table."""
         return f"Settings: {self.settings}" + (f", and {' '.join(self.options)}." if self.options else ".")
 
 
@@ -65,7 +63,7 @@ class TaskFiles:
     """What is missing or cannot be read, and what to do: a sentence each."""
 
     def words(self) -> str:
-        """In one line for the files, and one for each problem."""
+        """Says in a line what the files hold, and in one each what is wrong."""
         files = [
             f"{name} {examples:,}" + (f" ({left_out:,} malformed left out)" if left_out else "")
             for name, (examples, left_out) in self.counts.items()
@@ -83,7 +81,7 @@ def look(folder: Path, tasks: Sequence[GlueTask] = tuple(TASKS.values())) -> lis
 
 
 def whole(folder: Path, tasks: Sequence[GlueTask] = ()) -> list[TaskFiles]:
-    """As `look`, of these tasks or all that `folder` has. Raises ValueError (one line) where something is wrong."""
+    """Reads the files of these tasks, or all that `folder` has. Raises ValueError (one line) where any is wrong."""
     files = look(folder, tasks or [task for task in TASKS.values() if (folder / task.name).is_dir()])
     problems = [problem for one in files for problem in one.problems]
     if problems or not files:
@@ -168,18 +166,17 @@ class Plan:
 
     @cached_property
     def configs(self) -> dict[str, RunConfig]:
-        """Those of each task's runs, with the steps of its epochs, but for what differs between seeds."""
+        """Makes the config of each task, with the steps of its epochs, but for what differs between seeds."""
         folder, asked = Path(self.asked.folder), self.asked
         words = {task: [*task.overrides(folder), *asked.overrides(task)] for task in self.tasks}
         return {task.name: counted(finetuning_config(self.source, task.recipe, own)) for task, own in words.items()}
 
     @cached_property
     def runs(self) -> list[GlueRun]:
-        """All runs, seed by seed."""
+        """Lists all runs, seed by seed."""
         return [self._run(task, seed) for seed in self.asked.seeds for task in self.tasks]
 
     def mnli(self, seed: int) -> RunDirectory:
-        """The run on MNLI with a seed."""
         return RunDirectory(self.out / _MNLI / f"seed-{seed}")
 
     def _run(self, task: GlueTask, seed: int) -> GlueRun:
@@ -198,7 +195,7 @@ class Plan:
 
 
 def as_begun(config: RunConfig) -> RunConfig:
-    """`config` with what its run read when it began, and never again: it may lie elsewhere now."""
+    """Returns `config` with what its run read when it began, and never again: it may lie elsewhere now."""
     run = RunDirectory(config.run_dir)
     if not run.config_path.is_file():
         return config
@@ -216,7 +213,7 @@ def check_options(words: Sequence[str], instead: Mapping[str, str]) -> None:
 
 
 def run_in(out: Path, task: GlueTask, seed: int) -> GlueRun | None:
-    """The run of a task with a seed as it lies in `out`, first of all one that began with the weights of MNLI."""
+    """Returns the run of a task with a seed as it lies in `out`, rather one that began with the weights of MNLI."""
     for folder in (task.name, f"{task.name}{_ALONE}"):
         if (config := config_at(RunDirectory(out / folder / f"seed-{seed}"))) is not None:
             return GlueRun(entry=task.name, seed=seed, config=config, task=task)

@@ -63,22 +63,19 @@ class TaskScores:
         return [run for run in self.runs if run.values]
 
     def values(self, title: str) -> list[float]:
-        """A score of the finished runs, by seed."""
         return [run.values[title] for run in self.finished]
 
     @property
     def means(self) -> list[float]:
-        """The mean over the scores of each finished run."""
+        """Returns the mean over the scores of each finished run."""
         return [fmean(run.values.values()) for run in self.finished]
 
     @property
     def score(self) -> float | None:
-        """The mean over scores and seeds."""
         return fmean(self.means) if self.finished else None
 
     @property
     def control_score(self) -> float:
-        """That of the most frequent class."""
         return fmean(self.control.values())
 
 
@@ -89,15 +86,15 @@ def missing_tasks(results: Sequence[TaskScores]) -> list[str]:
 
 
 def averages(results: Sequence[TaskScores]) -> tuple[float, float] | tuple[None, None]:
-    """The means over the eight tasks of the scores of the runs, and of those of the most frequent class; None where a
-    task has no finished run."""
+    """Returns the mean over the eight tasks of their scores, and that of the most frequent class; None where a task has
+    no finished run."""
     if missing_tasks(results):
         return None, None
     return fmean([result.score for result in results]), fmean([result.control_score for result in results])
 
 
 def collect(plan: Plan) -> list[TaskScores]:
-    """All tasks of `plan` with their runs as they stand, and the scores of the most frequent class."""
+    """Reads the runs of `plan` as they stand, and scores the most frequent class."""
     results = []
     for task in plan.tasks:
         folder, config = Path(plan.asked.folder) / task.name, plan.configs[task.name]
@@ -109,8 +106,8 @@ def collect(plan: Plan) -> list[TaskScores]:
 
 
 def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
-    """The metrics of a run's task for the most frequent class of its training examples, or for one and the same value,
-    as the answer to all examples in `file`. A correlation, which there is none, counts as 0."""
+    """Scores the most frequent class of the training examples, or one and the same value, as the answer to all examples
+    in `file`. A correlation, which there is none, counts as 0."""
     task = config.task()
     assert isinstance(task, ExampleTask)
     options = dataclasses.replace(config.data.examples, validation=file)
@@ -125,7 +122,7 @@ def most_frequent(config: RunConfig, file: str) -> dict[str, float]:
 
 
 def read_run(run: GlueRun) -> RunScores:
-    """A run as it stands. One with other settings has no numbers here."""
+    """Reads a run as it stands. One with other settings has no numbers here."""
     task, why, values = run.task, why_open(run), {}
     if not why and _lacks_second(run):
         why = f"{task.second} is not scored: the same command without --report does that"
@@ -142,7 +139,7 @@ def _lacks_second(run: GlueRun) -> bool:
 
 
 def _values(task: GlueTask, validation: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-    """The scores of a task by their titles, from the metrics on its files."""
+    """Returns the scores of a task by their titles, from the metrics on its files."""
     return {score.title: float((second if score.second else validation)[score.metric]) for score in task.scores}
 
 
@@ -177,7 +174,7 @@ def write_table(plan: Plan, results: Sequence[TaskScores]) -> str:
 
 
 def table_text(plan: Plan, results: Sequence[TaskScores]) -> str:
-    """In Markdown, with what is to be known about its numbers."""
+    """Writes the table in Markdown, with what is to be known about its numbers."""
     rows = []
     for result in results:
         scores = {title: (result.values(title), [control]) for title, control in result.control.items()}

@@ -38,7 +38,7 @@ class PlannedRun:
 
     @property
     def last_step(self) -> int | None:
-        """The last step; None where `epochs` stand in its place and the run has not begun, which counts their steps."""
+        """Returns None where `epochs` stand in its place and the run, which counts their steps, has not begun."""
         if self.config.stop_step or not self.config.epochs:
             return self.config.last_step
         begun = config_at(self.run)
@@ -103,7 +103,7 @@ def words_on_settings(there: RunConfig, here: RunConfig) -> list[str]:
 
 
 def other_settings(task: PlannedRun) -> str:
-    """In which settings the run that lies there differs from the task's; "" if it does not, or has not begun."""
+    """Says in which settings the run that lies there differs from the task's; "" if in none, or it has not begun."""
     run, wanted = task.run, task.config
     if not run.config_path.is_file():
         return ""
@@ -125,7 +125,7 @@ OTHER_SETTINGS = "trained with other settings"
 
 
 def why_open(task: PlannedRun) -> str:
-    """Why a run has no numbers for a table; "" where it has."""
+    """Says why a run has no numbers for a table; "" where it has."""
     if others := other_settings(task):
         return f"{OTHER_SETTINGS}: {others}"
     if task.is_finished():

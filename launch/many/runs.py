@@ -26,7 +26,6 @@ from matmix.train.process import launched, stop
 from matmix.train.process.exits import EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USER
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import MovedError, Place
-from matmix.train.run.lock import RunLock
 from matmix.train.tasks.base import words_on
 from matmix.train.words import duration
 
@@ -47,7 +46,7 @@ class Failure:
 
     @property
     def reason(self) -> str:
-        """The error that the run reported, or the last line that it printed."""
+        """Returns the error that the run reported, or the last line that it printed."""
         errors = [line for line in self.lines if line.startswith("matmix: error: ")]
         words = (errors or self.lines or [""])[-1].removeprefix("matmix: error: ")
         return words or f"ended with exit code {self.code} and without a word"
@@ -59,11 +58,7 @@ class Failure:
 
     @property
     def words(self) -> str:
-        """The failure in one line."""
-        if not self.is_busy:
-            return f"{self.task.title}: FAILED: {self.reason}"
-        owner = RunLock(self.task.run.path).owner()
-        return f"{self.task.title}: is being trained by process {owner.get('pid')} on {owner.get('host')}"
+        return f"{self.task.title}: {'' if self.is_busy else 'FAILED: '}{self.reason}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +70,6 @@ class Ended:
     """A signal came; the runs that were going on have been saved."""
 
     def then(self, later: Ended) -> Ended:
-        """How these runs ended and others after them."""
         return Ended([*self.failures, *later.failures], self.stopped or later.stopped)
 
     @property
@@ -85,7 +79,7 @@ class Ended:
 
     @property
     def code(self) -> int:
-        """The exit code of a command that trained them."""
+        """Returns the exit code of a command that trained them."""
         if not self.stopped and not all(failure.is_busy for failure in self.failures):
             return EXIT_FAILED
         return EXIT_STOPPED if self.stopped or self.is_busy else EXIT_OK
@@ -116,7 +110,7 @@ def train_and_tell(train: Callable[[], Ended], table: Callable[[], str]) -> int:
 
 
 def training_records(path: Path) -> list[dict[str, Any]]:
-    """The records of training steps in a metrics.jsonl, in order; [] where there is none."""
+    """Returns the records of training steps in a metrics.jsonl, in order; [] where there is none."""
     return [record for record in read_json_lines(path) if record.get("kind") == "train"]
 
 
@@ -270,7 +264,7 @@ class _Process:
             self.popen.send_signal(stop.SIGNALS[0])
 
     def failure(self) -> Failure | None:
-        """How it failed, once it has ended; None if it did not."""
+        """Says how it failed, once it has ended; None if it did not."""
         with self.output as file:
             file.seek(self._first)
             text = file.read().decode("utf-8", "replace")
@@ -289,7 +283,7 @@ def time_left(took: Sequence[float], running: Sequence[float], waiting: int, par
 
 
 def _progress(task: PlannedRun) -> str:
-    """Step, loss and time left of a run that is going on, from the last record in its metrics.jsonl."""
+    """Says step, loss and time left of a run that is going on, by the last record in its metrics.jsonl."""
     records, last_step = training_records(task.run.path / "metrics.jsonl"), task.last_step
     if not records or last_step is None:
         return f"{task.title}: no step recorded yet"

@@ -33,7 +33,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None where there are no values. Where one is no finite number, neither is the mean, and there is no deviation."""
+    """Returns None without values. Where one is no finite number, neither is the mean, and there is no deviation."""
     if not values:
         return None
     several = len(values) > 1 and all(map(math.isfinite, values))
@@ -61,17 +61,16 @@ class ScoreColumn(NamedTuple):
 
     @classmethod
     def of(cls, metric: Metric) -> ScoreColumn:
-        """The column of a metric, shares in percent, as its heading says."""
+        """Makes the column of a metric, shares in percent, as its heading says."""
         scale = 100 if metric.unit == "%" else 1
         return cls(metric.name, metric.heading, digits=metric.digits, scale=scale)
 
     def words(self, values: Sequence[float]) -> str:
-        """Returns a cell."""
         return mean_in_words(values, self.digits, scale=self.scale)
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown whose columns stand below each other also as plain text."""
+    """Writes a table in Markdown whose columns stand below each other also as plain text."""
     lines = [[cell.replace("|", r"\|") for cell in line] for line in (headings, *rows)]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -80,7 +79,7 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table as CSV, of rows by the names of the columns; None is an empty cell."""
+    """Writes a table as CSV, of rows by the names of the columns; None is an empty cell."""
     text = io.StringIO()
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
@@ -112,7 +111,7 @@ class Scores:
 
     @property
     def known(self) -> list[Metric]:
-        """The metrics of the task that all runs have, the most telling first, the loss last."""
+        """Lists the metrics of the task that all runs have, the most telling first, the loss last."""
         if not self.tasks:
             return []
         task = self.tasks[0].config.task()
@@ -120,11 +119,10 @@ class Scores:
         return [metric for metric in all_of if all(metric.name in metrics for metrics in self.evaluations)]
 
     def values(self, metric: str) -> list[float]:
-        """A metric of each run."""
         return [metrics[metric] for metrics in self.evaluations]
 
     def text(self) -> str:
-        """A table of mean, sample standard deviation and each seed's value, with what is to be known about it."""
+        """Tabulates mean, sample standard deviation and each seed's value, with what is to be known about them."""
         rows = []
         for metric in self.known:
             values = self.values(metric.name)
@@ -137,7 +135,7 @@ class Scores:
         return f"{markdown(headings, rows)}\n\n{over}: {which} (step {steps})."
 
     def json(self) -> dict[str, Any]:
-        """The same numbers, not rounded."""
+        """Returns the same numbers, not rounded."""
         seeds = [str(task.seed) for task in self.tasks]
         metrics = {}
         for metric in self.known:
@@ -162,7 +160,7 @@ def read_scores(tasks: Sequence[PlannedRun]) -> Scores:
 
 
 def _best(task: PlannedRun, summary: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a run's best evaluation, and its "step"; {} where none is known."""
+    """Returns the metrics of a run's best evaluation, and its "step"; {} where none is known."""
     metric, best = task.config.evaluation.best, summary.get("best")
     if not (metric and isinstance(best, dict) and best.get("metric") == metric):
         return {}
@@ -175,8 +173,8 @@ SCORES = "seeds.json"
 
 
 def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[PlannedRun]:
-    """The runs of `config` with each seed, in folders of their own in its run directory. Raises ValueError (one line)
-    for seeds that cannot be, and a run directory that holds something else."""
+    """Plans the runs of `config` with each seed, in folders of their own in its run directory. Raises ValueError (one
+    line) for seeds that cannot be, and a run directory that holds something else."""
     if any(seed < 0 for seed in seeds):
         raise ValueError(f"--seeds: seeds are integers >= 0, got {min(seeds)}")
     if doubled := [seed for seed in seeds if seeds.count(seed) > 1]:

@@ -314,7 +314,6 @@ def _find(recipe: str) -> Path:
 
 
 def _rows(table: Any, kind: str, where: str) -> list[dict[str, Any]]:
-    """The tables of the entries or of the variants."""
     rows = table.get(kind, []) if isinstance(table, dict) else table
     fine = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
     require(fine, f"{where}: comparison.{kind} should be tables [[comparison.{kind}]], got {rows!r}")

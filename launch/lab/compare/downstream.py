@@ -53,7 +53,6 @@ class Finetuned:
         return self.home / FINETUNED / self.name
 
     def folder_of(self, pretrained: PlannedRun) -> Path:
-        """Where a run of the comparison is fine-tuned."""
         return self.folder / pretrained.run.path.relative_to(self.home)
 
     def keep(self) -> None:
@@ -100,11 +99,11 @@ class FinetunedRecipe(Finetuned):
         return cls(name=name, home=home, recipe=recipe, values=values, metric=metric)
 
     def kept(self) -> FinetunedRecipe:
-        """The task as it was written down."""
+        """Returns the task as it was written down."""
         return dataclasses.replace(self, recipe=self.folder / self.file)
 
     def planned(self, model: ModelConfig, words: str) -> list[RunConfig]:
-        """The config of a fine-tuning of a model that is yet to be trained."""
+        """Makes the config, one for each task, of a fine-tuning of a model that is yet to be trained."""
         return [planned_config(str(self.recipe), model, words)]
 
     def check(self, comparison: Comparison) -> None:
@@ -135,7 +134,7 @@ class FinetunedRecipe(Finetuned):
         return [ScoreColumn(key, f"{self.name}: {metric.heading}", self.name, metric.digits, scale=1)]
 
     def lines(self, pretrained: Sequence[PlannedRun]) -> list[str]:
-        """Lines below the table: what its numbers are."""
+        """Says below the table what its numbers are."""
         best = self.values.get("evaluation", {}).get("best", "")
         which = f"best evaluation by {best}" if best else "last evaluation"
         line = f"{self.name}: {self.metric.title} of the fine-tuned runs in their {which}"
@@ -144,18 +143,18 @@ class FinetunedRecipe(Finetuned):
         return [f"{line}; control without a model {control}." if control else f"{line}."]
 
     def plan_words(self) -> tuple[str, int]:
-        """The task in a plan, and how many runs it has for each pretrained one."""
+        """Says in a plan what is fine-tuned, and how many runs each pretrained one has."""
         return f"{self.name} ({self.metric.title})", 1
 
     def tasks(self, pretrained: Sequence[PlannedRun]) -> Iterator[PlannedRun]:
-        """The fine-tunings of these runs, which are finished."""
+        """Plans the fine-tunings of these runs, which are finished."""
         for task in pretrained:
             config = finetuning_config(str(task.run.path), str(self.recipe), [])
             config = as_begun(of_seed(config, task.seed, self.folder_of(task).parent))
             yield PlannedRun(entry=f"{task.entry} on {self.name}", seed=task.seed, config=config)
 
     def scores(self, pretrained: PlannedRun) -> dict[str, list[float]]:
-        """All metrics of the finished fine-tunings of a run."""
+        """Returns all metrics of the finished fine-tunings of a run."""
         scores = self._read(pretrained)
         return {self.key(metric): scores.values(metric.name) for metric in scores.known}
 
@@ -187,13 +186,13 @@ class FinetunedGlue(Finetuned):
 
     @classmethod
     def read(cls, given: GlueSettings, home: Path) -> FinetunedGlue:
-        """GLUE's tasks in a folder. Raises FileNotFoundError or ValueError (one line)."""
+        """Reads GLUE's tasks in a folder. Raises FileNotFoundError or ValueError (one line)."""
         files = whole(Path(given.folder), named(given.tasks, "--glue-tasks"))
         tasks = tuple(one.task.name for one in files)
         return cls(settings=dataclasses.replace(given, tasks=tasks), home=home, notes=notes_on(files))
 
     def kept(self) -> FinetunedGlue:
-        """The same tasks with the settings that were written down. Raises ValueError (one line)."""
+        """Returns the same tasks with the settings that were written down. Raises ValueError (one line)."""
         path = self.folder / self.file
         settings = read_table(GlueSettings, read_toml(path), str(path))
         try:
@@ -208,7 +207,6 @@ class FinetunedGlue(Finetuned):
         return dataclasses.asdict(self.settings)
 
     def planned(self, model: ModelConfig, words: str) -> list[RunConfig]:
-        """The configs, by task, of fine-tunings of a model that is yet to be trained."""
         tasks = named(self.settings.tasks)
         return [planned_config(one.recipe, model, words, self.settings.overrides(one)) for one in tasks]
 
@@ -220,7 +218,6 @@ class FinetunedGlue(Finetuned):
         return [*columns, ScoreColumn(_key("average"), "GLUE: average (%)")]
 
     def lines(self, pretrained: Sequence[PlannedRun]) -> list[str]:
-        """Lines below the table: what its numbers are."""
         seeds = self.settings.seeds
         which = f"with the seeds {', '.join(map(str, seeds))} for each run" if seeds else "with the seed of the run"
         titles = {name: [score.title for score in TASKS[name].scores] for name in self.settings.tasks}
@@ -233,12 +230,11 @@ class FinetunedGlue(Finetuned):
         return lines
 
     def plan_words(self) -> tuple[str, int]:
-        """The tasks in a plan, and how many runs they have for each pretrained one."""
         tasks, asked = self.settings.tasks, self.settings
         return f"GLUE ({', '.join(tasks)}; settings {asked.settings})", len(tasks) * (len(asked.seeds) or 1)
 
     def plans(self, pretrained: Sequence[PlannedRun]) -> Iterator[Plan]:
-        """The fine-tunings of each of these runs, which are finished."""
+        """Plans the fine-tunings of each of these runs, which are finished."""
         for task in pretrained:
             yield Plan(
                 source=str(task.run.path),
@@ -251,7 +247,6 @@ class FinetunedGlue(Finetuned):
             )
 
     def scores(self, pretrained: PlannedRun) -> dict[str, list[float]]:
-        """All metrics of the finished fine-tunings of a run."""
         scores: dict[str, list[float]] = {}
         for seed in self._seeds(pretrained):
             read = {run.task.name: results.read_run(run).values for run in self._runs(pretrained, seed)}
@@ -270,7 +265,6 @@ class FinetunedGlue(Finetuned):
         return self.settings.seeds or (pretrained.seed,)
 
     def _runs(self, pretrained: PlannedRun, seed: int) -> list[GlueRun]:
-        """The fine-tunings of a run with a seed as they lie there."""
         out = self.folder_of(pretrained)
         return [run for task in TASKS.values() if (run := run_in(out, task, seed)) is not None]
 
@@ -294,7 +288,7 @@ def glue_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSettings | None = None) -> list[Finetuned]:
-    """The tasks of these recipes, and with "glue:DIR" those of GLUE, which `glue` says more of. Raises
+    """Reads the tasks of these recipes, and with "glue:DIR" those of GLUE, as `glue` says. Raises
     FileNotFoundError or ValueError (one line) for what is wrong, and entries that cannot be fine-tuned on one."""
     home, glue = comparison.home, glue or GlueSettings()
     folders = [word.removeprefix(PREFIX) for word in words if word.startswith(PREFIX)]
@@ -317,7 +311,7 @@ def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSett
 
 
 def kept_downstream(home: Path) -> list[Finetuned]:
-    """The tasks that runs of the comparison in `home` were fine-tuned on, by name, those of GLUE last."""
+    """Reads what runs of the comparison in `home` were fine-tuned on, by name, GLUE last."""
     recipes = sorted((home / FINETUNED).glob(f"*/{FinetunedRecipe.file}"))
     tasks = [FinetunedRecipe.read(recipe, recipe.parent.name, home) for recipe in recipes]
     glue = FinetunedGlue(settings=GlueSettings(), home=home)
@@ -344,7 +338,7 @@ _MEAN = ScoreColumn(f"{FINETUNED}/mean", "mean over tasks (%)")
 
 
 def scores_of(pretrained: PlannedRun, downstream: Sequence[Finetuned]) -> dict[str, list[float]]:
-    """Metric -> its values over the fine-tunings of a run of the comparison, and the mean over the tasks of recipes."""
+    """Returns metric -> values over the fine-tunings of a run, and the mean over the tasks of recipes."""
     scores = {name: values for one in downstream for name, values in one.scores(pretrained).items()}
     recipes = [one for one in downstream if isinstance(one, FinetunedRecipe)]
     firsts = [scores[key][0] for one in recipes if (key := one.key(one.metric)) in scores]

@@ -65,7 +65,6 @@ class EntryResult:
         return fmean(values) if (values := self.values(metric)) else None
 
     def words(self, column: ScoreColumn) -> str:
-        """Its cell in a column: mean and deviation over seeds."""
         return column.words(self.values(column.key))
 
     def ranked_loss(self) -> float | None:
@@ -85,7 +84,7 @@ class EntryResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """What is known of a variant; without variants, of the comparison."""
+    """Holds the results of a variant; without variants, of the comparison."""
 
     comparison: Comparison
     downstream: Sequence[Finetuned]
@@ -110,12 +109,12 @@ class Part:
 
     @property
     def chance(self) -> float:
-        """The accuracy of guessing, of generated tasks."""
+        """Returns the accuracy of guessing, of generated tasks."""
         return fmean(value for result in self.results for value in result.values("chance_accuracy"))
 
     @property
     def gains(self) -> list[ScoreColumn]:
-        """The column of the gain over no mixer, where that is among the entries."""
+        """Returns the column of the gain over no mixer, where that is among the entries."""
         return [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
 
     @functools.cached_property
@@ -154,7 +153,7 @@ def collect(comparison: Comparison) -> Part:
 
 
 def read_run(task: PlannedRun, downstream: Sequence[Finetuned]) -> RunResult:
-    """A run as it stands. One with other settings has no numbers here: they belong to another comparison."""
+    """Reads a run as it stands. One with other settings has no numbers here: they belong to another comparison."""
     why, records = why_open(task), training_records(task.run.path / "metrics.jsonl")
     if why.startswith(OTHER_SETTINGS):
         return RunResult(seed=task.seed, why=why)
@@ -279,7 +278,7 @@ def summary_text(parts: Sequence[Part]) -> str:
 
 
 def table_csv(parts: Sequence[Part]) -> str:
-    """The same of all variants, unrounded, with all metrics and each seed's own values."""
+    """Writes the same of all variants, unrounded, with all metrics and each seed's own values."""
     metrics = list(dict.fromkeys(["loss", *(name for part in parts for name in part.metrics)]))
     return csv_of([_csv_row(result, metrics) for part in parts for result in part.results])
 
@@ -336,7 +335,7 @@ Looks = Sequence[dict[str, Any]]
 
 
 def picture(parts: Sequence[Part]) -> bytes:
-    """A PNG: a row of panels for each variant."""
+    """Draws a row of panels for each variant, as a PNG."""
     entries = sorted(parts[0].comparison.entries, key=lambda entry: (bool(entry.control), entry.name))
     names = [entry.name for entry in entries]
     rows = []
