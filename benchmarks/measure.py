@@ -33,7 +33,6 @@ SMALL_BATCH, SMALL_SEQLEN, SMALL_REPETITIONS = 16, 128, 50
 class Speed:
     """Options that all speed commands take, and how such a command runs."""
 
-    command: ClassVar[str]
     linear: ClassVar[bool] = False
     """Whether ours should cost the same per token at all lengths, so that it is shown whether it does."""
     with_small: ClassVar[bool] = False
@@ -55,7 +54,7 @@ class Speed:
     only: str = ""
     """Peers whose name contains one of these texts, TEXT,..."""
     compile: bool = True
-    """Leave out what torch.compile makes."""
+    """Also what torch.compile makes, which takes most of the time."""
     out: Path | None = None
     """JSON; default: results/COMMAND-DEVICE.json of the benchmarks."""
     plot: Path | None = None
@@ -109,7 +108,7 @@ class Speed:
         device = device_of(self.device)
         clock = Clock(device)
         record: dict[str, Any] = {
-            "command": self.command,
+            "command": re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower(),
             "environment": report.environment_of(device, self.dtype or "each case in its own dtype"),
             "tokens": self.tokens,
             "d_model": self.d_model,

@@ -43,7 +43,6 @@ class Layer(Speed):
     mamba-ssm's SSD, roll, reversal, sum, and mamba-ssm's gated norm.
     """
 
-    command: ClassVar[str] = "layer"
     with_small: ClassVar[bool] = True
     lengths: str = "128,512,2048,8192,32768,131072"
     """Sequence lengths, L,L,..."""
@@ -163,7 +162,6 @@ class Encoder(Step):
     attention and MLP), the loss is masked-token prediction at the recipes' 30 % of random tokens.
     """
 
-    command: ClassVar[str] = "encoder"
     lengths: str = "512,8192"
     """Sequence lengths, L,L,..."""
 
@@ -192,7 +190,6 @@ class LanguageModel(Step):
     prediction on full sequences.
     """
 
-    command: ClassVar[str] = "language_model"
     lengths: str = "1024,4096,16384"
     """Sequence lengths, L,L,..."""
     size: Literal["both", "tinystories", "small"] = "both"

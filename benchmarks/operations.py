@@ -74,7 +74,6 @@ class Scan(Speed):
     two pairs of vectors, step sizes, a decay rate per head and the diagonal.
     """
 
-    command: ClassVar[str] = "scan"
     with_small: ClassVar[bool] = True
 
     def case(self, seqlen: int) -> Case:
@@ -150,8 +149,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Conv(Speed):
     """The short convolution with SiLU as Hydra uses it, width 7 centred, and as Mamba does, width 4 causal."""
 
-    command: ClassVar[str] = "conv"
-
     def cases(self) -> Iterator[Case]:
         return (self.case(seqlen, causal) for causal in (False, True) for seqlen in self.seqlens)
 
@@ -181,8 +178,6 @@ def plain_conv(x: Tensor, weight: Tensor, bias: Tensor, causal: bool = False) ->
 @dataclass(frozen=True, kw_only=True)
 class Norm(Speed):
     """The gated RMSNorm that ends a Hydra layer; every row is a token of d_inner channels, and the lengths are rows."""
-
-    command: ClassVar[str] = "norm"
 
     def batch(self, seqlen: int) -> int:
         return 1
@@ -228,7 +223,6 @@ class Mru(Speed):
     Every case has the same number of tokens, so the cost per token can be read off over the length.
     """
 
-    command: ClassVar[str] = "mru"
     linear: ClassVar[bool] = True
     dtype: Literal["", "bfloat16", "float16", "float32"] = ""
     """Default: float32 for scans, as states are in models, and bfloat16 for mixers."""
