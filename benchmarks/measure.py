@@ -54,7 +54,7 @@ class Speed:
     only: str = ""
     """Peers whose name contains one of these texts, TEXT,..."""
     compile: bool = True
-    """Also what torch.compile makes, which takes most of the time."""
+    """Leave out what torch.compile makes."""
     out: Path | None = None
     """JSON; default: results/COMMAND-DEVICE.json of the benchmarks."""
     plot: Path | None = None

@@ -24,18 +24,11 @@ from matmix.studies.mru.runs import finite
 
 LENGTH = 8192
 """Tokens along which norms are followed, and that trained models predict."""
-
-ROWS = 8
-"""Stretches of text, over which losses of trained models are averaged."""
-
-BIN = 256
-"""Tokens in a point of their curves."""
-
+ROWS, BIN = 8, 256
+"""Stretches of text over which losses of trained models are averaged, and tokens in a point of their curves."""
 STDS = (0.0, 0.03, 0.1, 0.3)
 """Standard deviations of what a token adds to the elements; it starts at 0 and grows in the first steps."""
-
 WIDTH, ORDER = 192, 8
-
 CASES = {
     f"{construction}, {form}": {"construction": construction, "input": form, "gate": "none", "shift": "none"}
     for construction in CONSTRUCTIONS
@@ -58,12 +51,6 @@ def overflow(states: Tensor) -> int | None:
     return int(bad.int().argmax()) + 1 if bad.any() else None
 
 
-def tokens() -> tuple[int, ...]:
-    """Returns the tokens at which norms are looked at, counted from 1: four an octave, as growth may take 10 tokens or
-    10,000."""
-    return tuple(sorted({round(2 ** (i / 4)) for i in range(4 * LENGTH.bit_length() - 3)}))
-
-
 @torch.no_grad()
 def growth(options: dict[str, Any]) -> dict[str, Any]:
     """Norms along two rows of normal inputs, for elements of several sizes."""
@@ -76,12 +63,14 @@ def growth(options: dict[str, Any]) -> dict[str, Any]:
     still = layer.elements(x)  # what they are before a token adds anything
     weight.copy_(direction)
     direction /= (layer.elements(x) - still).std()
+    # Four an octave, as growth may take 10 tokens or 10,000.
+    tokens = tuple(sorted({round(2 ** (i / 4)) for i in range(4 * LENGTH.bit_length() - 3)}))
     sizes = {}
     for std in STDS:
         weight.copy_(direction * std)
         states, _ = layer.mixed(layer.elements(x))
-        sizes[f"{std:g}"] = {**curve(states, tokens()), "overflow": overflow(states)}
-    return {"tokens": tokens(), "sizes": sizes}
+        sizes[f"{std:g}"] = {**curve(states, tokens), "overflow": overflow(states)}
+    return {"tokens": tokens, "sizes": sizes}
 
 
 @torch.no_grad()

@@ -19,17 +19,9 @@ LIMIT = math.log(torch.finfo(torch.float32).max)
 """Log of float32's largest number."""
 
 COLOURS = {
-    "affine": "#c1272d",
-    "identity_plus": "#e68310",
-    "ldu": "#0000a7",
-    "cayley": "#008176",
-    "householder": "#7f3c8d",
-    "qr": "#3a9bdc",
-    "ldu_newton_schulz": "#a5682a",
-    ATTENTION: "#000000",
-    NONE: "#8c8c8c",
-}
-
+    "affine": "#c1272d", "identity_plus": "#e68310", "ldu": "#0000a7", "cayley": "#008176", "householder": "#7f3c8d",
+    "qr": "#3a9bdc", "ldu_newton_schulz": "#a5682a", ATTENTION: "#000000", NONE: "#8c8c8c",
+}  # fmt: skip
 DRAWN: dict[str, str] = {
     "affine, chunked, gate and shift": "-",
     "affine, chunked": "--",
@@ -146,12 +138,10 @@ def draw_beyond(results: dict[str, Result]) -> Any:
     """Draws losses and largest log-norms of a few trained models along texts far longer than their training's."""
     figure, ((left, right),) = panels((11, 5.2), 1, 2)
     by_variant = {result["variant"]: result for result in results.values()}
-    for variant in filter(by_variant.get, DRAWN):
-        result = by_variant[variant]
-        tokens = result["tokens"]
-        left.plot([token - BIN / 2 for token in tokens], result["loss"], **_style(variant))
+    for variant, result in ((variant, by_variant[variant]) for variant in DRAWN if variant in by_variant):
+        left.plot([token - BIN / 2 for token in result["tokens"]], result["loss"], **_style(variant))
         if result["log_norm_max"]:
-            right.plot(*_to_the_limit(tokens, result["log_norm_max"]), **_style(variant))
+            right.plot(*_to_the_limit(result["tokens"], result["log_norm_max"]), **_style(variant))
     left.set_ylabel(f"loss, mean of {BIN} tokens (nats per token)")
     _limits(right, "largest log-norm of any state")
     for one in (left, right):

@@ -69,13 +69,11 @@ def run(config: RunConfig, weights: Path | None = None) -> dict[str, Any]:
         trainer = Trainer(dataclasses.replace(config, run_dir=f"{folder}/run"), distributed)
         trainer.callbacks.insert(0, watch)
         metrics: dict[str, float] = {}
-        try:
+        with contextlib.suppress(NonFiniteError):  # it diverged, which is the result
             done = trainer.fit()
             if done.signal:
                 raise KeyboardInterrupt
             metrics = done.metrics
-        except NonFiniteError:
-            pass  # it diverged, which is the result
         if weights is not None:
             model = model_config_to_dict(trainer.config.model)
             sha256 = trainer.loader.facts.tokenizer.sha256
