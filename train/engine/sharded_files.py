@@ -48,8 +48,12 @@ class ShardedFiles(CheckpointFiles):
 
     def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         entry = self.entries[key]
-        rows = torch.empty((last - first, *entry.shape[1:]) if entry.shape else (), dtype=entry.dtype)
-        for chunk in self._chunks_of(key, first, last):
+        shape = (last - first, *entry.shape[1:]) if entry.shape else ()
+        chunks = list(self._chunks_of(key, first, last))
+        if [chunk.sizes for chunk in chunks] == [shape]:
+            return self._load(chunks[0])
+        rows = torch.empty(shape, dtype=entry.dtype)
+        for chunk in chunks:
             target, piece = rows, self._load(chunk)
             if entry.shape:
                 begin = chunk.offsets[0]
