@@ -30,7 +30,8 @@ from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
 from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.failures import is_out_of_memory
-from matmix.train.process.distributed import FolderGroup, complaint, from_rank_zero, gather_objects, make_side_group
+from matmix.train.process import distributed
+from matmix.train.process.distributed import FolderGroup, agree, complaint, from_rank_zero, gather_objects
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class CheckpointManager:
         *,
         local: bool = False,
     ) -> None:
-        self._group = self._group or make_side_group()
+        self._group = self._group or distributed.make_side_group()
         work = functools.partial(complete, state, self._group)
         self._running = BackgroundSave.begin(state.step, work, engine.device, local=local)
 
@@ -317,7 +318,7 @@ class CheckpointManager:
             )
         check_shapes(path, layout["shapes"], engine.shapes())
         generators = read_generators(path / GENERATORS, rank)
-        engine.load(open_full(path, layout))
+        agree(lambda: engine.load(open_full(path, layout)))
         restore_generators(generators, rank)
         if self.copies is not None:
             self.copies.follow(path)

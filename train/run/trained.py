@@ -76,9 +76,8 @@ def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = 
     reader = _reader(str(run), "reader")
     reader.update()
     steps = reader.remote_steps()
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, steps)) or "none"
-        raise ValueError(f"{reader.url} has no checkpoint of step {step}; there are: {there}")
+    if step is not None:
+        _check_step(step, steps, reader.url)
     wanted = [step] if step is not None else list(reversed(steps))
     for candidate in wanted:
         if (problem := reader.pull(candidate, weights_only=weights_only)) is None:
@@ -169,9 +168,13 @@ def _find_whole(run: RunDirectory, step: int | None, weights_only: bool) -> Path
         if checkpoint is None:
             raise ValueError(f"{run.path} has no checkpoint yet; train it first")
         return checkpoint
-    if step not in manager.steps():
-        steps = ", ".join(map(str, manager.steps())) or "none"
-        raise ValueError(f"{run.path} has no checkpoint of step {step}; there are: {steps}")
+    _check_step(step, manager.steps(), run.path)
     if (problem := find_problem(manager.path(step), weights_only=weights_only)) is not None:
         raise ValueError(problem)
     return manager.path(step)
+
+
+def _check_step(step: int, steps: list[int], where: str | Path) -> None:
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"{where} has no checkpoint of step {step}; there are: {there}")
