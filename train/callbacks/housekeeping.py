@@ -28,22 +28,21 @@ class Progress(Callback):
     """Shows steps, loss, learning rate, tokens or images per second and the time left."""
 
     def __init__(self) -> None:
-        self.bar: tqdm | None = None
+        self.bar = tqdm(disable=True)
         self.last_line = 0.0
 
     def on_start(self, run: RunView) -> None:
-        step, last = run.state.step, run.config.last_step
-        if sys.stderr.isatty() and step < last:
-            self.bar = tqdm(total=last, initial=step, desc=run.path.name, unit="step", dynamic_ncols=True)
+        step, last, hidden = run.state.step, run.config.last_step, not sys.stderr.isatty()
+        shown = {"desc": run.path.name, "unit": "step", "dynamic_ncols": True, "disable": hidden or step >= last}
+        self.bar = tqdm(total=last, initial=step, **shown)
 
     def on_step(self, run: RunView) -> None:
-        if self.bar is not None:
-            self.bar.update(1)
+        self.bar.update(1)
 
     def on_record(self, run: RunView, record: StepRecord) -> None:
         speed = f"{short_number(record.tokens_per_second)} {record.unit}/s"
         skipped = math.isnan(record.loss)
-        if self.bar is not None:
+        if not self.bar.disable:
             loss = "all steps skipped" if skipped else f"loss {record.loss:.3f}"
             self.bar.set_postfix_str(f"{loss}, lr {record.lr:.2e}, {speed}", refresh=False)
             return
@@ -66,13 +65,10 @@ class Progress(Callback):
         logger.info(f"step {run.state.step}: {words(metrics)}{f'; {TITLE}: {words(averaged)}' if averaged else ''}")
 
     def on_rewind(self, run: RunView, rewind: Rewind) -> None:
-        if self.bar is not None:
-            self.bar.update(run.state.step - self.bar.n)
+        self.bar.update(run.state.step - self.bar.n)
 
     def on_end(self, run: RunView) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.bar.close()
 
 
 class GarbageCollection(Callback):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from matmix.train.errors import RendezvousError
+from matmix.train.errors import RendezvousError, require
 from matmix.train.process.launched import SECRET_VARIABLE, STORE_VARIABLE, as_ranges, nodes_of, wait_for_port
 
 _VARIABLE = "MATMIX_RENDEZVOUS_SECONDS"
@@ -49,8 +49,8 @@ class Meeting:
                 f"start with torchrun or `matmix launch`, or set them to the address of rank 0"
             )
         port = environment["MASTER_PORT"]
-        if not port.isdigit() or not 0 < int(port) < 65536:
-            raise ValueError(f"MASTER_PORT must be a port between 1 and 65535, got {port!r}")
+        is_port = port.isdigit() and 0 < int(port) < 65536
+        require(is_port, f"MASTER_PORT must be a port between 1 and 65535, got {port!r}")
         host = environment["MASTER_ADDR"].strip("[]")
         if one_host and not by_agent and host != "::1":
             host = "127.0.0.1"  # nobody else is to reach the store
@@ -77,8 +77,7 @@ def patience() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"{_VARIABLE} must be a positive number of seconds, got {text!r}")
+    require(seconds > 0, f"{_VARIABLE} must be a positive number of seconds, got {text!r}")
     return seconds
 
 

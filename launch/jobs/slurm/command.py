@@ -11,6 +11,7 @@ from matmix.launch.jobs.processes import check_counts
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords, slurm_options
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.train.arguments import Recipe, check_overrides
+from matmix.train.errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +47,11 @@ class Slurm:
 
         options = slurm_options(self.profile, self.slurm)
         if self.prepare:
-            if self.parts is None:
-                raise ValueError(f"how many parts? {submit.PREPARE_USAGE}")
+            require(self.parts is not None, f"how many parts? {submit.PREPARE_USAGE}")
             check_counts(self, "parts")
             plan = submit.plan_preparation([self.recipe, *rest], self.parts, options, typed)
         else:
-            if self.parts is not None:
-                raise ValueError("--parts belongs to --prepare, which prepares data; a recipe has no parts")
+            require(self.parts is None, "--parts belongs to --prepare, which prepares data; a recipe has no parts")
             check_overrides(self, rest, RunConfig)
             plan = submit.plan_launch(self.recipe, rest, parse_sweep(self.sweep, self.sweep_file), options, typed)
         if self.dry_run:

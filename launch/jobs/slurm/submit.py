@@ -24,6 +24,7 @@ from matmix.launch.jobs.sweep import Point
 from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 from matmix.train.config import RunConfig
+from matmix.train.errors import require
 from matmix.train.recipe import load_config, write_config
 from matmix.train.run.directory import RunDirectory
 
@@ -227,8 +228,7 @@ def render(template: str, values: Mapping[str, Any], replacement: str = "") -> s
 def sbatch_value(value: Any) -> str:
     """Returns a value in an #SBATCH line, quoted where it must be. Raises ValueError for line breaks."""
     text = str(value)
-    if "\n" in text or "\r" in text:
-        raise ValueError(f"an option of sbatch cannot hold a line break: {text!r}")
+    require(not {"\n", "\r"} & set(text), f"an option of sbatch cannot hold a line break: {text!r}")
     if re.fullmatch(r"[A-Za-z0-9@%+=:,./_-]+", text):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -243,8 +243,7 @@ def array_option(script: Path, tasks: list[int]) -> str:
 
 def _directives(options: SlurmOptions, home: Path, array: str) -> list[str]:
     """Returns the #SBATCH lines, without #SBATCH. home: holds logs/, and names the job where the options do not."""
-    if "\\" in str(home):
-        raise ValueError(f"Slurm cannot write below a folder with a backslash in its name: {home / 'logs'}")
+    require("\\" not in str(home), f"Slurm cannot write below a folder with a backslash in its name: {home / 'logs'}")
     output = "slurm-%A_%a.out" if array else "slurm-%j.out"
     lines = {
         "job-name": options.job_name or home.name,
