@@ -96,36 +96,22 @@ class Evaluate:
             raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
-        xz = _Xz()
-        texts = map(xz.add, filter(None, read_texts(self.texts, "scoring", self.text_field, self.text_documents)))
+        # A model that does not beat a general compressor on the same text has learned little.
+        xz, compressed = lzma.LZMACompressor(preset=9), []
+
+        def compress(text: str) -> str:
+            compressed.append(len(xz.compress(text.encode("utf-8"))))
+            return text
+
+        texts = read_texts(self.texts, "scoring", self.text_field, self.text_documents)
         windows = {} if self.carry_state else {"window": self.window, "stride": self.stride}
-        score = (score_with_state if self.carry_state else score_texts)(opened, texts, **windows)
+        score = (score_with_state if self.carry_state else score_texts)(
+            opened, map(compress, filter(None, texts)), **windows
+        )
         step = "" if opened.step is None else f", {opened.state}"
-        say_texts(f"{opened.path}{step}", score, xz.bits_per_byte, self.out)
+        xz_bits = 8 * (sum(compressed) + len(xz.flush())) / score.bytes
+        say_texts(f"{opened.path}{step}", score, xz_bits, self.out)
         return 0
-
-
-class _Xz:
-    """Compresses the same text by a general compressor: a model that does not beat it has learned little."""
-
-    def __init__(self) -> None:
-        self._xz, self._read, self._written = lzma.LZMACompressor(preset=9), 0, 0
-
-    def add(self, text: str) -> str:
-        """Returns the text, which counts from here on."""
-        raw = text.encode("utf-8")
-        self._read += len(raw)
-        self._written += len(self._xz.compress(raw))
-        return text
-
-    @property
-    def bits_per_byte(self) -> float:
-        """The size per byte of text; read once, at the end of all text."""
-        self._written += len(self._xz.flush())
-        return 8 * self._written / self._read
-
-
-_SUFFIXES = (".npy", ".parquet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,8 +141,8 @@ class Embed:
         from matmix.use.embedding import Embedder, write_vectors
         from matmix.use.opening import open_model
 
-        if self.out.suffix not in _SUFFIXES:
-            raise ValueError(f"--out {self.out}: name a file that ends in {' or '.join(_SUFFIXES)}")
+        if self.out.suffix not in (".npy", ".parquet"):
+            raise ValueError(f"--out {self.out}: name a file that ends in .npy or .parquet")
         if self.out.exists():
             raise ValueError(f"--out {self.out} exists; choose another file, or remove it")
         opened = open_model(self.source, step=self.step)
@@ -193,9 +179,8 @@ class Classify:
             raise ValueError(f"--top must be 1 or more, got {self.top}")
         opened = open_model(self.source, step=self.step, weights=self.weights)
         likeliest = classify(opened, self.images, top=self.top)
-        missing = next((name for name in self.images if not Path(name).exists()), None)
-        if missing is not None:
-            raise FileNotFoundError(f"there is no picture at {missing}")
+        if missing := [name for name in self.images if not Path(name).exists()]:
+            raise FileNotFoundError(f"there is no picture at {missing[0]}")
         print(f"{opened.where}: {len(opened.classes):,} classes")
         for name, classes in zip(self.images, likeliest, strict=True):
             print(name)

@@ -52,9 +52,9 @@ class Export:
             return 0
         if not self.source or self.out is None:
             raise ValueError("matmix export RUN --out DIR, or matmix export --check DIR")
-        options = {"dtype": self.dtype, "max_shard_bytes": self.max_shard_bytes, "licence": self.license}
-        about = {"languages": self.language, "controls": self.control, "onnx": self.onnx}
-        export_run(self.source, self.out, step=self.step, weights=self.weights, **options, **about)
+        options = {name: getattr(self, name) for name in ("step", "weights", "dtype", "max_shard_bytes", "onnx")}
+        card = {"licence": self.license, "languages": self.language, "controls": self.control}
+        export_run(self.source, self.out, **options, **card)
         return 0
 
 

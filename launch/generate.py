@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from matmix.train.arguments import RunFolder
 
 if TYPE_CHECKING:
     from matmix.use.generation import Continuation
-    from matmix.use.opening import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class Generate:
 
     def print(self, prompts: Sequence[str], write: Callable[[str], object]) -> None:
         """Does what `run` does with prompts that have been read. write: takes the pieces of output."""
-        from matmix.use.generation import Sampling, check_writes, generate
+        from matmix.use.generation import Sampling, check_writes, fill_masks, generate
         from matmix.use.opening import open_model
 
         sampling = Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
@@ -81,7 +79,13 @@ class Generate:
                 raise ValueError(
                     f"{opened.path} is an encoder, which fills in words: leave --num-samples and --stop out"
                 )
-            self._print_filled(opened, prompts, write)
+            for number, prompt in enumerate(prompts, 1):
+                filled = fill_masks(opened, prompt)
+                if self.json:
+                    masks = [[{"token": token, "probability": share} for token, share in row] for row in filled.masks]
+                    write(dumps({"prompt": prompt, "text": filled.text, "masks": masks}, ensure_ascii=False) + "\n")
+                else:
+                    write(f"{_title(number, len(prompts), prompt) if len(prompts) > 1 else ''}{filled}")
             return
         check_writes(opened)
         options = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.stop}
@@ -96,13 +100,13 @@ class Generate:
             batch = wanted[begin : begin + self.batch_size]
             seeds = [self.seed + sample for _, sample in batch]
             texts = generate(opened, [prompt for prompt, _ in batch], seeds=seeds, **options)
-            for number, (prompt, sample), text in zip(itertools.count(begin + 1), batch, texts, strict=False):
+            for number, ((prompt, sample), text) in enumerate(zip(batch, texts, strict=True), begin + 1):
                 if self.json:
                     row = {"prompt": prompt, "sample": sample, **dataclasses.asdict(text)}
                     write(dumps(row, ensure_ascii=False) + "\n")
-                    continue
-                write(f"{_title(number, len(wanted), prompt)}{prompt}{text.text}\n")
-                _tell_end(text, f"{number} of {len(wanted)} ")
+                else:
+                    write(f"{_title(number, len(wanted), prompt)}{prompt}{text.text}\n")
+                    _tell_end(text, f"{number} of {len(wanted)} ")
 
     def _check(self, prompts: Sequence[str]) -> None:
         """Raises ValueError (one line) for options and texts that cannot be."""
@@ -117,17 +121,6 @@ class Generate:
             check_utf8(text, "--prompt", "convert it, or give it as a file by --prompt-file")
         for text in self.stop:
             check_utf8(text, "--stop", "convert it")
-
-    def _print_filled(self, opened: TrainedModel, prompts: Sequence[str], write: Callable[[str], object]) -> None:
-        from matmix.use.generation import fill_masks
-
-        for number, prompt in enumerate(prompts, 1):
-            filled = fill_masks(opened, prompt)
-            if self.json:
-                masks = [[{"token": token, "probability": share} for token, share in row] for row in filled.masks]
-                write(dumps({"prompt": prompt, "text": filled.text, "masks": masks}, ensure_ascii=False) + "\n")
-            else:
-                write(f"{_title(number, len(prompts), prompt) if len(prompts) > 1 else ''}{filled}")
 
 
 def prompts_of(file: str) -> list[str]:
@@ -149,8 +142,7 @@ def _title(number: int, count: int, prompt: str) -> str:
 
 def _tell_end(text: Continuation, which: str) -> None:
     """Says why a text is shorter than asked for, where the reader of the text alone does not see it."""
-    where = {"eos_token": "ended at the end token", "stop_sequence": f"stopped at {text.stop!r}"}.get(
-        text.finish_reason
-    )
-    if where is not None:
-        print(f"({which}{where}, after {len(text.tokens)} tokens)", file=sys.stderr, flush=True)
+    ends = {"eos_token": "ended at the end token", "stop_sequence": f"stopped at {text.stop!r}"}
+    if text.finish_reason in ends:
+        words = f"({which}{ends[text.finish_reason]}, after {len(text.tokens)} tokens)"
+        print(words, file=sys.stderr, flush=True)
