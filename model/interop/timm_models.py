@@ -5,9 +5,8 @@
 
     model = timm.create_model("matmix_image_classifier", pretrained=True, pretrained_cfg_overlay={"file": "EXPORT"})
 
-EXPORT is the folder of an export, or its model.safetensors. Without pretrained the weights are drawn anew; in place of
-an export, `config` may say what is built. `checkpoint_path` takes other weights of the same model, an export's or
-timm's.
+EXPORT is the folder of an export, or its model.safetensors. Without pretrained the weights are drawn anew.
+`checkpoint_path` takes other weights of the same model, an export's or timm's.
 """
 
 from __future__ import annotations
@@ -49,17 +48,15 @@ class TimmImageClassifier(nn.Module):
     head_hidden_size = num_features
 
     def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """Images (B, channels, H, W) -> the residual stream after the last layer, (B, L, d_model), before the final
-        norm."""
+        """Images (B, channels, H, W) -> the residual stream (B, L, d_model) before the final norm."""
         return self.model.stream(x)
 
     def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
         """The stream -> logits (B, num_classes), or the features (B, d_model) that the classifier takes."""
         pooled = self.model.pooled(x)
-        return pooled if pre_logits else self.classify(pooled)
-
-    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
-        return self.model.classifier.output(self.model.features(pooled)) if self.num_classes else pooled
+        if pre_logits or not self.num_classes:
+            return pooled
+        return self.model.classifier.output(self.model.features(pooled))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_head(self.forward_features(x))

@@ -94,9 +94,9 @@ class Source:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.imports |= _imported(node)
             elif names := _bound_names(node):
-                documented = isinstance(node, ast.Assign | ast.AnnAssign) and _is_text(following)
-                text = _segment(lines, node, following if documented else node)
-                self.define(Definition(tuple(names), text))
+                value = following.value if isinstance(following, ast.Expr) else None
+                documented = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Constant)
+                self.define(Definition(tuple(names), _segment(lines, node, following if documented else node)))
 
     def define(self, definition: Definition) -> None:
         self.definitions |= dict.fromkeys(definition.names, definition)
@@ -289,10 +289,6 @@ def _bound_names(node: ast.stmt) -> list[str]:
         if isinstance(inner, ast.ImportFrom | ast.Import) and not _is_of_project(inner):
             names += [alias.asname or alias.name for alias in inner.names]
     return list(dict.fromkeys(names))
-
-
-def _is_text(node: ast.stmt | None) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _segment(lines: list[str], node: ast.stmt, last: ast.stmt) -> str:

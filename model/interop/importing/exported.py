@@ -22,10 +22,8 @@ _LARGEST = 1 << 14
 
 
 def read_export(directory: str | Path) -> Backbone:
-    """The model of an export, with its weights, on the CPU; `eval()` it before use.
-
-    An architecture from outside of this project must be registered: import its module first.
-    Raises FileNotFoundError, ValueError (one line).
+    """Returns the model of an export, with its weights, on the CPU; `eval()` it before use. The module of an
+    architecture from outside of this project must be imported first. Raises FileNotFoundError, ValueError (one line).
     """
     directory = Path(directory)
     model = build_model(read_export_config(directory))
@@ -68,12 +66,11 @@ def read_labels(directory: Path) -> tuple[str, ...]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files of an export that hold weights, by names that begin with "model.". Raises ValueError (one line)."""
+    """Returns the files of an export that hold weights, by names that begin with "model."."""
     index = directory / "model.safetensors.index.json"
     files = indexed_files(index) if index.is_file() else [directory / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{directory} is not complete: it lacks {file.name}")
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ValueError(f"{directory} is not complete: it lacks {missing[0]}")
     return files
 
 
@@ -103,9 +100,7 @@ def read_image_inputs(directory: Path) -> ImageInputs | None:
     values = read_object(path)
     try:
         known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
-        for name in ("mean", "std"):
-            known[name] = tuple(map(float, known[name]))
-        inputs = ImageInputs(**known)
+        inputs = ImageInputs(**known | {name: tuple(map(float, known[name])) for name in ("mean", "std")})
         if type(inputs.size) is not int or not all(map(math.isfinite, (*inputs.mean, *inputs.std))):
             raise ValueError("size is a number of pixels, mean and std are finite")
         if inputs.size > _LARGEST * inputs.crop:

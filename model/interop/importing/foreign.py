@@ -1,8 +1,5 @@
 """Reads the files of checkpoints that others made: JSON, names of weight files, tensors. Every error is one line, and
-nothing in a file is executed.
-
-(`matmix.data.artifacts` does the same for data and runs; `model` and `data` do not import each other.)
-"""
+nothing in a file is executed. (`matmix.data.artifacts` does the same for data and runs.)"""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The files of weights that an index names, beside it.
-
-    Raises ValueError for an index without them, and for names that lead elsewhere, also by a link.
-    """
+    """Returns the files of weights that an index names, beside it. Raises ValueError for an index without them, and for
+    names that lead elsewhere, also by a link."""
     files = read_object(index).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{index} names no files of weights")
@@ -61,9 +56,16 @@ def read_torch(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
     try:
-        _refuse_compressed(path)
-        # From a map of the file, which all processes of a machine share; files of old versions of torch have no map.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        mapped = zipfile.is_zipfile(path)  # files of old versions of torch are none, and have no map
+        if mapped:
+            with zipfile.ZipFile(path) as archive:
+                entries = archive.infolist()
+            # torch compresses no entries, and their content may be far larger than the file.
+            stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+            if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
+                raise ValueError("its entries are compressed or larger than the file")
+        # All processes of a machine share the map.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # what damaged bytes make of the reader has many kinds
         raise ValueError(
             f"{path} cannot be read as plain tensors ({_reason(error)}); save its state dict alone, best as "
@@ -77,17 +79,6 @@ def check_plain(name: str, tensor: torch.Tensor, path: Path) -> None:
     plain = plain and tensor.device.type == "cpu" and not tensor.is_quantized
     if not plain or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
         raise ValueError(f"{path} holds {ascii(name)[:100]}, which is no plain tensor with all its numbers")
-
-
-def _refuse_compressed(path: Path) -> None:
-    """Raise ValueError for compressed entries: torch writes none, and their content may be far larger than the file."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-        if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or (
-            sum(e.file_size for e in entries) > path.stat().st_size
-        ):
-            raise ValueError("its entries are compressed or larger than the file")
 
 
 def _reason(error: Exception) -> str:
