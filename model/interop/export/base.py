@@ -24,6 +24,10 @@ SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).par
 """Whether this version of transformers divides smoothed losses as others; it takes the labels from the model."""
 
 
+Texts = tuple[torch.Tensor | None, ...]
+"""input_ids, inputs_embeds, attention_mask and position_ids."""
+
+
 def run_block(block: nn.Module, checkpoint: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """The output of a block, which in training keeps its inputs only and computes the rest again for the gradients."""
     forward = partial(type(block).forward, block, **options)
@@ -73,15 +77,10 @@ class MatmixPreTrainedModel(PreTrainedModel):
         return self.model(inputs, streams=streams, **more), self.hidden_states(streams)
 
     def run_text(
-        self,
-        input_ids: torch.Tensor | None,
-        inputs_embeds: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        keywords: dict[str, Any],
-        **more: Any,
+        self, texts: Texts, keywords: dict[str, Any], **more: Any
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         """Does `run` on texts, each a row or, where positions say so, several in a row."""
+        input_ids, inputs_embeds, attention_mask, position_ids = texts
         inputs = tokens_or_embeddings(input_ids, inputs_embeds)
         layout = documents(tuple(inputs.shape[:2]), attention_mask, position_ids, keywords)
         if layout["cu_seqlens"] is not None and self.one_text_a_row:

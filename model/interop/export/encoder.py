@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder, EncoderTrunk
 from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassifier, TokenClassifier
-from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens
+from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens, Texts
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.inputs import Count, class_loss, classification_loss, span_loss
 
@@ -48,7 +48,7 @@ class MatmixEncoderModel(MatmixEncoderBase):
         **keywords: Any,
     ) -> BaseModelOutput | tuple:
         texts = input_ids, inputs_embeds, attention_mask, position_ids
-        features, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        features, hidden = self.run_text(texts, keywords, token_type_ids=token_type_ids)
         return BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
 
 
@@ -71,7 +71,7 @@ class MatmixLabelledEncoder(MatmixEncoderBase):
     ) -> ModelOutput | tuple:
         """Logits, as the class describes them, and their loss where there are labels."""
         texts = input_ids, inputs_embeds, attention_mask, position_ids
-        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        logits, hidden = self.run_text(texts, keywords, token_type_ids=token_type_ids)
         loss = self.loss(self.label_loss, logits, labels, num_items_in_batch)
         return self.output_class(loss=loss, logits=logits, hidden_states=hidden)
 
@@ -154,13 +154,13 @@ class MatmixForMultipleChoice(MatmixEncoderWithHead):
     outputs = 1
 
     def run_text(
-        self, *texts: Any, token_type_ids: torch.Tensor | None
+        self, texts: Texts, keywords: dict[str, Any], *, token_type_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        *texts, keywords = texts
-        choices = next((values.shape[:2] for values in texts[:2] if values is not None), None)
+        """Reads choices as rows."""
+        inputs = next((values for values in texts[:2] if values is not None), None)
         *texts, types = (None if values is None else values.flatten(0, 1) for values in (*texts, token_type_ids))
-        logits, hidden = super().run_text(*texts, keywords, token_type_ids=types)
-        return logits.view(choices), hidden
+        logits, hidden = super().run_text(tuple(texts), keywords, token_type_ids=types)
+        return logits.view(inputs.shape[:2]), hidden
 
 
 class MatmixForQuestionAnswering(MatmixEncoderWithHead):
@@ -187,7 +187,7 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
         """start_positions and end_positions (B,) are tokens of the row. Behind its end they have no loss: the answer
         was cut off."""
         texts = input_ids, inputs_embeds, attention_mask, position_ids
-        logits, hidden = self.run_text(*texts, keywords, token_type_ids=token_type_ids)
+        logits, hidden = self.run_text(texts, keywords, token_type_ids=token_type_ids)
         starts, ends = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
         loss = None
         if start_positions is not None and end_positions is not None:
