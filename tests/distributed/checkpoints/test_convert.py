@@ -239,7 +239,7 @@ def test_a_failed_conversion_leaves_nothing(run, tmp_path, monkeypatch):
     def full_disk(*_arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("matmix.use.exporting.write_manifest", full_disk)
+    monkeypatch.setattr("matmix.train.checkpoint.manifest.write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
         convert_run(run, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken"]
