@@ -37,7 +37,7 @@ from matmix.train.optim.config import rate_share
 from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.process import logs, stop
 from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
-from matmix.train.process.health import tell_health
+from matmix.train.process.health import check_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, Moved, MovedError, RunDirectory, check_tokenizer
 from matmix.train.run.lock import RunLock
@@ -509,6 +509,6 @@ def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
         explaining(config, distributed.world_size),
     ):
         adopt_attempt(from_rank_zero(attempt_id()))
-        tell_health(distributed, config.run_dir)
+        check_health(distributed, config.run_dir)
         with opened(config.run_dir) as run:
             return Trainer(config, distributed, attempt, run).fit()

@@ -46,17 +46,9 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in named.items() if isinstance(value, int | float) and math.isfinite(value)}
 
 
-def _read_id(folder: Path, where: str) -> str | None:
-    """Returns the id that the run in `folder` has at a service and project, `where`, or None if it was never there."""
-    return _read(folder / TRACKED).get(where)
-
-
-def _keep_id(folder: Path, where: str, name: str) -> None:
-    """Keeps the id for the next start. Raises OSError."""
-    write_atomic(folder / TRACKED, json.dumps({**_read(folder / TRACKED), where: name}, indent=1) + "\n")
-
-
-def _read(path: Path) -> dict[str, str]:
+def _ids(folder: Path) -> dict[str, str]:
+    """Returns the ids that the run in `folder` has, by service and project."""
+    path = folder / TRACKED
     try:
         ids = read_json(path)
         if not isinstance(ids, dict) or not all(isinstance(name, str) for name in ids.values()):
@@ -67,6 +59,11 @@ def _read(path: Path) -> dict[str, str]:
     except ValueError:
         logger.warning(f"{path} is damaged and moved to {set_aside(path).name}; trackers begin new runs")
         return {}
+
+
+def _keep_id(folder: Path, where: str, name: str) -> None:
+    """Keeps the id for the next start. Raises OSError."""
+    write_atomic(folder / TRACKED, json.dumps({**_ids(folder), where: name}, indent=1) + "\n")
 
 
 def _has_ended(run: RunView) -> bool:
@@ -162,7 +159,7 @@ class WandB(Recorder):
 
         options, path = self._options, run.path
         where = f"wandb {options.entity}/{options.project}"
-        if (own := _read_id(path, where)) is None:
+        if (own := _ids(path).get(where)) is None:
             _keep_id(path, where, own := secrets.token_hex(4))
         begin = functools.partial(
             wandb.init,
@@ -319,7 +316,7 @@ class MLflow(Recorder):
 
         client = MlflowClient(tracking_uri=self._uri)
         where = f"mlflow {self._uri} {self._options.experiment}"
-        if known := _read_id(self._path, where):
+        if known := _ids(self._path).get(where):
             client.update_run(known, status="RUNNING")
             self._id = known
             return client

@@ -40,17 +40,8 @@ class NodeReport:
     bandwidth: float = 0.0  # of an all-reduce as this rank saw it, bytes/s; 0 in a single process
 
 
-def tell_health(distributed: Distributed, run_dir: str) -> None:
-    """Checks all nodes; says one line where there are several ranks, and one for each warning."""
-    reports = check_health(distributed, Path(tempfile.gettempdir() if "://" in run_dir else run_dir))
-    for warning in find_warnings(reports):
-        logger.warning(warning)
-    if distributed.world_size > 1:
-        logger.info(describe(reports))
-
-
-def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
-    """Checks all nodes, on all ranks together; returns what each rank found. Raises HealthError, naming the bad nodes.
+def check_health(distributed: Distributed, run_dir: str | Path) -> list[NodeReport]:
+    """Checks all nodes, on all ranks together, says what it finds and returns it. Raises HealthError.
 
     Each rank looks at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong
     byte has a sender and a receiver, and time an all-reduce.
@@ -58,7 +49,8 @@ def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
     mine = NodeReport(distributed.rank, node_name(), problem=_find_problem(distributed.device))
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
     _raise_problems(gather_objects(mine))
-    here = next(folder for folder in (run_path.absolute(), *run_path.absolute().parents) if folder.exists())
+    path = Path(tempfile.gettempdir() if "://" in str(run_dir) else run_dir).absolute()
+    here = next(folder for folder in (path, *path.parents) if folder.exists())
     mine = dataclasses.replace(mine, free_bytes=shutil.disk_usage(here).free)
     if is_distributed():
         problem, link = _pass_around_ring(distributed)
@@ -68,6 +60,10 @@ def check_health(distributed: Distributed, run_path: Path) -> list[NodeReport]:
     barrier()
     reports = gather_objects(dataclasses.replace(mine, clock=time.time()))
     _raise_problems(reports)
+    for warning in find_warnings(reports):
+        logger.warning(warning)
+    if distributed.world_size > 1:
+        logger.info(describe(reports))
     return reports
 
 

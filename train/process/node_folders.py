@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
@@ -52,9 +52,9 @@ def cache_variables(environment: Mapping[str, str] = os.environ) -> dict[str, st
     return chosen
 
 
-def use_caches(environment: MutableMapping[str, str] = os.environ) -> None:
+def use_caches() -> None:
     """Sets these variables. Raises as `cache_variables`."""
-    environment.update(cache_variables(environment))
+    os.environ.update(cache_variables())
 
 
 def use_own_folder() -> None:
