@@ -27,21 +27,14 @@ class Hold:
     """Holds a shared lock on a cached file until it is deleted. Raises FileNotFoundError if there is no such file."""
 
     def __init__(self, path: Path) -> None:
-        self._handle = -1
-        self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.handle = -1
+        self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._handle, fcntl.LOCK_SH)
-
-    def is_of(self, path: Path) -> bool:
-        """Returns False where the held file was removed from `path` before the lock was there."""
-        try:
-            return os.path.samestat(os.fstat(self._handle), path.stat())
-        except FileNotFoundError:
-            return False
+            fcntl.flock(self.handle, fcntl.LOCK_SH)
 
     def __del__(self) -> None:
-        if self._handle >= 0:
-            os.close(self._handle)
+        if self.handle >= 0:
+            os.close(self.handle)
 
 
 def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | None]:
@@ -52,9 +45,10 @@ def hold_shard(cache: Path, fetch: Callable[[], Path]) -> tuple[Path, Hold | Non
             return path, None
         try:
             hold = Hold(path)
+            is_same = os.path.samestat(os.fstat(hold.handle), path.stat())
         except FileNotFoundError:
             continue
-        if hold.is_of(path):
+        if is_same:  # else the held file was removed before the lock was there
             with contextlib.suppress(OSError):
                 os.utime(path)
             return path, hold

@@ -7,7 +7,7 @@ import functools
 import pytest
 from failures import each
 
-from matmix.data.artifacts import artifact_name, artifact_path, parse_json
+from matmix.data.artifacts import artifact_name, artifact_path, fits, parse_json
 
 HOSTILE = [
     "", ".", "..", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", "./a", "..\\x", "C:\\x", "a\x00b", "a\nb",
@@ -48,3 +48,17 @@ def test_json_that_is_none_is_one_line(text) -> None:
     with pytest.raises(ValueError, match=r"^m\.json is damaged") as raised:
         parse_json(text, "m.json")
     assert "\n" not in str(raised.value)
+
+
+@each(
+    "value, form, fine",
+    [
+        ([1, 2], (int, int), True), ([[1, 2], [3, 4]], [(int, int)], True),
+        ({"a": [{"b": "c"}]}, {"a": [{"b": str}]}, True), ([], [str], True),
+        (None, int | None, True), ([1, 2, 3], (int, int), False), ("ab", [str], False),
+        ("ab", (str, str), False), ([-1], [int], False), ([True], [int], False), ({"a": 1}, {"b": int}, False),
+        ([["a"]], [str], False), (None, {"a": int}, False),
+    ],
+)  # fmt: skip
+def test_forms_of_json(value, form, fine) -> None:
+    assert fits(value, form) == fine

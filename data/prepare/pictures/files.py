@@ -181,9 +181,14 @@ class TarFile(PictureSource):
         try:
             with tarfile.open(self.path, "r:") as tar:
                 members = [m for m in tar if m.isreg()]
-                return self._samples(members) if self.table is None else self._tabled(members)
+            if self.table is None:
+                return self._samples(members)
         except (tarfile.TarError, EOFError, OSError) as error:
             raise ValueError(f"{self.name} is damaged, truncated, or no uncompressed .tar file ({error})") from None
+        places = {m.name.removeprefix("./"): (m.offset_data, m.size) for m in members}
+        if missing := [name for name in self.table if name not in places]:
+            raise ValueError(f"{self.name} lacks the member {missing[0]}, for which there is a label")
+        return [Item(name, label, places[name]) for name, label in self.table.items()]
 
     def read(self, items: Sequence[Item]) -> Iterator[bytes | UnreadablePicture]:
         with self.path.open("rb") as file:
@@ -191,12 +196,6 @@ class TarFile(PictureSource):
                 offset, size = item.where
                 file.seek(offset)
                 yield file.read(size)
-
-    def _tabled(self, members: Sequence[tarfile.TarInfo]) -> list[Item]:
-        places = {m.name.removeprefix("./"): (m.offset_data, m.size) for m in members}
-        if missing := [name for name in self.table if name not in places]:
-            raise ValueError(f"{self.name} lacks the member {missing[0]}, for which there is a label")
-        return [Item(name, label, places[name]) for name, label in self.table.items()]
 
     def _samples(self, members: Sequence[tarfile.TarInfo]) -> list[Item]:
         samples: dict[str, dict[str, tarfile.TarInfo]] = {}
