@@ -20,7 +20,7 @@ from matmix.data.images.decode import decode
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import MaskingConfig
 from matmix.data.modalities import build_loader
-from matmix.data.splits.reader import open_pictures
+from matmix.data.splits.reader import open_split
 from matmix.model import build_model, initialize
 from matmix.train.arguments import parse_arguments
 from matmix.train.config import RunConfig
@@ -130,7 +130,7 @@ class Images(Dataset):
 
     def decoded(self, data: DataConfig, work: Callable[[memoryview], object]) -> Iterator[int]:
         """Reads one picture after another in this process, over and over."""
-        shards = open_pictures(self.recipe, self.split, cache_dir=data.cache_dir, verify=data.verify)
+        shards = open_split(self.recipe, self.split, cache_dir=data.cache_dir, verify=data.verify)
         while True:
             for shard in range(shards.n_shards):
                 for index in range(len(shards.lengths(shard))):

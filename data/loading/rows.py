@@ -1,5 +1,4 @@
-"""What a modality gives to a loader: rows, which make micro-batches in the reading processes, and facts about the
-data."""
+"""Rows, which make micro-batches in the reading processes, and facts about the data: what a loader is made of."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
 from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.splits.reader import open_pictures
+from matmix.data.splits.reader import open_split
 from matmix.data.storage.storage import Storage
 
 
@@ -69,10 +69,8 @@ class Pictures(Modality):
             raise ValueError("no pictures given: set data.images.path to a folder made by `matmix prepare-images`")
         infos = []
         for path in paths:
-            if (info := Storage(path, data.cache_dir).manifest.images) is None:
-                raise ValueError(f"{path} holds text, not pictures; make one with `matmix prepare-images`")
-            infos.append(info)
-            _check_classes(path, info.classes, infos[0].classes, next(iter(paths)))
+            infos.append(_images(path, Storage(path, data.cache_dir).manifest))
+            _check_classes(path, infos[-1].classes, infos[0].classes, next(iter(paths)))
         return PictureFacts(data, infos)
 
     def class_names(self, data: DataConfig) -> tuple[str, ...]:
@@ -83,9 +81,9 @@ class Pictures(Modality):
         from matmix.data.images.transforms import make_transform
 
         config, facts, sources = data.images, self.facts(data), self.datasets(data, reading.split)
-        shards = [open_pictures(path, reading.split, **shard_options(data)) for path in sources]
+        shards = [open_split(path, reading.split, **shard_options(data)) for path in sources]
         for path, one in zip(sources, shards, strict=True):
-            _check_classes(path, one.manifest.images.classes, facts.classes, next(iter(config.datasets)))
+            _check_classes(path, _images(path, one.manifest).classes, facts.classes, next(iter(config.datasets)))
         rows = ImageRows(shards, list(sources.values()), data, reading, facts.mean, facts.std)
         for path, size in zip(sources, rows.sizes, strict=True):
             if not size:
@@ -105,6 +103,12 @@ class Pictures(Modality):
             "objective": "images",
         }
         return Opened(rows, facts, fingerprint)
+
+
+def _images(path: str, manifest: Manifest) -> ImagesInfo:
+    if manifest.images is None:
+        raise ValueError(f"{path} holds text, not pictures; make one with `matmix prepare-images`")
+    return manifest.images
 
 
 def _check_classes(path: str, theirs: tuple[str, ...], classes: tuple[str, ...], first: str) -> None:

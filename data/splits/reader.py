@@ -48,14 +48,6 @@ def open_dataset(
     return TokenShards(storage, split, **options)
 
 
-def open_pictures(path: str, split: str = "train", **options: Any) -> TokenShards:
-    """Opens one split of a dataset of pictures. options: those of `open_split`. Raises as `open_dataset`."""
-    shards = open_split(path, split, **options)
-    if shards.manifest.images is None:
-        raise ValueError(f"{path} holds text, not pictures; make a dataset of pictures with `matmix prepare-images`")
-    return shards
-
-
 def open_split(path: str, split: str = "train", *, cache_dir: str = "", **options: Any) -> TokenShards:
     """Opens one split of a dataset of any kind. options: those of `TokenShards`. Raises as `open_dataset`."""
     return TokenShards(Storage(path, cache_dir), split, **options)

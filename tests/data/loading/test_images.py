@@ -18,7 +18,7 @@ from matmix.data.manifest import Manifest
 from matmix.data.modalities import MODALITIES, build_loader
 from matmix.data.prepare import command
 from matmix.data.prepare.pictures import PrepareImagesConfig
-from matmix.data.splits.reader import open_pictures
+from matmix.data.splits.reader import open_split
 
 GLOBAL = 16
 FULL = {
@@ -143,7 +143,7 @@ def test_repeats_come_together_and_differ(prepared):
 
 
 def test_labels_are_those_of_the_pictures(prepared):
-    shards = open_pictures(str(prepared))
+    shards = open_split(str(prepared))
     known = [int(shards.read(s, i)[-8]) for s in range(shards.n_shards) for i in range(len(shards.lengths(s)))]
     for options in ({}, {"smoothing": 0.3}):
         _, labels, numbers = (torch.cat(parts) for parts in zip(*global_batches([loader_of(prepared, **options)], 3)))  # noqa: B905

@@ -12,7 +12,7 @@ from matmix.data.manifest import Manifest
 from matmix.data.prepare.base import BrokenInputError
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.pictures.preparation import PicturePreparation
-from matmix.data.splits.reader import open_pictures
+from matmix.data.splits.reader import open_split
 from matmix.launch.cli import main
 
 OPTIONS = {"validation_fraction": 0.3, "shard_megabytes": 0.004, "max_corrupt": 0.1}
@@ -24,7 +24,7 @@ def join(out, most_broken=0.1, **options):
 
 def in_order(path, split):
     """Class and file of all pictures of a split, in the order of the dataset."""
-    shards = open_pictures(str(path), split)
+    shards = open_split(str(path), split)
     places = [(s, i) for s in range(shards.n_shards) for i in range(len(shards.lengths(s)))]
     return [(label, bytes(data)) for data, label in (unpack(shards.read(*place)) for place in places)]
 

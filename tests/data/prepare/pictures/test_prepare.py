@@ -20,14 +20,14 @@ from matmix.data.images.decode import decode
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command
 from matmix.data.prepare.base import BrokenInputError
-from matmix.data.splits.reader import open_dataset, open_pictures
+from matmix.data.splits.reader import open_dataset, open_split
 
 SAMPLES = samples()
 
 
 def held(path, split="train"):
     """Class and file of all pictures of a split."""
-    shards = open_pictures(str(path), split)
+    shards = open_split(str(path), split)
     places = [(s, i) for s in range(shards.n_shards) for i in range(len(shards.lengths(s)))]
     found = [unpack(shards.read(*place)) for place in places]
     return [(label, bytes(data)) for data, label in found]
