@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matmix.data.config import DataConfig
+from matmix.data.loading.order import Recent
 from matmix.data.loading.rows import Facts
 from matmix.data.modalities.base import Modality, Opened, Reading
 
@@ -108,4 +109,12 @@ def open_examples(kind: type[Examples], data: DataConfig, split: str, tokenizer:
         truncate=data.packing != "rows" if options.truncate is None else options.truncate,
         pad_id=special["pad"] or 0,
     )
-    return kind(options, encoder, split)
+    paths = [Path(file) for file in (options.path(split), options.train)]
+    changed = [path.stat().st_mtime_ns for path in paths if path.exists()]
+    settings = repr((options, data.prefix, data.suffix, data.seqlen, data.packing))
+    key = (kind, split, str(tokenizer.path), tokenizer.sha256, settings, *changed)
+    return _OPENED.get(key, lambda: kind(options, encoder, split))
+
+
+# Fine-tuning opens examples for their classes, for their number, and to train on them.
+_OPENED = Recent(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 from failures import each
@@ -129,3 +131,13 @@ def test_test_examples_may_lack_labels(tmp_path):
     test = write_jsonl(tmp_path / "test.jsonl", [{"text": "word1"}])
     assert _open(ClassTexts, tmp_path, texts(9), "test", test=test)[0].labels.tolist() == [IGNORED]
     assert np.isnan(_open(ValueTexts, tmp_path, [{"text": "word1", "label": 1}], "test", test=test)[0].labels).all()
+
+
+def test_examples_are_made_once_until_their_file_changes(tmp_path):
+    rows = [{"text": "word1", "label": "1"}]
+    first = _open(ClassTexts, tmp_path, rows)
+    config = DataConfig(examples=first.config, seqlen=32, prefix="cls", suffix="sep", workers=0)
+    assert open_examples(ClassTexts, config, "train") is first
+    write_jsonl(tmp_path / "a.jsonl", rows * 2)
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+    assert len(open_examples(ClassTexts, config, "train")) == 2
