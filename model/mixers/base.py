@@ -300,7 +300,7 @@ class Mixer(Called):
     @classmethod
     def halo(cls, config: Any) -> int:
         """Returns how many later tokens M depends on besides: half the width of a centred convolution before it."""
-        return 0
+        return getattr(config, "d_conv", 1) // 2 if cls.bidirectional_form and cls.data_dependent else 0
 
     @classmethod
     def has_convolution(cls, config: Any) -> bool:

@@ -20,8 +20,8 @@ from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.evaluators.context import NOTHING, finite
 from matmix.train.tasks.base import Metric, Task
 from matmix.train.tasks.finetuning.base import labelled
-from matmix.train.tasks.image_classification import ImageClassification, image_costs
-from matmix.train.tasks.token_prediction import TokenPrediction, row_losses
+from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.token_prediction import TokenPrediction
 
 
 class MixingGain(Evaluator):
@@ -36,7 +36,8 @@ class MixingGain(Evaluator):
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         options = self.config.evaluation
         limit = min(options.ablation_batches, options.batches or options.ablation_batches)
-        return mixing_metrics(evaluation.engine, lambda: map(evaluation.on_device, evaluation.batches(limit)))
+        batches = evaluation.batches
+        return mixing_metrics(evaluation.engine, self.task, lambda: map(evaluation.on_device, batches(limit)))
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
         gain = metrics.get("mixing_gain")
@@ -51,7 +52,7 @@ class MixingGain(Evaluator):
 
 
 @torch.no_grad()
-def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+def mixing_metrics(engine: Engine, task: Task, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
     """Returns `loss_without_mixing`, the mean loss with the output of every mixer replaced by its mean, and
     `mixing_gain`, by how much that is above the loss of the model as it is, on the same batches. To be called on all
     ranks.
@@ -70,13 +71,6 @@ def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> di
     predicting = torch.empty(0, dtype=torch.int64)
     images = engine.module.per_document
 
-    def summed_loss(batch: Batch) -> Tensor:
-        if images:
-            losses = image_costs(engine.model(batch.inputs).float(), batch.labels)[0]
-        else:
-            losses = row_losses(engine.model, batch).loss
-        return losses.sum(dtype=torch.float64)
-
     def noted(place: int, mix: Callable[..., Tensor], x: Tensor, *documents: Any) -> Tensor:
         y = mix(x, *documents)
         rows = y.sum(1, dtype=torch.float64) / y.shape[1] if images else y.flatten(0, 1)
@@ -89,13 +83,13 @@ def mixing_metrics(engine: Engine, batches: Callable[[], Iterable[Batch]]) -> di
         for batch in batches():
             predicting = labelled(batch.labels).nonzero().squeeze(1) if images else _predicting(batch)
             count += predicting.numel()
-            loss += summed_loss(batch)
+            loss += task.costs(engine.model, batch).loss.sum(dtype=torch.float64)
     sums = engine.sum_over_batches(torch.cat([outputs.flatten(), count]))
     means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
 
     with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
         for batch in batches():
-            ablated += summed_loss(batch)
+            ablated += task.costs(engine.model, batch).loss.sum(dtype=torch.float64)
     loss_sum, ablated_sum, targets = engine.sum_over_batches(torch.cat([loss, ablated, count])).tolist()
     if targets == 0:
         return {}

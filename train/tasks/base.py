@@ -57,6 +57,19 @@ class Costs(NamedTuple):
     """The predictions, of labelled examples."""
 
 
+def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
+    """Returns what the model, or `readout` in it, makes of a micro-batch."""
+    return model(
+        batch.inputs,
+        cu_seqlens=batch.cu_seqlens,
+        attention_mask=batch.attention_mask,
+        max_seqlen=batch.max_seqlen,
+        select=batch.select,
+        readout=readout,
+        **batch.extra,
+    )
+
+
 class Task:
     """A task that a model is trained on. A subclass must define `loss`; all else has a default."""
 
@@ -68,6 +81,9 @@ class Task:
     """The names in `MODALITIES` of the kinds of data that it is learned from. Of several the recipe names one."""
     recorded: ClassVar[tuple[str, ...]] = ()
     """Names of what is summed besides the loss; training records have the means over the targets."""
+    target_share: float = 1.0
+    """Share of the positions that are predicted in training, and so pass through the readout; 0.0 where there is one
+    output for each document, of which the model knows."""
     loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """What else an evaluation finds and shows, the most telling first."""
@@ -106,11 +122,6 @@ class Task:
             inputs=inputs, labels=inputs.clone(), max_seqlen=inputs.shape[1], n_tokens=inputs.shape[0] * inputs.shape[1]
         )
 
-    @property
-    def target_share(self) -> float:
-        """Share of the positions that are predicted in training, and so pass through the readout."""
-        return 1.0
-
     def units(self, seqlen: int) -> int:
         """Returns how many units a sample of data.seqlen = `seqlen` is."""
         return MODALITIES[self.modalities[0]].units(seqlen)
@@ -127,9 +138,7 @@ class Task:
 
     # -- the loss ------------------------------------------------------------------------------------------------
 
-    def forward(self, model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
-        """Returns what the model, or `readout` in it, makes of a micro-batch."""
-        return forward(model, batch, readout)
+    forward = staticmethod(forward)
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         """Returns the sums of a micro-batch, which is on the model's device."""
@@ -160,16 +169,3 @@ class Task:
         """Returns the results of the last evaluation in sentences, with those of its controls, for the end of a run."""
         loss = f"Validation loss {self.loss_metric.number(metrics['loss'])}"
         return [", ".join([loss, *words_on(self.metrics, metrics)]) + ".", *control_lines(self.metrics, metrics)]
-
-
-def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
-    """Returns what the model, or `readout` in it, makes of a micro-batch."""
-    return model(
-        batch.inputs,
-        cu_seqlens=batch.cu_seqlens,
-        attention_mask=batch.attention_mask,
-        max_seqlen=batch.max_seqlen,
-        select=batch.select,
-        readout=readout,
-        **batch.extra,
-    )

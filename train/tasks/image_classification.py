@@ -24,6 +24,7 @@ class ImageClassification(Task):
 
     architectures = ("image_classifier",)
     modalities = ("pictures",)
+    target_share = 0.0
     recorded = ("accuracy", "top5")
     loss_metric = Metric(name="loss", title="loss", unit="nats per image")
     metrics = (
@@ -33,10 +34,6 @@ class ImageClassification(Task):
 
     def count_targets(self, batch: Batch) -> int:
         return int(labelled(batch.labels).sum())
-
-    @property
-    def target_share(self) -> float:
-        return 0.0  # of positions: the model knows that it has one output for each image
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         costs = image_costs(self.forward(model, batch).float(), batch.labels)

@@ -86,10 +86,6 @@ class MaskedImage(Task):
     def count_targets(self, batch: Batch) -> int:
         return int(batch.extra["masked"].sum())
 
-    @property
-    def target_share(self) -> float:
-        return 1.0  # of the patches: all are predicted, since that costs one matrix
-
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         masked, images = batch.extra["masked"], batch.inputs
         predicted = self.forward(model, batch).float()

@@ -125,10 +125,6 @@ class Hyena(Mixer):
             cls.require(getattr(config, name) > 0, config, name, "must be above 0")
 
     @classmethod
-    def halo(cls, config: HyenaConfig) -> int:
-        return config.d_conv // 2
-
-    @classmethod
     def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
         width = config.filter_width
         network = width * (config.filter_features + (config.filter_layers - 1) * width + d_model)

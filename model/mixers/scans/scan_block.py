@@ -202,10 +202,6 @@ class BidirectionalScanBlock(ScanBlock):
     bidirectional_form = True
     directions = 2
 
-    @classmethod
-    def halo(cls, config: Any) -> int:
-        return config.d_conv // 2
-
     def direction_matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns `side_matrices` of the two scans."""
         sides = ((side.q, side.k, side.log_decay, side.input_scale) for side in self.parts(x)[1].sides)

@@ -165,10 +165,6 @@ class MatrixMixer(Mixer):
         cls.require(config.d_conv >= 1 and config.d_conv % 2 == 1, config, "d_conv", "must be odd and at least 1")
 
     @classmethod
-    def halo(cls, config: Any) -> int:
-        return config.d_conv // 2 if cls.data_dependent else 0
-
-    @classmethod
     def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
         return cls.matrix_flops(*cls.inner_width(d_model, config), config, seqlen)
 

@@ -19,6 +19,8 @@ from matmix.model.calls import Called
 from matmix.train.evaluators.ablation import mixing_metrics
 from matmix.train.loop import train
 from matmix.train.recipe import load_config
+from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.image_classification import ImageClassification
 
 
 class Constant(Called):
@@ -74,7 +76,7 @@ def test_the_loss_without_mixing_is_that_of_constants_for_mixers(scan, token, re
             block.scale_mixer = nn.Identity()
             block.mixer = Constant(y[there].double().mean((0, 1)))
         expected = F.cross_entropy(without(images)[there], torch.tensor(labels)[there]).item()
-    found = mixing_metrics(engine_of(model), lambda: batches)
+    found = mixing_metrics(engine_of(model), ImageClassification(ObjectiveConfig()), lambda: batches)
     assert abs(expected - plain) > 1e-2
     assert found["loss_without_mixing"] == pytest.approx(expected, rel=1e-5)
     assert found["mixing_gain"] == pytest.approx(expected - plain, abs=1e-5)

@@ -22,10 +22,12 @@ from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 from matmix.train.state import Result
-from matmix.train.tasks.token_prediction import row_losses
+from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.token_prediction import TokenPrediction, row_losses
 
 PACKINGS = ("concat", "document", "rows")
 RECIPES = ("debug_mru", "debug_hydra")
+TASK = TokenPrediction(ObjectiveConfig())
 
 
 def prepared(recipe, dataset, *overrides):
@@ -151,7 +153,7 @@ def test_the_ablated_loss_is_that_of_a_model_with_constants_for_mixers(recipe, p
             padded = batch.attention_mask is not None and not batch.attention_mask.all()
             rows.append(y.flatten(0, 1)[targets[batch.attention_mask.flatten()] if padded else targets])
         block.mixer = Constant(torch.cat(rows).double().mean(0))
-    found = ablation.mixing_metrics(engine_of(model), lambda: batches)
+    found = ablation.mixing_metrics(engine_of(model), TASK, lambda: batches)
     expected, plain = loss_on(without, batches), loss_on(model, batches)
     rows = [[row_losses(each, batch).loss for batch in batches] for each in (model, without)]
     assert (torch.cat(rows[0]) - torch.cat(rows[1])).abs().mean() > 1e-2  # the two models differ
@@ -164,45 +166,47 @@ def test_constants_for_mixers_gain_nothing(recipe, dataset):
     _, batches, model = prepared(recipe, dataset)
     for block in model.blocks:
         block.mixer = Constant(torch.randn(model.config.d_model))
-    assert ablation.mixing_metrics(engine_of(model), lambda: batches[:2])["mixing_gain"] == pytest.approx(0, abs=1e-5)
+    assert ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:2])["mixing_gain"] == pytest.approx(
+        0, abs=1e-5
+    )
 
 
 def test_where_nothing_can_be_measured_nothing_is_said(dataset):
     _, batches, model = prepared("debug_mru", dataset)
     no_targets = copy.deepcopy(batches[0])
     no_targets.labels.fill_(-100)
-    assert ablation.mixing_metrics(engine_of(model), lambda: [no_targets]) == {}
+    assert ablation.mixing_metrics(engine_of(model), TASK, lambda: [no_targets]) == {}
     model.blocks[1].mixer = Constant(torch.full((model.config.d_model,), torch.inf))
-    assert ablation.mixing_metrics(engine_of(model), lambda: batches[:1]) == {}
+    assert ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:1]) == {}
     for block in model.blocks:
         block.mixer = None
-    assert ablation.mixing_metrics(engine_of(model), lambda: batches[:1]) == {}
+    assert ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:1]) == {}
 
 
 def test_blocks_are_left_as_they_were(dataset):
     """Compiled ones too, and after an evaluation that was given up."""
     _, batches, model = prepared("debug_mru", dataset)
-    plain = ablation.mixing_metrics(engine_of(model), lambda: batches[:1])
+    plain = ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:1])
     assert not any({"mix", "forward"} & vars(block).keys() for block in model.blocks)
     compile_blocks(model, backend="eager")
     compiled = [block.forward for block in model.blocks]
-    assert ablation.mixing_metrics(engine_of(model), lambda: batches[:1]) == plain
+    assert ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:1]) == plain
 
     def given_up():
         yield batches[0]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ablation.mixing_metrics(engine_of(model), given_up)
+        ablation.mixing_metrics(engine_of(model), TASK, given_up)
     assert [block.forward for block in model.blocks] == compiled
     assert not any("mix" in vars(block) for block in model.blocks)
 
 
 def test_in_bfloat16_the_same_is_measured(dataset):
     _, batches, model = prepared("debug_hydra", dataset)
-    plain = ablation.mixing_metrics(engine_of(model), lambda: batches[:2])
+    plain = ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:2])
     compute_in_bfloat16(model, torch.device("cpu"))
-    low = ablation.mixing_metrics(engine_of(model), lambda: batches[:2])
+    low = ablation.mixing_metrics(engine_of(model), TASK, lambda: batches[:2])
     assert low["loss_without_mixing"] == pytest.approx(plain["loss_without_mixing"], rel=2e-2)
     assert low["mixing_gain"] == pytest.approx(plain["mixing_gain"], abs=0.1)
 

@@ -25,6 +25,7 @@ class ExampleTask(Task):
     predicts from them, and how predictions are scored."""
 
     modalities = ("examples",)
+    target_share = 0.0
     examples: ClassVar[type[Examples]]
     has_classes: ClassVar[bool] = False
     """Its outputs are classes that the data names."""
@@ -39,10 +40,6 @@ class ExampleTask(Task):
     def count_targets(self, batch: Batch) -> int:
         """Counts the labels that are there; an example with several values counts once."""
         return int(labelled(batch.labels).sum())
-
-    @property
-    def target_share(self) -> float:
-        return 0.0  # of documents: the model knows that it has one output for each
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         """Returns the sums of a micro-batch from the model's outputs, float32."""

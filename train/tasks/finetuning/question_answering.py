@@ -40,13 +40,10 @@ class QuestionAnswering(ExampleTask):
 
     architectures = ("span_classifier",)
     examples = Answers
+    target_share = 1.0
     Options = AnswerOptions
     loss_metric = Metric(name="loss", title="loss", unit="nats per window")
     metrics = (share("f1", "F1", _ONE_ANSWER), share("exact_match", "exact match", _ONE_ANSWER))
-
-    @property
-    def target_share(self) -> float:
-        return 1.0
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         # Positions are the classes, of which there is one for either end.

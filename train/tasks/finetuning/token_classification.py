@@ -36,6 +36,7 @@ class TokenClassification(ExampleTask):
 
     architectures = ("token_classifier",)
     examples = Words
+    target_share = 1.0
     has_classes = True
     Options = TokenClassOptions
     recorded = ("accuracy",)
@@ -63,10 +64,6 @@ class TokenClassification(ExampleTask):
                 "objective.options.strict, or rename it"
             )
         return loader
-
-    @property
-    def target_share(self) -> float:
-        return 1.0
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return class_cost(outputs, batch.labels, self.options)
