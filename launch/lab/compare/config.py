@@ -152,23 +152,19 @@ _OWN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RowConfig:
-    """One of the models that are compared, or a "variant": settings, such as data, in which all of them are."""
+    """One of the models that are compared, or of the variants: settings, such as data, in which all of them are."""
 
-    kind: Literal["entry", "variant"] = "entry"
     name: str
     """What the table calls it; also the name of its folder, with - for what is not a letter, digit or one of . _ +"""
     overrides: dict[str, Any]
     """All other keys of the table: what it has in place of the recipe's values, nested as in the recipe."""
 
     def __post_init__(self) -> None:
-        where = f"comparison.{self.kind}"
-        require(bool(self.folder), f"{where}: name = {self.name!r} holds no letter or digit for a folder")
-        require(
-            self.folder.lower() not in _OWN,
-            f'{where}: the name "{self.name}" is taken by a file of the comparison itself; use another',
-        )
+        require(bool(self.folder), f"name = {self.name!r} holds no letter or digit for a folder")
+        taken = f'the name "{self.name}" is taken by a file of the comparison itself; use another'
+        require(self.folder.lower() not in _OWN, taken)
         for key, reason in _NOT_AN_ENTRYS.items():
-            require(key not in self.overrides, f'{where} "{self.name}" sets {key}: {reason}')
+            require(key not in self.overrides, f'"{self.name}" sets {key}: {reason}')
 
     @property
     def folder(self) -> str:
@@ -198,13 +194,14 @@ class ComparisonConfig:
         require(self.parameters >= 0, f"comparison.parameters should be >= 0, got {self.parameters}")
         require(0 < self.tolerance < 1, f"comparison.tolerance should lie between 0 and 1, got {self.tolerance}")
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
-        for row in (*self.entry, *self.variant):
-            others = [one for one in (self.entry if row.kind == "entry" else self.variant) if one is not row]
-            require(
-                row.folder.lower() not in [one.folder.lower() for one in others],
-                f'comparison.{row.kind}: two would share the folder "{row.folder}"; give them other names (the '
-                "controls are entries too, unless comparison.controls is false)",
-            )
+        for rows in (self.entry, self.variant):
+            folders = [row.folder.lower() for row in rows]
+            for row in rows:
+                require(
+                    folders.count(row.folder.lower()) == 1,
+                    f'"{row.name}" would share the folder "{row.folder}" with another one; give them other names (the '
+                    "controls are entries too, unless comparison.controls is false)",
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +322,7 @@ def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
     for kind in ("entry", "variant"):
         rows = [dict(row) for row in _rows(table, kind, where)]
         names = [{"name": row.pop("name")} if "name" in row else {} for row in rows]
-        named[kind] = [{**name, "kind": kind, "overrides": row} for name, row in zip(names, rows, strict=True)]
+        named[kind] = [{**name, "overrides": row} for name, row in zip(names, rows, strict=True)]
     return read_table(ComparisonConfig, {**table, **named}, "[comparison]")
 
 

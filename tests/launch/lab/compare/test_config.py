@@ -71,7 +71,7 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
         ),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\nname = 'b'\nrun_dir = 'c'",
-            ['comparison.variant "b" sets run_dir'],
+            ['[[variant]]: "b" sets run_dir'],
         ),
         (
             "[comparison]\n[[comparison.entry]]\nname = 'a'\n[[comparison.variant]]\nname = 'b'\ndata.seqlem = 8",
