@@ -126,8 +126,8 @@ class Part:
 
 
 def collect(comparison: Comparison) -> Part:
-    """All entries of a comparison without variants, or of one of them: the best first, those without a finished run
-    last. The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
+    """Reads all entries of a comparison, or of one of its variants: the best first, those without a finished run last.
+    The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
     speeds, downstream = current_rows(comparison), kept_downstream(comparison.home)
     runs: dict[str, list[RunResult]] = {}
     for task in tasks_of(comparison):
@@ -208,20 +208,20 @@ def write_report(comparison: Comparison) -> str:
 
 
 def _report_text(comparison: Comparison, parts: Sequence[Part]) -> str:
-    """All tables in Markdown: with variants first a summary, then one for each."""
+    """Writes all tables in Markdown: with variants first a summary, then one for each."""
     tables = [table_text(part, is_first=part is parts[0]) for part in parts]
     if parts[0].variant:
         named = [f"## {part.variant}\n\n{table}" for part, table in zip(parts, tables, strict=True)]
         tables = [summary_text(parts), *named]
-    home, named = comparison.home, {task.run.path for task in tasks_of(comparison)}
+    home, ours = comparison.home, {task.run.path for task in tasks_of(comparison)}
     there = {path.parent for depth in ("*", "*/*") for path in home.glob(f"{depth}/seed-*/config.toml")}
-    if folders := sorted(str(path.relative_to(home)) for path in there - named):
+    if folders := sorted(str(path.relative_to(home)) for path in there - ours):
         tables[-1] += f"\nAlso in {home}, but not in the recipe: {', '.join(folders)}."
     return "\n\n".join(tables)
 
 
 def table_text(part: Part, *, is_first: bool = True) -> str:
-    """The table of a variant, with what is to be known about its numbers. Speed is measured in the first one."""
+    """Writes the table of a variant and what is to be known about its numbers. Speed is measured in the first one."""
     comparison, results = part.comparison, part.results
     unit, scores = unit_of(comparison.entries[0].config.objective.name), score_columns(part.downstream)
     columns = [*_columns(part), *(one for one in scores if one.key in part.metrics)]
@@ -237,8 +237,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             speed, peak = (result.speed.get(name) for name in SPEEDS)
             row += ["" if speed is None else f"{speed:,.0f}", "" if peak is None else f"{peak / 2**20:,.0f}"]
     several = any(len(result.values("loss")) > 1 for result in results)
-    about = f"oss in nats per {unit[:-1]}."
-    about = f"Mean ± sample standard deviation over n seeds; l{about}" if several else f"L{about}"
+    loss = f"loss in nats per {unit[:-1]}."
+    about = f"Mean ± sample standard deviation over n seeds; {loss}" if several else loss.capitalize()
     lines = [markdown(headings, rows), "", about]
     if part.accuracies:
         lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
@@ -258,8 +258,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
 
 
 def summary_text(parts: Sequence[Part]) -> str:
-    """A row for each entry over all variants: accuracy at the training length and at the longest, or the loss and its
-    distance from no mixer. The best on average first, those that lack a variant last."""
+    """Writes a row for each entry over all variants: accuracy at the training length and at the longest, or the loss
+    and its distance from no mixer. The best on average first, those that lack a variant last."""
     headings = ["entry"]
     rows = {entry.name: [entry.label] for entry in parts[0].comparison.entries}
     merits: dict[str, list[float]] = {name: [] for name in rows}
