@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 from triton.runtime.jit import compute_cache_key
 
-from matmix.kernels.launching import Launch, constants_on, safe_on, stages_on
+from matmix.kernels.launching import Launch, bound, constants_on, safe_on, stages_on
 
 Beside, Result = TypeVar("Beside"), TypeVar("Result")
 CORES = len(os.sched_getaffinity(0))
@@ -126,7 +126,8 @@ def compilation(launch: Launch, target: str) -> Compilation:
     arguments = tuple(_pointer(x) if isinstance(x, torch.Tensor) else x for x in launch.arguments)
     with _pretend(target):
         *_, binder = launch.kernel.device_caches[HARDWARE[target].target]
-        _, *specialised = binder(*arguments, **constants, num_warps=num_warps, num_stages=num_stages)
+        options = bound(launch.kernel, constants) | {"num_warps": num_warps, "num_stages": num_stages}
+        _, *specialised = binder(*arguments, **options)
         key = compute_cache_key({}, *specialised)
     module, name = launch.kernel.fn.__module__, launch.kernel.fn.__qualname__
     sizes = num_warps, num_stages, target
@@ -165,7 +166,7 @@ def _compile(job: Compilation, noting: bool) -> Any:
     kernel = getattr(importlib.import_module(job.module), job.kernel)
     options = {"num_warps": job.num_warps, "num_stages": job.num_stages}
     with _pretend(job.target, noting):
-        return kernel.run(*job.arguments, grid=None, warmup=True, **options, **job.constants)
+        return kernel.run(*job.arguments, grid=None, warmup=True, **options, **bound(kernel, job.constants))
 
 
 def compile_all(

@@ -24,7 +24,7 @@ class Launch(NamedTuple):
     arguments: tuple
     """Tensors, integers, floats or None, in the order of the kernel's parameters."""
     constants: dict[str, Any]
-    """The kernel's `tl.constexpr` parameters by name, and what else the compiler is told."""
+    """What the kernel knows when it is compiled, by name, and what else the compiler is told."""
     num_warps: int
     num_stages: int
 
@@ -79,6 +79,44 @@ def blocks_in_place(x: torch.Tensor, kept: int) -> torch.Tensor:
     return x if x[(0,) * (x.dim() - kept)].is_contiguous() else x.contiguous()
 
 
+class Constants:
+    """What a kernel knows when it is compiled, by name: the value of its parameter `C: tl.constexpr`, of which it and
+    the functions that it hands C to read C.TILE and so on."""
+
+    def __init__(self, compiled: bool, items: tuple[tuple[str, Any], ...]):
+        self._items = items
+        for name, value in items:
+            setattr(self, name, _constexpr(value) if compiled else value)
+
+    def __repr__(self) -> str:
+        return "_".join(f"{name}_{value}" for name, value in self._items)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self._items == other._items
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+
+def _constexpr(value: Any) -> Any:
+    from triton.language import constexpr
+
+    return constexpr(value)
+
+
+_constants = functools.cache(Constants)
+
+
+def bound(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name that a kernel is called with: constants that are no parameters of its own go into C."""
+    if "C" not in kernel.arg_names:
+        return constants
+    shared = {name for name in constants if name.isupper() and name not in kernel.arg_names}
+    items = tuple((name, value) for name, value in constants.items() if name in shared)
+    others = {name: value for name, value in constants.items() if name not in shared}
+    return {**others, "C": _constants(not hasattr(kernel, "rewrite"), items)}
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages: int = 2, **constants) -> None:
     """Run `kernel` on `grid` (nothing if the grid is empty), on the device of the first tensor."""
     if 0 in grid:
@@ -92,7 +130,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, num_warps: int, num_stages
     num_warps, constants = safe_on(num_warps, constants, device.type == "cuda" and is_blackwell(device.index))
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         constants = constants_on(constants, hip=bool(torch.version.hip))
-        kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **constants)
+        kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages, **bound(kernel, constants))
 
 
 def constants_on(constants: dict[str, Any], hip: bool) -> dict[str, Any]:

@@ -84,66 +84,60 @@ def _gated_gradients(dy, normed, gate, weight, NORM_FIRST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _statistics(
-    dy, x, weight, gate, scales, alongs,
-    rows, group, groups, eps, dy_stride, x_stride, gate_stride,
-    GRADIENT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    dy, x, weight, gate, scales, alongs, rows, group, groups, eps, dy_stride, x_stride, gate_stride, C: tl.constexpr
+):
     """Stores for each row and group the reciprocal root mean square, and with GRADIENT the mean of dnormed times
     normed."""
     block = tl.program_id(0) // groups
     index = tl.program_id(0) - block * groups
-    row = block * ROWS + tl.arange(0, ROWS)
-    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
-    products = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(0, group, COLUMNS):
-        within = first + tl.arange(0, COLUMNS)
+    row = block * C.ROWS + tl.arange(0, C.ROWS)
+    squares = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
+    products = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
+    for first in range(0, group, C.COLUMNS):
+        within = first + tl.arange(0, C.COLUMNS)
         column = index * group + within
         mask = (row < rows)[:, None] & (within < group)[None, :]
         tile = _load(x, row, column, x_stride, mask)
         g = tile
-        if GRADIENT or not NORM_FIRST:
+        if C.GRADIENT or not C.NORM_FIRST:
             g = _load(gate, row, column, gate_stride, mask)
-        tile = _to_norm(tile, g, NORM_FIRST)
+        tile = _to_norm(tile, g, C.NORM_FIRST)
         squares += tile * tile
-        if GRADIENT:
+        if C.GRADIENT:
             weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)[None, :]
             gradient = _load(dy, row, column, dy_stride, mask)
-            dnormed, _ = _gated_gradients(gradient, tile, g, weights, NORM_FIRST)
+            dnormed, _ = _gated_gradients(gradient, tile, g, weights, C.NORM_FIRST)
             products += dnormed * tile
     scale = _reciprocal_root(tl.sum(squares, 1), row, rows, group, eps)
     at = row.to(tl.int64) * groups + index
     tl.store(scales + at, scale, row < rows)
-    if GRADIENT:
+    if C.GRADIENT:
         tl.store(alongs + at, tl.sum(products, 1) * scale / group, row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated_norm(
-    x, weight, gate, y, scales,
-    rows, group, groups, eps, x_stride, gate_stride,
-    CUT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _gated_norm(x, weight, gate, y, scales, rows, group, groups, eps, x_stride, gate_stride, C: tl.constexpr):
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
-    pieces = tl.cdiv(group, COLUMNS)
+    pieces = tl.cdiv(group, C.COLUMNS)
     block = tl.program_id(0) // (groups * pieces)
     piece = tl.program_id(0) - block * (groups * pieces)
     index = piece // pieces
-    within = (piece - index * pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    within = (piece - index * pieces) * C.COLUMNS + tl.arange(0, C.COLUMNS)
     column = index * group + within
-    row = block * ROWS + tl.arange(0, ROWS)
+    row = block * C.ROWS + tl.arange(0, C.ROWS)
     mask = (row < rows)[:, None] & (within < group)[None, :]
     tile = _load(x, row, column, x_stride, mask)
-    if not NORM_FIRST:
-        tile = _to_norm(tile, _load(gate, row, column, gate_stride, mask), NORM_FIRST)
-    if CUT:
+    if not C.NORM_FIRST:
+        tile = _to_norm(tile, _load(gate, row, column, gate_stride, mask), C.NORM_FIRST)
+    if C.CUT:
         scale = tl.load(scales + row.to(tl.int64) * groups + index, row < rows, other=0.0)
     else:
         scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)
-    if NORM_FIRST:
+    if C.NORM_FIRST:
         g = _load(gate, row, column, gate_stride, mask)
     weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)
     out = tile * scale[:, None] * weights[None, :]
-    if NORM_FIRST:
+    if C.NORM_FIRST:
         out = out * (g * tl.sigmoid(g))
     at = y + row.to(tl.int64)[:, None] * (group * groups) + column[None, :]
     tl.store(at, out.to(y.dtype.element_ty), mask)
@@ -151,43 +145,42 @@ def _gated_norm(
 
 @triton.jit(do_not_specialize=["rows", "walk"])
 def _gradients(
-    dy, x, weight, gate, dx, dgate, sums, scales, alongs,
-    rows, walk, group, groups, eps, dy_stride, x_stride, gate_stride, dgate_stride,
-    CUT: tl.constexpr, NORM_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy, x, weight, gate, dx, dgate, sums, scales, alongs, rows, walk, group, groups, eps, dy_stride, x_stride,
+    gate_stride, dgate_stride, C: tl.constexpr,
 ):  # fmt: skip
     """Computes, over `walk` tiles of rows, dx, dgate, and the sum over rows that is the weight's gradient."""
-    pieces = tl.cdiv(group, COLUMNS)
+    pieces = tl.cdiv(group, C.COLUMNS)
     program = tl.program_id(0) // (groups * pieces)
     piece = tl.program_id(0) - program * (groups * pieces)
     index = piece // pieces
-    within = (piece - index * pieces) * COLUMNS + tl.arange(0, COLUMNS)
+    within = (piece - index * pieces) * C.COLUMNS + tl.arange(0, C.COLUMNS)
     column = index * group + within
     weights = tl.load(weight + column, within < group, other=0.0).to(tl.float32)[None, :]
     # One sum per element of the tile: rows are added up once at the end, not in every step.
-    dweight = tl.zeros((ROWS, COLUMNS), tl.float32)
+    dweight = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
     for step in range(walk):
-        row = (program * walk + step) * ROWS + tl.arange(0, ROWS)
+        row = (program * walk + step) * C.ROWS + tl.arange(0, C.ROWS)
         mask = (row < rows)[:, None] & (within < group)[None, :]
         given = _load(x, row, column, x_stride, mask)
         g = _load(gate, row, column, gate_stride, mask)
         gradient = _load(dy, row, column, dy_stride, mask)
-        tile = _to_norm(given, g, NORM_FIRST)
-        if CUT:
+        tile = _to_norm(given, g, C.NORM_FIRST)
+        if C.CUT:
             place = row.to(tl.int64) * groups + index
             scale = tl.load(scales + place, row < rows, other=0.0)[:, None]
         else:
             scale = _reciprocal_root(tl.sum(tile * tile, 1), row, rows, group, eps)[:, None]
         normed = tile * scale
-        dnormed, addend = _gated_gradients(gradient, normed, g, weights, NORM_FIRST)
+        dnormed, addend = _gated_gradients(gradient, normed, g, weights, C.NORM_FIRST)
         dweight += addend
-        if CUT:
+        if C.CUT:
             along = tl.load(alongs + place, row < rows, other=0.0)[:, None]
         else:
             along = tl.sum(dnormed * normed, 1)[:, None] / group
         sigmoid = tl.sigmoid(g)
         dsilu = sigmoid * (1 + g * (1 - sigmoid))
         dtile = (dnormed - normed * along) * scale
-        if NORM_FIRST:
+        if C.NORM_FIRST:
             dgated = gradient * normed * weights * dsilu
         else:
             dgated = dtile * given * dsilu

@@ -26,47 +26,42 @@ def _feature(x, mask, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def _places(rows, vectors, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _places(rows, vectors, width, C: tl.constexpr):
     """Numbers of vectors, of their tokens and in their tokens, columns, and which elements exist."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
+    row = (tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)).to(tl.int64)
+    column = tl.arange(0, C.COLUMNS)
     token = row // vectors
     return row, token, row - token * vectors, column, (row < rows)[:, None] & (column < width)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
-def features(
-    x, y, rows, vectors, width, scale, x_stride, FEATURES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def features(x, y, rows, vectors, width, scale, x_stride, C: tl.constexpr):
     """y (tokens, vectors, width), the feature maps of x; the first half of a token's vectors, the queries, times
     `scale`."""
-    row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
+    row, token, vector, column, mask = _places(rows, vectors, width, C)
     at = token * x_stride + vector * width
-    mapped = _feature(tl.load(x + at[:, None] + column[None, :], mask, other=0.0).to(tl.float32), mask, FEATURES)
+    mapped = _feature(tl.load(x + at[:, None] + column[None, :], mask, other=0.0).to(tl.float32), mask, C.FEATURES)
     factor = tl.where(vector < vectors // 2, scale, 1.0)
-    if FEATURES == "silu_norm":
+    if C.FEATURES == "silu_norm":
         factor /= tl.sqrt(tl.where(row < rows, tl.sum(mapped * mapped, 1), 1.0))
     tl.store(y + row[:, None] * width + column[None, :], (mapped * factor[:, None]).to(y.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def feature_gradients(
-    dy, x, dx, rows, vectors, width, scale, dy_stride, x_stride, dx_stride,
-    FEATURES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def feature_gradients(dy, x, dx, rows, vectors, width, scale, dy_stride, x_stride, dx_stride, C: tl.constexpr):
     """dx of `features`. dy (tokens, 2, vectors, width) has a gradient from each direction."""
-    row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
+    row, token, vector, column, mask = _places(rows, vectors, width, C)
     at = (token * dy_stride + vector * width)[:, None] + column[None, :]
     gradient = tl.load(dy + at, mask, other=0.0).to(tl.float32)
     gradient += tl.load(dy + at + vectors * width, mask, other=0.0).to(tl.float32)
     gradient *= tl.where(vector < vectors // 2, scale, 1.0)[:, None]
     given = tl.load(x + (token * x_stride + vector * width)[:, None] + column[None, :], mask, other=0.0).to(tl.float32)
-    if FEATURES == "silu_norm":
-        mapped = _feature(given, mask, FEATURES)
+    if C.FEATURES == "silu_norm":
+        mapped = _feature(given, mask, C.FEATURES)
         factor = 1.0 / tl.sqrt(tl.where(row < rows, tl.sum(mapped * mapped, 1), 1.0))
         normed = mapped * factor[:, None]
         gradient = (gradient - normed * tl.sum(gradient * normed, 1)[:, None]) * factor[:, None]
-    if FEATURES == "elu":
+    if C.FEATURES == "elu":
         gradient *= tl.exp(tl.where(given > 0.0, 0.0, given))
     else:
         sigmoid = tl.sigmoid(given)
@@ -76,23 +71,20 @@ def feature_gradients(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def row_gradients(
-    dy, dsums, y, rest, row_sum, dn, drow_sum, rows, vectors, width, eps, dy_stride,
-    SUMS: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def row_gradients(dy, dsums, y, rest, row_sum, dn, drow_sum, rows, vectors, width, eps, dy_stride, C: tl.constexpr):
     """Computes for y = n / (row_sum + eps) dn = dy / (row_sum + eps), as it is rounded, and drow_sum = -dn . y +
     `dsums`, the gradient of the sums themselves."""
-    row, token, vector, column, mask = _places(rows, vectors, width, ROWS, COLUMNS)
+    row, token, vector, column, mask = _places(rows, vectors, width, C)
     at = row[:, None] * width + column[None, :]
     divisor = tl.load(row_sum + row, row < rows, other=1.0) + tl.where(row < rows, eps, 0.0)
     given = tl.load(dy + (token * dy_stride + vector * width)[:, None] + column[None, :], mask, other=0.0)
     divided = (given.to(tl.float32) / divisor[:, None]).to(dn.dtype.element_ty)
     tl.store(dn + at, divided, mask)
     out = tl.load(y + at, mask, other=0.0).to(tl.float32)
-    if REST:
+    if C.REST:
         out += tl.load(rest + at, mask, other=0.0).to(tl.float32)
     total = -tl.sum(divided.to(tl.float32) * out, 1)
-    if SUMS:
+    if C.SUMS:
         total += tl.load(dsums + row, row < rows, other=0.0).to(tl.float32)
     tl.store(drow_sum + row, total, row < rows)
 
@@ -104,45 +96,39 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def _gate_places(table, seqlen, per_row, heads, PACKED: tl.constexpr, SPAN: tl.constexpr, BLOCK_H: tl.constexpr):
+def _gate_places(table, seqlen, per_row, heads, C: tl.constexpr):
     """First token's row, tokens in the document, its length, and heads."""
-    piece, batch_row, begin, length = located(tl.program_id(0), table, seqlen, per_row, PACKED)
-    token = piece * SPAN + tl.arange(0, SPAN)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    piece, batch_row, begin, length = located(tl.program_id(0), table, seqlen, per_row, C.PACKED)
+    token = piece * C.SPAN + tl.arange(0, C.SPAN)
+    head = tl.program_id(1) * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
     return batch_row.to(tl.int64) * seqlen + begin, token[:, None], length, head[None, :]
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
-def log_gates(
-    logits, forward, backward, table, seqlen, per_row, heads, stride,
-    OFFSET: tl.constexpr, DELAY: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def log_gates(logits, forward, backward, table, seqlen, per_row, heads, stride, C: tl.constexpr):
     """forward and backward (tokens, heads) float32: the log-decay of a token is that of the token DELAY before it,
     backward that of the token OFFSET after it."""
-    start, token, length, head = _gate_places(table, seqlen, per_row, heads, PACKED, SPAN, BLOCK_H)
+    start, token, length, head = _gate_places(table, seqlen, per_row, heads, C)
     mask = (token < length) & (head < heads)
     at = (start + token) * heads + head
-    source = token - DELAY
+    source = token - C.DELAY
     there = mask & (source >= 0)
     x = tl.load(logits + (start + source) * stride + head, there, other=0.0).to(tl.float32)
     tl.store(forward + at, tl.where(there, log_sigmoid(x), 0.0), mask)
-    source = token + OFFSET
+    source = token + C.OFFSET
     there = mask & (source < length)
     x = tl.load(logits + (start + source) * stride + head, there, other=0.0).to(tl.float32)
     tl.store(backward + at, tl.where(there, log_sigmoid(x), 0.0), mask)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
-def gate_gradients(
-    dforward, dbackward, logits, dlogits, table, seqlen, per_row, heads, stride,
-    OFFSET: tl.constexpr, DELAY: tl.constexpr, PACKED: tl.constexpr, SPAN: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def gate_gradients(dforward, dbackward, logits, dlogits, table, seqlen, per_row, heads, stride, C: tl.constexpr):
     """dlogits (tokens, heads)."""
-    start, token, length, head = _gate_places(table, seqlen, per_row, heads, PACKED, SPAN, BLOCK_H)
+    start, token, length, head = _gate_places(table, seqlen, per_row, heads, C)
     mask = (token < length) & (head < heads)
-    target = token + DELAY
+    target = token + C.DELAY
     gradient = tl.load(dforward + (start + target) * heads + head, mask & (target < length), other=0.0)
-    target = token - OFFSET
+    target = token - C.OFFSET
     gradient += tl.load(dbackward + (start + target) * heads + head, mask & (target >= 0), other=0.0)
     x = tl.load(logits + (start + token) * stride + head, mask, other=0.0).to(tl.float32)
     gradient *= tl.sigmoid(-x)

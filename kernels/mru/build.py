@@ -10,84 +10,74 @@ from matmix.kernels.matrix_product.passes import multiply, turned_places
 
 
 @triton.jit
-def block_places(heads, h0, ORDER: tl.constexpr, TILE: tl.constexpr, TURNED: tl.constexpr = False):
+def block_places(heads, h0, C: tl.constexpr, TURNED: tl.constexpr = False):
     """Head, row in its matrix and column in its matrix of every place of a tile, and whether it is in a block at all
     and of a head that exists. The rows can be `turned`."""
-    i = tl.arange(0, TILE)
-    r = turned_places(TILE) if TURNED else i
-    head = (h0 + r // ORDER)[:, None]
-    row, column = (r % ORDER)[:, None], (i % ORDER)[None, :]
-    same = (r // ORDER)[:, None] == (i // ORDER)[None, :]
+    i = tl.arange(0, C.TILE)
+    r = turned_places(C.TILE) if TURNED else i
+    head = (h0 + r // C.ORDER)[:, None]
+    row, column = (r % C.ORDER)[:, None], (i % C.ORDER)[None, :]
+    same = (r // C.ORDER)[:, None] == (i // C.ORDER)[None, :]
     # The only head of a tile exists.
-    inside = same if ORDER == TILE else same & (head < heads)
+    inside = same if C.ORDER == C.TILE else same & (head < heads)
     return head, row, column, same, inside
 
 
 @triton.jit
-def element_offsets(head, row, column, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
+def element_offsets(head, row, column, C: tl.constexpr):
     """Returns the offset of the element of each place of the tile, from a token's first one.
 
     Cayley's elements are a lower triangle, row by row; its places above the diagonal take their mirror image's.
     """
-    if CONSTRUCTION == "cayley":
+    if C.CONSTRUCTION == "cayley":
         low, high = tl.minimum(row, column), tl.maximum(row, column)
-        offsets = head * (ORDER * (ORDER - 1) // 2) + high * (high - 1) // 2 + low
-    elif CONSTRUCTION == "affine":
-        offsets = head * (ORDER * (ORDER // 2)) + row * (ORDER // 2) + column
+        offsets = head * (C.ORDER * (C.ORDER - 1) // 2) + high * (high - 1) // 2 + low
+    elif C.CONSTRUCTION == "affine":
+        offsets = head * (C.ORDER * (C.ORDER // 2)) + row * (C.ORDER // 2) + column
     else:
-        offsets = head * (ORDER * ORDER) + row * ORDER + column
+        offsets = head * (C.ORDER * C.ORDER) + row * C.ORDER + column
     return offsets
 
 
 @triton.jit
-def row_places(
-    heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr = False
-):  # fmt: skip
+def row_places(heads, h0, columns, C: tl.constexpr, TURNED: tl.constexpr = False):
     """Returns offsets of the rows of the tile's heads, `columns` numbers each, and which places (TILE, WIDTH)
     are there."""
-    i = turned_places(TILE) if TURNED else tl.arange(0, TILE)
-    c = tl.arange(0, WIDTH)
-    there = (h0 + i // ORDER < heads)[:, None] & (c < columns)[None, :]
-    return (h0 * ORDER + i)[:, None] * columns + c[None, :], there
+    i = turned_places(C.TILE) if TURNED else tl.arange(0, C.TILE)
+    c = tl.arange(0, C.WIDTH)
+    there = (h0 + i // C.ORDER < heads)[:, None] & (c < columns)[None, :]
+    return (h0 * C.ORDER + i)[:, None] * columns + c[None, :], there
 
 
 @triton.jit
-def load_weights(
-    weights, heads, h0, columns, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    TURNED: tl.constexpr = False,
-):  # fmt: skip
+def load_weights(weights, heads, h0, columns, C: tl.constexpr, TURNED: tl.constexpr = False):
     """Weights (nheads, o, columns) of the tile's heads below each other, (TILE, WIDTH) float32."""
-    places, there = row_places(heads, h0, columns, ORDER, TILE, WIDTH, TURNED)
+    places, there = row_places(heads, h0, columns, C, TURNED)
     return tl.load(weights + places, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def token_places(
-    head, row, column, inside, heads, h0, d_c, ORDER: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr,
-):  # fmt: skip
+def token_places(head, row, column, inside, heads, h0, d_c, C: tl.constexpr):
     """Returns offsets of a tile's numbers from a token's first, which of them are read, and which are written as
     gradients: elements at their places of the tile, or chunks (TILE, WIDTH)."""
-    if CHUNKED:
-        places, read = row_places(heads, h0, d_c, ORDER, TILE, WIDTH)
+    if C.CHUNKED:
+        places, read = row_places(heads, h0, d_c, C)
         written = read
     else:
-        places = element_offsets(head, row, column, ORDER, CONSTRUCTION)
-        read = loaded_places(row, column, inside, ORDER, CONSTRUCTION)
-        written = stored_places(row, column, inside, ORDER, CONSTRUCTION)
+        places = element_offsets(head, row, column, C)
+        read = loaded_places(row, column, inside, C)
+        written = stored_places(row, column, inside, C)
     return places, read, written
 
 
 @triton.jit
-def elements_of(
-    given, up, row, column, same, CONSTRUCTION: tl.constexpr, CHUNKED: tl.constexpr, PROJECTION: tl.constexpr
-):  # fmt: skip
+def elements_of(given, up, row, column, same, C: tl.constexpr):
     """Elements at their places of the tile, 0 outside the blocks, from what a token gives: these, or chunks and the
     weights by column, both (TILE, WIDTH); for a triangle's M - M^T the weights come divided by sqrt(2)."""
     elements = given
-    if CHUNKED:
-        elements = tl.where(same, tl.dot(given, tl.trans(up), input_precision=PROJECTION), 0.0)
-        if CONSTRUCTION == "cayley":
+    if C.CHUNKED:
+        elements = tl.where(same, tl.dot(given, tl.trans(up), input_precision=C.PROJECTION), 0.0)
+        if C.CONSTRUCTION == "cayley":
             skew = elements - tl.trans(elements)
             elements = tl.where(row > column, skew, -skew)
     return elements
@@ -106,11 +96,11 @@ def block_sums(by_column, same):
 
 
 @triton.jit
-def ldu_factors(m, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr):
+def ldu_factors(m, row, column, same, C: tl.constexpr):
     """tril(M, -1) + D and triu(M, 1) + D with D = exp((diag - mean diag) / 2); also D's diagonal."""
     diagonal = same & (row == column)
     on = tl.where(diagonal, m, 0.0)
-    mean = block_sums(tl.sum(on, axis=0), same) / ORDER
+    mean = block_sums(tl.sum(on, axis=0), same) / C.ORDER
     scale = tl.exp((tl.sum(on, axis=1) - mean) * 0.5)
     on = tl.where(diagonal, scale[:, None], 0.0)
     lower = tl.where(row > column, m, on)
@@ -119,91 +109,85 @@ def ldu_factors(m, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def affine_rows(elements, row, column, same, ORDER: tl.constexpr):
+def affine_rows(elements, row, column, same, C: tl.constexpr):
     """The rows of [I + M_1; 0] and, at each row, the sum of absolute values that it is divided by, 1 or more."""
-    k: tl.constexpr = ORDER // 2
+    k: tl.constexpr = C.ORDER // 2
     one = tl.where(same & (row == column), 1.0, 0.0)
     rows = tl.where(same & (row < k) & (column < k), elements + one, 0.0)
     return rows, tl.maximum(tl.sum(tl.abs(rows), axis=1), 1.0)
 
 
 @triton.jit
-def affine(elements, row, column, same, ORDER: tl.constexpr):
+def affine(elements, row, column, same, C: tl.constexpr):
     """[[A, 0], [B, I]]: A the scaled rows of I + M_1, B = M_2."""
-    k: tl.constexpr = ORDER // 2
-    rows, sizes = affine_rows(elements, row, column, same, ORDER)
+    k: tl.constexpr = C.ORDER // 2
+    rows, sizes = affine_rows(elements, row, column, same, C)
     rest = tl.where(column < k, elements, tl.where(same & (row == column), 1.0, 0.0))
     return tl.where(row < k, rows / sizes[:, None], rest)
 
 
 @triton.jit
-def build(
-    elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def build(elements, row, column, same, C: tl.constexpr):
     """X from the loaded elements (TILE, TILE) float32, 0 outside the blocks; zeros give the identity. "given" is
     X itself."""
-    if CONSTRUCTION == "given":
+    if C.CONSTRUCTION == "given":
         x = elements
-    elif CONSTRUCTION == "ldu":
-        lower, upper, _ = ldu_factors(elements, row, column, same, ORDER, TILE)
-        x = multiply(lower, upper, PRECISION)
-    elif CONSTRUCTION == "affine":
-        x = affine(elements, row, column, same, ORDER)
+    elif C.CONSTRUCTION == "ldu":
+        lower, upper, _ = ldu_factors(elements, row, column, same, C)
+        x = multiply(lower, upper, C.PRECISION)
+    elif C.CONSTRUCTION == "affine":
+        x = affine(elements, row, column, same, C)
     else:
         x = elements + tl.where(same & (row == column), 1.0, 0.0)
     return x
 
 
 @triton.jit
-def build_gradient(
-    dx, x, elements, row, column, same, ORDER: tl.constexpr, TILE: tl.constexpr, CONSTRUCTION: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def build_gradient(dx, x, elements, row, column, same, C: tl.constexpr):
     """The gradient of the elements, at the places that `stored_places` names."""
-    if CONSTRUCTION == "cayley":
+    if C.CONSTRUCTION == "cayley":
         # (I - S)^-1 = (X + I) / 2 =: R, dL/dS = 2 R^T dX R^T, and an element stands in S twice, with both signs.
-        plus = tl.trans(x + identity(TILE))
-        full = multiply(multiply(plus, dx, PRECISION), plus, PRECISION)
+        plus = tl.trans(x + identity(C.TILE))
+        full = multiply(multiply(plus, dx, C.PRECISION), plus, C.PRECISION)
         gradient = (full - tl.trans(full)) * 0.5
-    elif CONSTRUCTION == "ldu":
-        lower, upper, scale = ldu_factors(elements, row, column, same, ORDER, TILE)
-        of_lower = multiply(dx, tl.trans(upper), PRECISION)
-        of_upper = multiply(tl.trans(lower), dx, PRECISION)
+    elif C.CONSTRUCTION == "ldu":
+        lower, upper, scale = ldu_factors(elements, row, column, same, C)
+        of_lower = multiply(dx, tl.trans(upper), C.PRECISION)
+        of_upper = multiply(tl.trans(lower), dx, C.PRECISION)
         both = tl.where(same & (row == column), (of_lower + of_upper) * (0.5 * scale)[:, None], 0.0)
-        mean = block_sums(tl.sum(both, axis=0), same) / ORDER
+        mean = block_sums(tl.sum(both, axis=0), same) / C.ORDER
         on = both - mean[:, None]
         gradient = tl.where(row > column, of_lower, tl.where(row < column, of_upper, on))
-    elif CONSTRUCTION == "affine":
-        _, sizes = affine_rows(elements, row, column, same, ORDER)
-        a = tl.where(same & (row < ORDER // 2) & (column < ORDER // 2), x, 0.0)
+    elif C.CONSTRUCTION == "affine":
+        _, sizes = affine_rows(elements, row, column, same, C)
+        a = tl.where(same & (row < C.ORDER // 2) & (column < C.ORDER // 2), x, 0.0)
         along = tl.where(sizes > 1.0, tl.sum(a * dx, axis=1), 0.0)[:, None]
         signs = tl.where(a > 0.0, 1.0, tl.where(a < 0.0, -1.0, 0.0))
-        gradient = tl.where(row < ORDER // 2, (dx - signs * along) / sizes[:, None], dx)
+        gradient = tl.where(row < C.ORDER // 2, (dx - signs * along) / sizes[:, None], dx)
     else:
         gradient = dx
     return gradient
 
 
 @triton.jit
-def loaded_places(row, column, inside, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
+def loaded_places(row, column, inside, C: tl.constexpr):
     """The places of a tile that have an element."""
-    if CONSTRUCTION == "cayley":
+    if C.CONSTRUCTION == "cayley":
         places = inside & (row != column)
-    elif CONSTRUCTION == "affine":
-        places = inside & (column < ORDER // 2)
+    elif C.CONSTRUCTION == "affine":
+        places = inside & (column < C.ORDER // 2)
     else:
         places = inside
     return places
 
 
 @triton.jit
-def stored_places(row, column, inside, ORDER: tl.constexpr, CONSTRUCTION: tl.constexpr):
+def stored_places(row, column, inside, C: tl.constexpr):
     """The places of a tile that stand for one element each."""
-    if CONSTRUCTION == "cayley":
+    if C.CONSTRUCTION == "cayley":
         places = inside & (row > column)
-    elif CONSTRUCTION == "affine":
-        places = inside & (column < ORDER // 2)
+    elif C.CONSTRUCTION == "affine":
+        places = inside & (column < C.ORDER // 2)
     else:
         places = inside
     return places

@@ -95,9 +95,9 @@ def built(level: Product, tokens_in: tuple, width: int, options: dict) -> tuple[
     tokens = ELIMINATED[level.order] * level.order // level.tile
     grid = level.rows * -(-level.seqlen // tokens), level.grid[1]
     common = {name: options[name] for name in ("ORDER", "TILE", "maxnreg", "num_stages", "num_warps")}
+    of_token = {name: options[name] for name in ("CONSTRUCTION", "CHUNKED", "WIDTH", "PROJECTION")}
     launch(
-        cayley_pass, grid, *tokens_in, width, x, order, level.seqlen, level.heads, TOKENS=tokens,
-        CHUNKED=options["CHUNKED"], WIDTH=options["WIDTH"], PROJECTION=options["PROJECTION"], **common,
+        cayley_pass, grid, *tokens_in, width, x, order, level.seqlen, level.heads, TOKENS=tokens, **of_token, **common,
     )  # fmt: skip
     total = level.rows * level.seqlen
     launch(

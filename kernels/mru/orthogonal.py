@@ -44,13 +44,13 @@ def hidden(row):
 
 
 @triton.jit
-def eliminate(columns, at_chosen, there, ORDER: tl.constexpr, MATRICES: tl.constexpr):
+def eliminate(columns, at_chosen, there, MATRICES: tl.constexpr, C: tl.constexpr):
     """Inverses of matrices given by columns (MATRICES, ORDER), of which row i and column j are here: row `step[i]` and
     column i where `step[i]` is j. Rows have to be multiplied by `scale`, (MATRICES, ORDER) as `step`. The row of each
     step goes to `at_chosen` (MATRICES,)."""
-    place = tl.arange(0, ORDER)[None, :] + tl.zeros((MATRICES, ORDER), tl.int32)
+    place = tl.arange(0, C.ORDER)[None, :] + tl.zeros((MATRICES, C.ORDER), tl.int32)
     scale, step = tl.zeros_like(place), tl.zeros_like(place)
-    for two in range(ORDER // 2):
+    for two in range(C.ORDER // 2):
         # Two steps move fewer registers than one and one.
         for one in tl.static_range(2):
             now = 2 * two + one
@@ -68,7 +68,7 @@ def eliminate(columns, at_chosen, there, ORDER: tl.constexpr, MATRICES: tl.const
             step = (step & others) | (now & ~others)
             share = bits(first * -reciprocal[:, None]) & others
             rest = ()
-            for j in tl.static_range(1, ORDER):
+            for j in tl.static_range(1, C.ORDER):
                 rest += (columns[j] + number(share) * in_chosen_row(columns[j], others)[:, None],)
             rest += (number(share | (ONE & ~others)),)
             columns = rest
@@ -76,12 +76,12 @@ def eliminate(columns, at_chosen, there, ORDER: tl.constexpr, MATRICES: tl.const
 
 
 @triton.jit
-def triangle_columns(elements, ORDER: tl.constexpr):
+def triangle_columns(elements, C: tl.constexpr):
     """Columns of I - S from pointers (MATRICES, 1) to the first elements."""
-    row = tl.arange(0, ORDER)[None, :]
+    row = tl.arange(0, C.ORDER)[None, :]
     below, above = elements + row * (row - 1) // 2, elements + hidden(row)
     columns = ()
-    for j in tl.static_range(ORDER):
+    for j in tl.static_range(C.ORDER):
         at = tl.where(row > j, below + j, tl.where(row < j, above + j * (j - 1) // 2, elements))
         value = tl.load(at).to(tl.float32)
         columns += (tl.where(row > j, -value, tl.where(row == j, 1.0, value)),)
@@ -89,12 +89,12 @@ def triangle_columns(elements, ORDER: tl.constexpr):
 
 
 @triton.jit
-def skew_columns(skew, ORDER: tl.constexpr):
+def skew_columns(skew, C: tl.constexpr):
     """Columns of I - S from pointers (MATRICES, 1) to the matrices S."""
-    row, c = tl.arange(0, ORDER)[None, :], tl.arange(0, 4)[None, None, :]
+    row, c = tl.arange(0, C.ORDER)[None, :], tl.arange(0, 4)[None, None, :]
     columns = ()
-    for j in tl.static_range(0, ORDER, 4):
-        four = tl.load((skew + row * ORDER)[:, :, None] + (j + c))
+    for j in tl.static_range(0, C.ORDER, 4):
+        four = tl.load((skew + row * C.ORDER)[:, :, None] + (j + c))
         for i in tl.static_range(4):
             column = number(tl.xor_sum(tl.where(c == i, bits(four), 0), axis=2))
             columns += (tl.where(row == j + i, 1.0, -column),)
@@ -102,45 +102,41 @@ def skew_columns(skew, ORDER: tl.constexpr):
 
 
 @triton.jit
-def store_columns(out, there, columns, scale, ORDER: tl.constexpr, MATRICES: tl.constexpr):
+def store_columns(out, there, columns, scale, MATRICES: tl.constexpr, C: tl.constexpr):
     """Write columns times `scale` as matrices, from pointers (MATRICES, 1) to their first places."""
-    row, c = tl.arange(0, ORDER)[None, :], tl.arange(0, 4)[None, None, :]
-    for j in tl.static_range(0, ORDER, 4):
-        four = tl.zeros((MATRICES, ORDER, 4), tl.float32)
+    row, c = tl.arange(0, C.ORDER)[None, :], tl.arange(0, 4)[None, None, :]
+    for j in tl.static_range(0, C.ORDER, 4):
+        four = tl.zeros((MATRICES, C.ORDER, 4), tl.float32)
         for i in tl.static_range(4):
             four = tl.where(c == i, (columns[j + i] * scale)[:, :, None], four)
-        tl.store((out + row * ORDER)[:, :, None] + (j + c), four, mask=there[:, :, None])
+        tl.store((out + row * C.ORDER)[:, :, None] + (j + c), four, mask=there[:, :, None])
 
 
 @triton.jit(do_not_specialize=["seqlen"])
-def cayley_pass(
-    elements, e_b, e_l, w_up, d_c, y, order, seqlen, heads,
-    ORDER: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr, CHUNKED: tl.constexpr, WIDTH: tl.constexpr,
-    PROJECTION: tl.constexpr,
-):  # fmt: skip
+def cayley_pass(elements, e_b, e_l, w_up, d_c, y, order, seqlen, heads, C: tl.constexpr):
     """2 (I - S)^-1 of TOKENS tokens and the heads of one tile into `y` (batch, seqlen, nheads, o, o), its rows and
     columns in the order of the elimination: `order` (batch, seqlen, nheads, 2, o), int8, has for each row its step, and
     for each step its row."""
-    PER: tl.constexpr = TILE // ORDER
-    MATRICES: tl.constexpr = TOKENS * PER
-    parts = tl.cdiv(seqlen, TOKENS)
+    PER: tl.constexpr = C.TILE // C.ORDER
+    MATRICES: tl.constexpr = C.TOKENS * PER
+    parts = tl.cdiv(seqlen, C.TOKENS)
     row_ = tl.program_id(0) // parts
-    start = (tl.program_id(0) % parts) * TOKENS
+    start = (tl.program_id(0) % parts) * C.TOKENS
     h0 = tl.program_id(1) * PER
-    size = heads * ORDER * ORDER
+    size = heads * C.ORDER * C.ORDER
     first = row_.to(tl.int64) * seqlen + start
-    count = tl.minimum(TOKENS, seqlen - start)
+    count = tl.minimum(C.TOKENS, seqlen - start)
     at = elements + row_.to(tl.int64) * e_b + start.to(tl.int64) * e_l
     at_y = y + first * size
-    if CHUNKED:
-        head, row, column, same, inside = block_places(heads, h0, ORDER, TILE)
-        places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, ORDER, TILE, WIDTH, "cayley", True)
-        up = load_weights(w_up, heads, h0, d_c, ORDER, TILE, WIDTH)
+    if C.CHUNKED:
+        head, row, column, same, inside = block_places(heads, h0, C)
+        places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, C)
+        up = load_weights(w_up, heads, h0, d_c, C)
         at_token, at_skew = at, at_y
         for _ in range(count):
             given = tl.load(at_token + places, mask=read, other=0.0).to(tl.float32)
-            m = elements_of(given, up, row, column, same, "cayley", True, PROJECTION)
-            matrix = (head * ORDER + row) * ORDER + column
+            m = elements_of(given, up, row, column, same, C)
+            matrix = (head * C.ORDER + row) * C.ORDER + column
             tl.store(at_skew + matrix, tl.where(row > column, m, -m), mask=inside)
             at_token += e_l
             at_skew += size
@@ -149,52 +145,49 @@ def cayley_pass(
     there = (n // PER < count) & (h0 + n % PER < heads)
     # What is not there is the last one again, and not written.
     token_n, head_n = tl.minimum(n // PER, count - 1), tl.minimum(h0 + n % PER, heads - 1)
-    own = at_y + token_n * size + head_n * (ORDER * ORDER)
-    if CHUNKED:
-        columns = skew_columns(own, ORDER)
+    own = at_y + token_n * size + head_n * (C.ORDER * C.ORDER)
+    if C.CHUNKED:
+        columns = skew_columns(own, C)
         tl.debug_barrier()
     else:
-        own_elements = at + token_n.to(tl.int64) * e_l + head_n * (ORDER * (ORDER - 1) // 2)
-        columns = triangle_columns(own_elements, ORDER)
-    at_order = order + first * (heads * 2 * ORDER) + (token_n * heads + head_n) * (2 * ORDER)
-    at_chosen = tl.reshape(at_order + ORDER, (MATRICES,))
-    columns, scale, step = eliminate(columns, at_chosen, tl.reshape(there, (MATRICES,)), ORDER, MATRICES)
-    store_columns(own, there, columns, scale, ORDER, MATRICES)
-    tl.store(at_order + hidden(tl.arange(0, ORDER)[None, :]), step.to(tl.int8), mask=there)
+        own_elements = at + token_n.to(tl.int64) * e_l + head_n * (C.ORDER * (C.ORDER - 1) // 2)
+        columns = triangle_columns(own_elements, C)
+    at_order = order + first * (heads * 2 * C.ORDER) + (token_n * heads + head_n) * (2 * C.ORDER)
+    at_chosen = tl.reshape(at_order + C.ORDER, (MATRICES,))
+    columns, scale, step = eliminate(columns, at_chosen, tl.reshape(there, (MATRICES,)), MATRICES, C)
+    store_columns(own, there, columns, scale, MATRICES, C)
+    tl.store(at_order + hidden(tl.arange(0, C.ORDER)[None, :]), step.to(tl.int8), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def polish_pass(
-    x, order, tokens, heads,
-    ORDER: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def polish_pass(x, order, tokens, heads, C: tl.constexpr):
     """X of COUNT tokens and the heads of one tile, in place of what `cayley_pass` left."""
-    start = tl.program_id(0).to(tl.int64) * COUNT
-    h0 = tl.program_id(1) * (TILE // ORDER)
-    size = heads * ORDER * ORDER
+    start = tl.program_id(0).to(tl.int64) * C.COUNT
+    h0 = tl.program_id(1) * (C.TILE // C.ORDER)
+    size = heads * C.ORDER * C.ORDER
     # Transposed: a lane then reads numbers that lie side by side, those of a column of X.
-    head, column, row, _, inside = block_places(heads, h0, ORDER, TILE)
-    of_row = h0 + tl.arange(0, TILE)[None, :] // ORDER
-    if ORDER == TILE:
+    head, column, row, _, inside = block_places(heads, h0, C)
+    of_row = h0 + tl.arange(0, C.TILE)[None, :] // C.ORDER
+    if C.ORDER == C.TILE:
         exists_column, exists_row = head == h0, of_row == h0
     else:
         exists_column, exists_row = head < heads, of_row < heads
-    at_column = order + start * (heads * 2 * ORDER) + head * (2 * ORDER) + column
-    at_row = order + start * (heads * 2 * ORDER) + of_row * (2 * ORDER) + row
-    at = x + start * size + head * (ORDER * ORDER)
-    for _ in range(tl.minimum(COUNT, tokens - start)):
+    at_column = order + start * (heads * 2 * C.ORDER) + head * (2 * C.ORDER) + column
+    at_row = order + start * (heads * 2 * C.ORDER) + of_row * (2 * C.ORDER) + row
+    at = x + start * size + head * (C.ORDER * C.ORDER)
+    for _ in range(tl.minimum(C.COUNT, tokens - start)):
         from_column = tl.load(at_column, mask=exists_column, other=0).to(tl.int32)
-        diagonal = tl.load(at_column + ORDER, mask=exists_column, other=0).to(tl.int32)
+        diagonal = tl.load(at_column + C.ORDER, mask=exists_column, other=0).to(tl.int32)
         to_row = tl.load(at_row, mask=exists_row, other=0).to(tl.int32)
         # Rows stay in the order of the elimination until they are written: X^T X does not depend on it.
-        y = tl.load((at + from_column) + row * ORDER, mask=inside, other=0.0)
+        y = tl.load((at + from_column) + row * C.ORDER, mask=inside, other=0.0)
         y = tl.where(inside & (diagonal == row), y - 1.0, y)
-        e = identity(TILE) - multiply(y, tl.trans(y), PRECISION)
+        e = identity(C.TILE) - multiply(y, tl.trans(y), C.PRECISION)
         # As E is symmetric, its transpose can stand for it where that is nearer.
         small = e.to(tl.bfloat16)
-        y += multiply(0.5 * e + 0.375 * tl.dot(small, tl.trans(small)), y, PRECISION)
+        y += multiply(0.5 * e + 0.375 * tl.dot(small, tl.trans(small)), y, C.PRECISION)
         tl.debug_barrier()
-        tl.store((at + to_row * ORDER) + column, y, mask=inside)
+        tl.store((at + to_row * C.ORDER) + column, y, mask=inside)
         at += size
-        at_column += heads * 2 * ORDER
-        at_row += heads * 2 * ORDER
+        at_column += heads * 2 * C.ORDER
+        at_row += heads * 2 * C.ORDER

@@ -42,23 +42,22 @@ def _limited(free, low, high, LIMITED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def step_sizes(
-    raw, dt_bias, A_log, product, D, dt, log_decay, diagonal,
-    rows, heads, columns, low, high, raw_stride, product_stride,
-    SHARED: tl.constexpr, LIMITED: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    raw, dt_bias, A_log, product, D, dt, log_decay, diagonal, rows, heads, columns, low, high, raw_stride,
+    product_stride, C: tl.constexpr,
 ):  # fmt: skip
     """dt = softplus(raw + dt_bias) within its limits and log_decay = -dt exp(A_log), both (rows, columns); with
     DIAGONAL also product + D (rows, heads)."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row = (tl.program_id(0) * C.ROWS + tl.arange(0, C.ROWS)).to(tl.int64)[:, None]
+    column = tl.program_id(1) * C.COLUMNS + tl.arange(0, C.COLUMNS)
     there = column < columns
     mask = (row < rows) & there[None, :]
     x = tl.load(raw + row * raw_stride + column[None, :], mask, other=0.0).to(tl.float32)
-    x += _parameter(dt_bias, column, heads, there, SHARED)
-    step = _limited(_softplus(x), low, high, LIMITED)
+    x += _parameter(dt_bias, column, heads, there, C.SHARED)
+    step = _limited(_softplus(x), low, high, C.LIMITED)
     at = row * columns + column[None, :]
     tl.store(dt + at, step, mask)
-    tl.store(log_decay + at, -step * tl.exp(_parameter(A_log, column, heads, there, SHARED)), mask)
-    if DIAGONAL:
+    tl.store(log_decay + at, -step * tl.exp(_parameter(A_log, column, heads, there, C.SHARED)), mask)
+    if C.DIAGONAL:
         own = column < heads
         mask = (row < rows) & own[None, :]
         total = tl.load(product + row * product_stride + column[None, :], mask, other=0.0).to(tl.float32)
@@ -78,35 +77,33 @@ def _of_directions(first, second, row, column, heads, mask, TWO: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "walk"])
 def step_gradients(
-    ddt1, ddt2, ddecay1, ddecay2, ddiagonal, raw, dt_bias, A_log, draw, dproduct, sums,
-    rows, walk, heads, columns, low, high, raw_stride, draw_stride,
-    TWO: tl.constexpr, SHARED: tl.constexpr, LIMITED: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ddt1, ddt2, ddecay1, ddecay2, ddiagonal, raw, dt_bias, A_log, draw, dproduct, sums, rows, walk, heads, columns, low,
+    high, raw_stride, draw_stride, C: tl.constexpr,
 ):  # fmt: skip
     """Computes, over `walk` tiles of rows, the gradients of raw step sizes and of the product, and sums (3, columns)
     for those of dt_bias, A_log and D."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * C.COLUMNS + tl.arange(0, C.COLUMNS)
     there = column < columns
     own = column < heads
-    A = -tl.exp(_parameter(A_log, column, heads, there, SHARED))
-    bias = _parameter(dt_bias, column, heads, there, SHARED)
-    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dA = tl.zeros((ROWS, COLUMNS), tl.float32)
-    dD = tl.zeros((ROWS, COLUMNS), tl.float32)
+    A = -tl.exp(_parameter(A_log, column, heads, there, C.SHARED))
+    bias = _parameter(dt_bias, column, heads, there, C.SHARED)
+    dbias = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
+    dA = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
+    dD = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
     for step in range(walk):
-        row = ((tl.program_id(0) * walk + step) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        row = ((tl.program_id(0) * walk + step) * C.ROWS + tl.arange(0, C.ROWS)).to(tl.int64)[:, None]
         mask = (row < rows) & there[None, :]
         x = tl.load(raw + row * raw_stride + column[None, :], mask, other=0.0).to(tl.float32) + bias
         free = _softplus(x)
-        ddecay = _of_directions(ddecay1, ddecay2, row, column, heads, mask, TWO)
-        ddt = _of_directions(ddt1, ddt2, row, column, heads, mask, TWO)
+        ddecay = _of_directions(ddecay1, ddecay2, row, column, heads, mask, C.TWO)
+        ddt = _of_directions(ddt1, ddt2, row, column, heads, mask, C.TWO)
         gradient = (ddt + ddecay * A) * tl.sigmoid(x)
-        if LIMITED:
+        if C.LIMITED:
             gradient = tl.where((free < low) | (free > high), 0.0, gradient)
         dbias += gradient
-        dA += ddecay * _limited(free, low, high, LIMITED) * A
+        dA += ddecay * _limited(free, low, high, C.LIMITED) * A
         tl.store(draw + row * draw_stride + column[None, :], gradient.to(draw.dtype.element_ty), mask)
-        if DIAGONAL:
+        if C.DIAGONAL:
             mask = (row < rows) & own[None, :]
             gradient_there = tl.load(ddiagonal + row * heads + column[None, :], mask, other=0.0)
             dD += gradient_there
@@ -118,13 +115,11 @@ def step_gradients(
 
 
 @triton.jit
-def clear_edges(
-    first, second, cu_seqlens, seqlen, batch_stride, row_stride, width, PACKED: tl.constexpr, BLOCK: tl.constexpr
-):
+def clear_edges(first, second, cu_seqlens, seqlen, batch_stride, row_stride, width, C: tl.constexpr):
     """With shift nobody reads with the q of a document's last token forward and of its first token backward: zeros the
     gradients of these two rows."""
     document = tl.program_id(0)
-    if PACKED:
+    if C.PACKED:
         begin = tl.load(cu_seqlens + document).to(tl.int64)
         end = tl.load(cu_seqlens + document + 1).to(tl.int64)
     else:
@@ -132,19 +127,19 @@ def clear_edges(
         end = begin + seqlen
         first += document.to(tl.int64) * batch_stride
         second += document.to(tl.int64) * batch_stride
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
     mask = (column < width) & (begin < end)
-    zero = tl.zeros((BLOCK,), first.dtype.element_ty)
+    zero = tl.zeros((C.BLOCK,), first.dtype.element_ty)
     tl.store(first + (end - 1) * row_stride + column, zero, mask)
     tl.store(second + begin * row_stride + column, zero, mask)
 
 
 @triton.jit
-def _total(sums, programs, width, column, there, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
+def _total(sums, programs, width, column, there, C: tl.constexpr):
     """The sum over programs of columns of sums (programs, width)."""
-    partial = tl.zeros((PROGRAMS, COLUMNS), tl.float32)
-    for first in range(0, programs, PROGRAMS):
-        program = first + tl.arange(0, PROGRAMS)
+    partial = tl.zeros((C.PROGRAMS, C.COLUMNS), tl.float32)
+    for first in range(0, programs, C.PROGRAMS):
+        program = first + tl.arange(0, C.PROGRAMS)
         mask = (program < programs)[:, None] & there[None, :]
         partial += tl.load(sums + program.to(tl.int64)[:, None] * width + column[None, :], mask, other=0.0)
     return tl.sum(partial, 0)
@@ -152,50 +147,48 @@ def _total(sums, programs, width, column, there, PROGRAMS: tl.constexpr, COLUMNS
 
 @triton.jit(do_not_specialize=["norm_programs", "conv_programs", "step_programs"])
 def add_programs(
-    norm_sums, dnorm, conv_sums, dweight, dconv_bias, step_sums, dt_bias, dA_log, dD,
-    norm_programs, inner, conv_programs, channels, step_programs, heads,
-    DIRECTIONS: tl.constexpr, SHARED: tl.constexpr, DIAGONAL: tl.constexpr, WIDTH: tl.constexpr, BIAS: tl.constexpr,
-    PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr,
+    norm_sums, dnorm, conv_sums, dweight, dconv_bias, step_sums, dt_bias, dA_log, dD, norm_programs, inner,
+    conv_programs, channels, step_programs, heads, C: tl.constexpr,
 ):  # fmt: skip
     """Adds the sums that the programs of the norm's, the convolution's and the steps' kernels have left, in a fixed
     order. Programs number the columns of the norm first, then those of the convolution, a row for each tap and one for
     the bias, then those of dt_bias, A_log and D."""
     block = tl.program_id(0)
-    norm_blocks = tl.cdiv(inner, COLUMNS)
-    conv_blocks = tl.cdiv(channels, COLUMNS)
+    norm_blocks = tl.cdiv(inner, C.COLUMNS)
+    conv_blocks = tl.cdiv(channels, C.COLUMNS)
     if block < norm_blocks:
-        column = block * COLUMNS + tl.arange(0, COLUMNS)
-        total = _total(norm_sums, norm_programs, inner, column, column < inner, PROGRAMS, COLUMNS)
+        column = block * C.COLUMNS + tl.arange(0, C.COLUMNS)
+        total = _total(norm_sums, norm_programs, inner, column, column < inner, C)
         tl.store(dnorm + column, total.to(dnorm.dtype.element_ty), column < inner)
-    elif block < norm_blocks + conv_blocks * (WIDTH + BIAS):
+    elif block < norm_blocks + conv_blocks * (C.WIDTH + C.BIAS):
         tap = (block - norm_blocks) // conv_blocks
-        channel = (block - norm_blocks - tap * conv_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        channel = (block - norm_blocks - tap * conv_blocks) * C.COLUMNS + tl.arange(0, C.COLUMNS)
         there = channel < channels
-        width = channels * (WIDTH + BIAS)
-        total = _total(conv_sums, conv_programs, width, tap * channels + channel, there, PROGRAMS, COLUMNS)
-        if tap < WIDTH:
-            tl.store(dweight + channel * WIDTH + tap, total.to(dweight.dtype.element_ty), there)
+        width = channels * (C.WIDTH + C.BIAS)
+        total = _total(conv_sums, conv_programs, width, tap * channels + channel, there, C)
+        if tap < C.WIDTH:
+            tl.store(dweight + channel * C.WIDTH + tap, total.to(dweight.dtype.element_ty), there)
         else:
-            if BIAS:
+            if C.BIAS:
                 tl.store(dconv_bias + channel, total.to(dconv_bias.dtype.element_ty), there)
     else:
-        columns = DIRECTIONS * heads
-        blocks = tl.cdiv(columns, COLUMNS)
-        rest = block - norm_blocks - conv_blocks * (WIDTH + BIAS)
+        columns = C.DIRECTIONS * heads
+        blocks = tl.cdiv(columns, C.COLUMNS)
+        rest = block - norm_blocks - conv_blocks * (C.WIDTH + C.BIAS)
         kind = rest // blocks
-        column = (rest - kind * blocks) * COLUMNS + tl.arange(0, COLUMNS)
+        column = (rest - kind * blocks) * C.COLUMNS + tl.arange(0, C.COLUMNS)
         width = 3 * columns
-        there = column < (heads if SHARED else tl.where(kind == 2, heads, columns))
-        total = _total(step_sums, step_programs, width, kind * columns + column, there, PROGRAMS, COLUMNS)
-        if SHARED and DIRECTIONS == 2 and kind < 2:
+        there = column < (heads if C.SHARED else tl.where(kind == 2, heads, columns))
+        total = _total(step_sums, step_programs, width, kind * columns + column, there, C)
+        if C.SHARED and C.DIRECTIONS == 2 and kind < 2:
             at = kind * columns + heads + column
-            total += _total(step_sums, step_programs, width, at, there, PROGRAMS, COLUMNS)
+            total += _total(step_sums, step_programs, width, at, there, C)
         if kind == 0:
             tl.store(dt_bias + column, total.to(dt_bias.dtype.element_ty), there)
         elif kind == 1:
             tl.store(dA_log + column, total.to(dA_log.dtype.element_ty), there)
         else:
-            if DIAGONAL:
+            if C.DIAGONAL:
                 tl.store(dD + column, total.to(dD.dtype.element_ty), there)
 
 

@@ -89,118 +89,112 @@ def _taps(weight, channel, there, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row"])
-def _convolve(
-    x, weight, bias, state, y, final, table, seqlen, per_row, d, batch_stride, row_stride,
-    WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+def _convolve(x, weight, bias, state, y, final, table, seqlen, per_row, d, batch_stride, row_stride, C: tl.constexpr):
     """y_t = activation(bias + sum over taps j of weight[:, j] x_{t + j - LEFT}). With STATE also the end of
     [state | x]."""
     # Neighbouring programs take neighbouring channels of the same rows: whole rows are read at about one time.
-    blocks = tl.cdiv(d, CHANNELS)
+    blocks = tl.cdiv(d, C.CHANNELS)
     slot = tl.program_id(0) // blocks
-    channel = (tl.program_id(0) - slot * blocks) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (tl.program_id(0) - slot * blocks) * C.CHANNELS + tl.arange(0, C.CHANNELS)
     there = channel < d
-    piece, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-    first = piece * SPAN
-    own = tl.minimum(length - first, SPAN)
+    piece, batch_row, begin, length = located(slot, table, seqlen, per_row, C.PACKED)
+    first = piece * C.SPAN
+    own = tl.minimum(length - first, C.SPAN)
     x += batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
     y += (batch_row.to(tl.int64) * seqlen + begin) * d
-    weights = _taps(weight, channel, there, WIDTH)
-    offset = tl.zeros((CHANNELS,), tl.float32)
-    if BIAS:
+    weights = _taps(weight, channel, there, C.WIDTH)
+    offset = tl.zeros((C.CHANNELS,), tl.float32)
+    if C.BIAS:
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
     window = ()
-    for tap in tl.static_range(WIDTH - 1):
-        row = _row(x, row_stride, first + tap - LEFT, length, channel, there)
-        if STATE:
-            row += _held(state, batch_row, first + tap - LEFT, channel, there, d, WIDTH)
+    for tap in tl.static_range(C.WIDTH - 1):
+        row = _row(x, row_stride, first + tap - C.LEFT, length, channel, there)
+        if C.STATE:
+            row += _held(state, batch_row, first + tap - C.LEFT, channel, there, d, C.WIDTH)
         window += (row,)
-    for step in range(tl.cdiv(own, ROWS)):
-        t = first + step * ROWS
+    for step in range(tl.cdiv(own, C.ROWS)):
+        t = first + step * C.ROWS
         rows = window
-        for ahead in tl.static_range(ROWS):
-            rows += (_row(x, row_stride, t + ahead + (WIDTH - 1 - LEFT), length, channel, there),)
-        for ahead in tl.static_range(ROWS):
+        for ahead in tl.static_range(C.ROWS):
+            rows += (_row(x, row_stride, t + ahead + (C.WIDTH - 1 - C.LEFT), length, channel, there),)
+        for ahead in tl.static_range(C.ROWS):
             total = offset
-            for tap in tl.static_range(WIDTH):
+            for tap in tl.static_range(C.WIDTH):
                 total += weights[tap] * rows[ahead + tap]
-            if SILU:
+            if C.SILU:
                 total = total * tl.sigmoid(total)
             at = y + (t + ahead).to(tl.int64) * d + channel
             tl.store(at, total.to(y.dtype.element_ty), there & (t + ahead < first + own))
-        window = rows[ROWS:]
-    if STATE:
+        window = rows[C.ROWS :]
+    if C.STATE:
         there = there & (piece == per_row - 1)
-        final += (batch_row.to(tl.int64) * d + channel) * (WIDTH - 1)
-        for place in tl.static_range(WIDTH - 1):
-            source = length + place - (WIDTH - 1)
+        final += (batch_row.to(tl.int64) * d + channel) * (C.WIDTH - 1)
+        for place in tl.static_range(C.WIDTH - 1):
+            source = length + place - (C.WIDTH - 1)
             row = _row(x, row_stride, source, length, channel, there)
-            row += _held(state, batch_row, source, channel, there, d, WIDTH)
+            row += _held(state, batch_row, source, channel, there, d, C.WIDTH)
             tl.store(final + place, row.to(final.dtype.element_ty), there)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "slots", "walk"])
 def _conv_gradients(
     dy, dfinal, more_dy, x, weight, bias, state, dx, dstate, sums, table, seqlen, per_row, slots, walk, d, more_d,
-    dy_batch_stride, dy_row_stride, more_batch_stride, more_row_stride, batch_stride, row_stride,
-    dx_batch_stride, dx_row_stride,
-    WIDTH: tl.constexpr, LEFT: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
-    STATE: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, MORE: tl.constexpr,
+    dy_batch_stride, dy_row_stride, more_batch_stride, more_row_stride, batch_stride, row_stride, dx_batch_stride,
+    dx_row_stride, C: tl.constexpr,
 ):  # fmt: skip
     """Computes, over `walk` spans, dx, and the sums of g x per tap, then of g, over the spans' own tokens. With STATE
     also dstate, and dfinal is added to the rows that the final state was made of. With MORE, the gradient of the first
     more_d channels is dy + more_dy."""
-    blocks = tl.cdiv(d, CHANNELS)
+    blocks = tl.cdiv(d, C.CHANNELS)
     program = tl.program_id(0) // blocks
-    channel = (tl.program_id(0) - program * blocks) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = (tl.program_id(0) - program * blocks) * C.CHANNELS + tl.arange(0, C.CHANNELS)
     there = channel < d
-    right: tl.constexpr = WIDTH - 1 - LEFT
-    weights = _taps(weight, channel, there, WIDTH)
-    zero = tl.zeros((CHANNELS,), tl.float32)
+    right: tl.constexpr = C.WIDTH - 1 - C.LEFT
+    weights = _taps(weight, channel, there, C.WIDTH)
+    zero = tl.zeros((C.CHANNELS,), tl.float32)
     offset = zero
-    if BIAS:
+    if C.BIAS:
         offset += tl.load(bias + channel, there, other=0.0).to(tl.float32)
     tap_sums = ()
-    for _ in tl.static_range(WIDTH + BIAS):
+    for _ in tl.static_range(C.WIDTH + C.BIAS):
         tap_sums += (zero,)
     for slot in range(program * walk, tl.minimum(program * walk + walk, slots)):
-        piece, batch_row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-        first = piece * SPAN
-        end = tl.minimum(first + SPAN, length)
+        piece, batch_row, begin, length = located(slot, table, seqlen, per_row, C.PACKED)
+        first = piece * C.SPAN
+        end = tl.minimum(first + C.SPAN, length)
         at_x = x + batch_row.to(tl.int64) * batch_stride + begin.to(tl.int64) * row_stride
         at_dy = dy + batch_row.to(tl.int64) * dy_batch_stride + begin.to(tl.int64) * dy_row_stride
         at_dx = dx + batch_row.to(tl.int64) * dx_batch_stride + begin.to(tl.int64) * dx_row_stride
-        if MORE:
+        if C.MORE:
             at_more = more_dy + batch_row.to(tl.int64) * more_batch_stride + begin.to(tl.int64) * more_row_stride
         # dx of a token is made of g from `right` tokens before it to LEFT tokens after it.
         start = first - right
         window = ()
         gradients = ()
-        for tap in tl.static_range(WIDTH - 1):
-            row = _row(at_x, row_stride, start + tap - LEFT, length, channel, there)
-            if STATE:
-                row += _held(state, batch_row, start + tap - LEFT, channel, there, d, WIDTH)
+        for tap in tl.static_range(C.WIDTH - 1):
+            row = _row(at_x, row_stride, start + tap - C.LEFT, length, channel, there)
+            if C.STATE:
+                row += _held(state, batch_row, start + tap - C.LEFT, channel, there, d, C.WIDTH)
             window += (row,)
             gradients += (zero,)
-        steps = tl.where(first < length, tl.cdiv(end + LEFT - start, ROWS), 0)
+        steps = tl.where(first < length, tl.cdiv(end + C.LEFT - start, C.ROWS), 0)
         for step in range(steps):
-            p = start + step * ROWS
+            p = start + step * C.ROWS
             rows = window
             grads = gradients
             cotangents = ()
-            for ahead in tl.static_range(ROWS):
+            for ahead in tl.static_range(C.ROWS):
                 rows += (_row(at_x, row_stride, p + ahead + right, length, channel, there),)
                 cotangent = _row(at_dy, dy_row_stride, p + ahead, length, channel, there)
-                if MORE:
+                if C.MORE:
                     cotangent += _row(at_more, more_row_stride, p + ahead, length, channel, channel < more_d)
                 cotangents += (cotangent,)
-            for ahead in tl.static_range(ROWS):
+            for ahead in tl.static_range(C.ROWS):
                 at = p + ahead
                 g = cotangents[ahead]
-                if SILU:
+                if C.SILU:
                     total = offset
-                    for tap in tl.static_range(WIDTH):
+                    for tap in tl.static_range(C.WIDTH):
                         total += weights[tap] * rows[ahead + tap]
                     sigmoid = tl.sigmoid(total)
                     g *= sigmoid * (1 + total * (1 - sigmoid))
@@ -209,29 +203,29 @@ def _conv_gradients(
                 grads += (g,)
                 counted = tl.where((at >= first) & (at < end), g, 0.0)
                 more = ()
-                for tap in tl.static_range(WIDTH):
+                for tap in tl.static_range(C.WIDTH):
                     more += (tap_sums[tap] + counted * rows[ahead + tap],)
-                if BIAS:
-                    more += (tap_sums[WIDTH] + counted,)
+                if C.BIAS:
+                    more += (tap_sums[C.WIDTH] + counted,)
                 tap_sums = more
                 total = zero
-                for tap in tl.static_range(WIDTH):
-                    total += weights[tap] * grads[ahead + WIDTH - 1 - tap]
-                target = at - LEFT
-                if STATE:
-                    held = (batch_row.to(tl.int64) * d + channel) * (WIDTH - 1)
-                    place = target - length + (WIDTH - 1)
+                for tap in tl.static_range(C.WIDTH):
+                    total += weights[tap] * grads[ahead + C.WIDTH - 1 - tap]
+                target = at - C.LEFT
+                if C.STATE:
+                    held = (batch_row.to(tl.int64) * d + channel) * (C.WIDTH - 1)
+                    place = target - length + (C.WIDTH - 1)
                     kept = there & (place >= 0) & (target < length)
                     total += tl.load(dfinal + held + place, kept, other=0.0).to(tl.float32)
                     # Of a document's first span, the targets before its first token are all in the state.
                     before = there & (first == 0) & (target < 0)
-                    tl.store(dstate + held + target + (WIDTH - 1), total.to(dstate.dtype.element_ty), before)
+                    tl.store(dstate + held + target + (C.WIDTH - 1), total.to(dstate.dtype.element_ty), before)
                 mask = there & (target >= first) & (target < end)
                 tl.store(at_dx + target.to(tl.int64) * dx_row_stride + channel, total.to(dx.dtype.element_ty), mask)
-            window = rows[ROWS:]
-            gradients = grads[ROWS:]
-    for index in tl.static_range(WIDTH + BIAS):
-        at = sums + (program * (WIDTH + BIAS) + index).to(tl.int64) * d + channel
+            window = rows[C.ROWS :]
+            gradients = grads[C.ROWS :]
+    for index in tl.static_range(C.WIDTH + C.BIAS):
+        at = sums + (program * (C.WIDTH + C.BIAS) + index).to(tl.int64) * d + channel
         tl.store(at, tap_sums[index], there)
 
 

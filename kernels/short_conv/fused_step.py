@@ -22,32 +22,31 @@ CHANNELS = 128
 @triton.jit
 def advance_window(
     x, x_b, x_c, weight, weight_c, weight_t, bias, bias_c, state, state_b, state_c, state_t, out, out_b, out_c, out_t,
-    y, channels,
-    WIDTH: tl.constexpr, SILU: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    y, channels, C: tl.constexpr,
 ):  # fmt: skip
     """y = activation(bias + sum of taps times [state | x]), and out, the last WIDTH - 1 of [state | x]."""
-    blocks = tl.cdiv(channels, CHANNELS)
+    blocks = tl.cdiv(channels, C.CHANNELS)
     b = (tl.program_id(0) // blocks).to(tl.int64)
-    c = (tl.program_id(0) % blocks).to(tl.int64) * CHANNELS + tl.arange(0, CHANNELS)
+    c = (tl.program_id(0) % blocks).to(tl.int64) * C.CHANNELS + tl.arange(0, C.CHANNELS)
     there = c < channels
     new = tl.load(x + b * x_b + c * x_c, there, other=0.0)
     weight += c * weight_c
-    total = new.to(tl.float32) * tl.load(weight + (WIDTH - 1) * weight_t, there, other=0.0).to(tl.float32)
+    total = new.to(tl.float32) * tl.load(weight + (C.WIDTH - 1) * weight_t, there, other=0.0).to(tl.float32)
     window = ()
-    for tap in tl.static_range(WIDTH - 1):
+    for tap in tl.static_range(C.WIDTH - 1):
         held = tl.load(state + b * state_b + c * state_c + tap * state_t, there, other=0.0)
         total += held.to(tl.float32) * tl.load(weight + tap * weight_t, there, other=0.0).to(tl.float32)
         window += (held,)
-    if BIAS:
+    if C.BIAS:
         total += tl.load(bias + c * bias_c, there, other=0.0).to(tl.float32)
-    if SILU:
+    if C.SILU:
         total = total * tl.sigmoid(total)
     # Another thread may still read what this one is about to write.
     tl.debug_barrier()
     at = out + b * out_b + c * out_c
-    for tap in tl.static_range(WIDTH - 2):
+    for tap in tl.static_range(C.WIDTH - 2):
         tl.store(at + tap * out_t, window[tap + 1], there)
-    tl.store(at + (WIDTH - 2) * out_t, new.to(out.dtype.element_ty), there)
+    tl.store(at + (C.WIDTH - 2) * out_t, new.to(out.dtype.element_ty), there)
     tl.store(y + b * channels + c, total.to(y.dtype.element_ty), there)
 
 

@@ -49,15 +49,15 @@ def load_factor(x, stride, index, valid):
 
 
 @triton.jit
-def state_places(n0, p0, D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+def state_places(n0, p0, BLOCK_N: tl.constexpr, C: tl.constexpr):
     """Returns the offsets of the elements of a tile (BLOCK_N, BLOCK_P) of a state, and which of them exist."""
     n = n0 + tl.arange(0, BLOCK_N)
-    p = p0 + tl.arange(0, BLOCK_P)
-    if D_STATE % BLOCK_N == 0 and HEADDIM % BLOCK_P == 0:
-        inside = tl.full((BLOCK_N, BLOCK_P), True, tl.int1)
+    p = p0 + tl.arange(0, C.BLOCK_P)
+    if C.D_STATE % BLOCK_N == 0 and C.HEADDIM % C.BLOCK_P == 0:
+        inside = tl.full((BLOCK_N, C.BLOCK_P), True, tl.int1)
     else:
-        inside = (n[:, None] < D_STATE) & (p[None, :] < HEADDIM)
-    return n[:, None] * HEADDIM + p[None, :], inside
+        inside = (n[:, None] < C.D_STATE) & (p[None, :] < C.HEADDIM)
+    return n[:, None] * C.HEADDIM + p[None, :], inside
 
 
 @triton.jit
@@ -68,35 +68,32 @@ def shifted(index, place, left, REVERSE: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def edge_sum(sums, index, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+def edge_sum(sums, index, C: tl.constexpr):
     """The sum up to and with the chunk's token `index`, as two floats; 0 before the first one."""
-    inside = (index >= 0) & (index < CHUNK)
+    inside = (index >= 0) & (index < C.CHUNK)
     high = tl.load(sums + index, mask=inside, other=0.0)
-    low = tl.load(sums + CHUNK + index, mask=inside, other=0.0) if EXACT else high
+    low = tl.load(sums + C.CHUNK + index, mask=inside, other=0.0) if C.EXACT else high
     return high, low
 
 
 @triton.jit
-def write_sums(sums, index, CHUNK: tl.constexpr, EXACT: tl.constexpr):
+def write_sums(sums, index, C: tl.constexpr):
     """The sums up to where tokens write: their own decays come before."""
     high = tl.load(sums + index)
-    low = tl.load(sums + CHUNK + index) if EXACT else high
+    low = tl.load(sums + C.CHUNK + index) if C.EXACT else high
     return high, low
 
 
 @triton.jit
-def read_sums(
-    sums, index, r0,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def read_sums(sums, index, r0, REVERSE: tl.constexpr, C: tl.constexpr):
     """The sums up to where tokens read: with SHIFT their own decays come after."""
-    if SHIFT:
+    if C.SHIFT:
         index += 1 if REVERSE else -1
-        inside = index < CHUNK - r0 if REVERSE else index >= -r0
+        inside = index < C.CHUNK - r0 if REVERSE else index >= -r0
         high = tl.load(sums + index, mask=inside, other=0.0)
-        low = tl.load(sums + CHUNK + index, mask=inside, other=0.0) if EXACT else high
+        low = tl.load(sums + C.CHUNK + index, mask=inside, other=0.0) if C.EXACT else high
     else:
-        high, low = write_sums(sums, index, CHUNK, EXACT)
+        high, low = write_sums(sums, index, C)
     return high, low
 
 
@@ -122,41 +119,35 @@ def exponents(high, low, from_high, from_low, EXACT: tl.constexpr):
 
 
 @triton.jit
-def tile_edges(sums, r0, REVERSE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr):
+def tile_edges(sums, r0, REVERSE: tl.constexpr, C: tl.constexpr):
     """The sums up to where a direction leaves a tile and up to where it enters, two floats each, and the log2 of the
     decay of a state that goes through the tile."""
-    high, low = edge_sum(sums, leaving_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-    from_high, from_low = edge_sum(sums, entering_edge(r0, REVERSE, TILE), CHUNK, EXACT)
-    return high, low, from_high, from_low, exponents(high, low, from_high, from_low, EXACT)
+    high, low = edge_sum(sums, leaving_edge(r0, REVERSE, C.TILE), C)
+    from_high, from_low = edge_sum(sums, entering_edge(r0, REVERSE, C.TILE), C)
+    return high, low, from_high, from_low, exponents(high, low, from_high, from_low, C.EXACT)
 
 
 @triton.jit
-def tile_exponents(
-    sums, i, r0,
-    WRITERS: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-    EXACT: tl.constexpr,
-):  # fmt: skip
+def tile_exponents(sums, i, r0, WRITERS: tl.constexpr, REVERSE: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr):
     """(TILE, TILE) log2 of the decays between a tile's readers (rows) and writers, or with WRITERS the same turned
     round: anything outside of the direction's triangle, NaN too."""
     if GATED:
         # At the tile's edge a reader's sum may come from a neighbouring row of the table: no writer is before it.
-        before = sums + r0 + ((1 if REVERSE else -1) if SHIFT else 0)
-        read_high, read_low = write_sums(before, i, CHUNK, EXACT)
-        write_high, write_low = write_sums(sums + r0, i, CHUNK, EXACT)
+        before = sums + r0 + ((1 if REVERSE else -1) if C.SHIFT else 0)
+        read_high, read_low = write_sums(before, i, C)
+        write_high, write_low = write_sums(sums + r0, i, C)
     else:
         read_high = i * 0.0
         read_low, write_high, write_low = read_high, read_high, read_high
     if WRITERS:
-        return exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], EXACT)
-    return exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], EXACT)
+        return exponents(read_high[None, :], read_low[None, :], write_high[:, None], write_low[:, None], C.EXACT)
+    return exponents(read_high[:, None], read_low[:, None], write_high[None, :], write_low[None, :], C.EXACT)
 
 
 @triton.jit
 def add_tile(
-    h, z, k, k_l, v, v_l, u, u_l, w, w_l, sums, edge_high, edge_low, r0, place, left, n0, p0,
-    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    VECTOR: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    h, z, k, k_l, v, v_l, u, u_l, w, w_l, sums, edge_high, edge_low, r0, place, left, n0, p0, REVERSE: tl.constexpr,
+    COTANGENT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """h + sum over the tokens of a tile of weight_t key_t value_t^T, and z the same without values: what the tile adds
     to a state (BLOCK_N, BLOCK_P) behind the token up to which `edge_high` sums. With COTANGENT what it adds to the
@@ -165,25 +156,25 @@ def add_tile(
 
     REVERSE is the direction's own sense.
     """
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, C.TILE)
     valid = i < left
-    source, present = shifted(i, place, left, REVERSE, SHIFT and COTANGENT)
-    keys = load_rows(k, k_l, source, present, n0, D_STATE, BLOCK_N)
-    values = load_rows(v, v_l, i, valid, p0, HEADDIM, BLOCK_P)
+    source, present = shifted(i, place, left, REVERSE, C.SHIFT and COTANGENT)
+    keys = load_rows(k, k_l, source, present, n0, C.D_STATE, C.BLOCK_N)
+    values = load_rows(v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
     weight = tl.where(valid, 1.0, 0.0)
     if GATED:
         if COTANGENT:
-            high, low = read_sums(sums + r0, i, r0, REVERSE, SHIFT, CHUNK, EXACT)
-            weight = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
+            high, low = read_sums(sums + r0, i, r0, REVERSE, C)
+            weight = tl.exp2(exponents(high, low, edge_high, edge_low, C.EXACT))
         else:
-            high, low = write_sums(sums + r0, i, CHUNK, EXACT)
-            weight = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
+            high, low = write_sums(sums + r0, i, C)
+            weight = tl.exp2(exponents(edge_high, edge_low, high, low, C.EXACT))
     if SCALED:
         weight *= load_factor(w, w_l, i, valid)
     if GATED or SCALED:
         values = (values.to(tl.float32) * weight[:, None]).to(keys.dtype)
-    h = tl.dot(tl.trans(keys), values, acc=h, input_precision=PRECISION)
-    if VECTOR:
+    h = tl.dot(tl.trans(keys), values, acc=h, input_precision=C.PRECISION)
+    if C.NORMALIZE:
         if COTANGENT:
             weight *= load_factor(u, u_l, i, valid)
         z += tl.sum(keys.to(tl.float32) * weight[:, None], 0)
@@ -201,66 +192,56 @@ def state_dot(x, state, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def side_scores(
-    whole, rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j,
-    D_STATE: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def side_scores(whole, rows, rows_l, cols, cols_l, from_i, inside_i, from_j, inside_j, C: tl.constexpr):
     """Scalar products of all rows with all columns, (TILE, TILE) float32. `whole`: the rows, loaded before, where one
     block holds all of d_state."""
-    if D_STATE <= BLOCK_N:
-        c = load_rows(cols, cols_l, from_j, inside_j, 0, D_STATE, BLOCK_N)
-        scores = tl.dot(whole, tl.trans(c), input_precision=PRECISION)
+    if C.D_STATE <= C.BLOCK_N:
+        c = load_rows(cols, cols_l, from_j, inside_j, 0, C.D_STATE, C.BLOCK_N)
+        scores = tl.dot(whole, tl.trans(c), input_precision=C.PRECISION)
     else:
-        scores = tl.zeros((TILE, TILE), tl.float32)
-        for n0 in tl.static_range(0, D_STATE, BLOCK_N):
-            x = load_rows(rows, rows_l, from_i, inside_i, n0, D_STATE, BLOCK_N)
-            c = load_rows(cols, cols_l, from_j, inside_j, n0, D_STATE, BLOCK_N)
-            scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=PRECISION)
+        scores = tl.zeros((C.TILE, C.TILE), tl.float32)
+        for n0 in tl.static_range(0, C.D_STATE, C.BLOCK_N):
+            x = load_rows(rows, rows_l, from_i, inside_i, n0, C.D_STATE, C.BLOCK_N)
+            c = load_rows(cols, cols_l, from_j, inside_j, n0, C.D_STATE, C.BLOCK_N)
+            scores = tl.dot(x, tl.trans(c), acc=scores, input_precision=C.PRECISION)
     return scores
 
 
 @triton.jit
-def cross_scores(
-    q, q_l, k, k_l, place, left, ahead, forward,
-    SHIFT: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def cross_scores(q, q_l, k, k_l, place, left, ahead, forward, C: tl.constexpr):
     """Scores (TILE, TILE) of this tile's writers (rows) and the other one's readers, typed like q and k, and the same
     turned round in float32. The other tile is `ahead` of this one, and reads in the direction that runs `forward` or
     not."""
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, C.TILE)
     valid = i < left
     source = i + ahead
     readable = source < left
-    if SHIFT:
+    if C.SHIFT:
         source += tl.where(forward, -1, 1)
         readable = readable & (source < left) & (source >= -place)
-    c = load_rows(k, k_l, i, valid, 0, D_STATE, BLOCK_N)
-    x = load_rows(q, q_l, source, readable, 0, D_STATE, BLOCK_N)
-    scores = side_scores(c, k, k_l, q, q_l, i, valid, source, readable, D_STATE, TILE, BLOCK_N, PRECISION)
-    turned = side_scores(x, q, q_l, k, k_l, source, readable, i, valid, D_STATE, TILE, BLOCK_N, PRECISION)
+    c = load_rows(k, k_l, i, valid, 0, C.D_STATE, C.BLOCK_N)
+    x = load_rows(q, q_l, source, readable, 0, C.D_STATE, C.BLOCK_N)
+    scores = side_scores(c, k, k_l, q, q_l, i, valid, source, readable, C)
+    turned = side_scores(x, q, q_l, k, k_l, source, readable, i, valid, C)
     return scores.to(x.dtype), turned
 
 
 @triton.jit
-def cross_decays(
-    sums, r0, ahead, forward,
-    TWO: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, CHUNK: tl.constexpr,
-    TILE: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def cross_decays(sums, r0, ahead, forward, C: tl.constexpr):
     """(TILE,) decays between this tile's writers and the edge, and between the edge and the other tile's readers.
     `sums` are the first direction's; the second one's follow."""
-    i = tl.arange(0, TILE)
+    i = tl.arange(0, C.TILE)
     writes = i * 0.0 + 1.0
     reads = writes
-    if GATED1 or GATED2:
-        edge_high, edge_low = edge_sum(sums, tl.where(forward, TILE - 1, TILE), CHUNK, EXACT)
-        high, low = write_sums(sums + r0, i, CHUNK, EXACT)
-        decays = tl.exp2(exponents(edge_high, edge_low, high, low, EXACT))
-        step = tl.where(forward, -1, 1) if SHIFT else 0
-        high, low = write_sums(sums + (r0 + ahead + step), i, CHUNK, EXACT)
-        until = tl.exp2(exponents(high, low, edge_high, edge_low, EXACT))
-        if TWO and GATED1 != GATED2:
-            gated = forward if GATED1 else forward == False  # noqa: E712 (a tensor)
+    if C.GATED1 or C.GATED2:
+        edge_high, edge_low = edge_sum(sums, tl.where(forward, C.TILE - 1, C.TILE), C)
+        high, low = write_sums(sums + r0, i, C)
+        decays = tl.exp2(exponents(edge_high, edge_low, high, low, C.EXACT))
+        step = tl.where(forward, -1, 1) if C.SHIFT else 0
+        high, low = write_sums(sums + (r0 + ahead + step), i, C)
+        until = tl.exp2(exponents(high, low, edge_high, edge_low, C.EXACT))
+        if C.TWO and C.GATED1 != C.GATED2:
+            gated = forward if C.GATED1 else forward == False  # noqa: E712 (a tensor)
             writes = tl.where(gated, decays, writes)
             reads = tl.where(gated, until, reads)
         else:

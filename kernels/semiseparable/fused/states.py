@@ -31,27 +31,24 @@ from matmix.kernels.slots import bounds, first_slot, located
 @triton.jit
 def pass_side(
     k, k_l, v, v_l, u, u_l, w, w_l, sums, sums_step, states, vectors, entry, entry_vectors, ends, end_vectors,
-    end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors,
-    REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    STORE: tl.constexpr, VECTOR: tl.constexpr, ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr,
-    DECAYS: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, D_STATE: tl.constexpr,
-    HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors, REVERSE: tl.constexpr,
+    GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Run a tile (BLOCK_N, BLOCK_P) of one direction's state through chunks first .. last - 1 of a document.
 
     Pointers stand at the document's first token or slot and the program's head; those of single states at the state.
     """
-    n = n0 + tl.arange(0, BLOCK_N)
-    at_state, in_state = state_places(n0, p0, D_STATE, HEADDIM, BLOCK_N, BLOCK_P)
-    h = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
-    z = tl.zeros((BLOCK_N,), tl.float32)
-    if ENTRY:
+    n = n0 + tl.arange(0, C.BLOCK_N)
+    at_state, in_state = state_places(n0, p0, C.BLOCK_N, C)
+    h = tl.zeros((C.BLOCK_N, C.BLOCK_P), tl.float32)
+    z = tl.zeros((C.BLOCK_N,), tl.float32)
+    if C.ENTRY:
         h += tl.load(entry + at_state, mask=in_state, other=0.0).to(tl.float32)
-        if VECTOR:
-            z += tl.load(entry_vectors + n, mask=n < D_STATE, other=0.0)
+        if C.NORMALIZE:
+            z += tl.load(entry_vectors + n, mask=n < C.D_STATE, other=0.0)
     # The cotangent of a direction's states runs the other way.
-    backward: tl.constexpr = REVERSE != COTANGENT
-    tiles: tl.constexpr = CHUNK // TILE
+    backward: tl.constexpr = REVERSE != C.COTANGENT
+    tiles: tl.constexpr = C.CHUNK // C.TILE
     passed = tl.sum(z * 0.0, 0)
     steps = (last - first) * tiles
     for step in range(steps):
@@ -59,19 +56,19 @@ def pass_side(
         number = first * tiles + (steps - 1 - step if backward else first * 0 + step)
         chunk = number // tiles
         tile = number % tiles
-        r0 = tile * TILE
-        place = number * TILE
+        r0 = tile * C.TILE
+        place = number * C.TILE
         left = length - place
-        if WHOLE:
-            tl.assume(left >= TILE)
-        if STORE:
+        if C.WHOLE:
+            tl.assume(left >= C.TILE)
+        if C.STORE:
             # What enters a document is not stored where it is nothing.
-            inner_chunk = (chunk + 1) * CHUNK < length if backward else chunk > 0
-            if (tile == (tiles - 1 if backward else 0)) & (INITIAL | inner_chunk):
+            inner_chunk = (chunk + 1) * C.CHUNK < length if backward else chunk > 0
+            if (tile == (tiles - 1 if backward else 0)) & (C.INITIAL | inner_chunk):
                 target = states + chunk.to(tl.int64) * step_of_states + at_state
                 tl.store(target, h.to(states.dtype.element_ty), mask=in_state)
-                if VECTOR:
-                    tl.store(vectors + chunk.to(tl.int64) * step_of_vectors + n, z, mask=n < D_STATE)
+                if C.NORMALIZE:
+                    tl.store(vectors + chunk.to(tl.int64) * step_of_vectors + n, z, mask=n < C.D_STATE)
         # The state goes from one edge of the tile to the other; its cotangent from the last token to before the first.
         of_chunk = sums
         edge_high = 0.0
@@ -79,28 +76,25 @@ def pass_side(
         if GATED:
             of_chunk = sums + chunk.to(tl.int64) * sums_step
         if GATED:
-            inner_high, inner_low, outer_high, outer_low, through = tile_edges(
-                of_chunk, r0, REVERSE, CHUNK, TILE, EXACT
-            )
+            inner_high, inner_low, outer_high, outer_low, through = tile_edges(of_chunk, r0, REVERSE, C)
             h *= tl.exp2(through)
-            if VECTOR:
+            if C.NORMALIZE:
                 z *= tl.exp2(through)
-            if DECAYS:
+            if C.DECAYS:
                 passed += through
-            edge_high = outer_high if COTANGENT else inner_high
-            edge_low = outer_low if COTANGENT else inner_low
+            edge_high = outer_high if C.COTANGENT else inner_high
+            edge_low = outer_low if C.COTANGENT else inner_low
         at = place.to(tl.int64)
         h, z = add_tile(
-            h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (VECTOR and COTANGENT) else u, u_l,
-            w + at * w_l if SCALED else w, w_l, of_chunk, edge_high, edge_low, r0, place, left, n0, p0,
-            REVERSE, COTANGENT, SHIFT, GATED, SCALED, VECTOR, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P,
-            PRECISION, EXACT,
+            h, z, k + at * k_l, k_l, v + at * v_l, v_l, u + at * u_l if (C.NORMALIZE and C.COTANGENT) else u, u_l,
+            w + at * w_l if SCALED else w, w_l, of_chunk, edge_high, edge_low, r0, place, left, n0, p0, REVERSE,
+            C.COTANGENT, GATED, SCALED, C,
         )  # fmt: skip
-    if END:
+    if C.END:
         tl.store(ends + at_state, h, mask=in_state)
-        if VECTOR:
-            tl.store(end_vectors + n, z, mask=n < D_STATE)
-    if DECAYS:
+        if C.NORMALIZE:
+            tl.store(end_vectors + n, z, mask=n < C.D_STATE)
+    if C.DECAYS:
         tl.store(end_decays, tl.exp2(passed))
 
 
@@ -109,101 +103,89 @@ def state_pass(
     k1, k1_b, k1_l: tl.constexpr, k1_g, k2, k2_b, k2_l: tl.constexpr, k2_g, v1, v2, v_b, v_l: tl.constexpr, v_h, u, u_b,
     u_l: tl.constexpr, u_h, w1, w1_b, w1_l: tl.constexpr, w1_h, w2, w2_b, w2_l: tl.constexpr, w2_h, sums, states,
     vectors, entry, entry_vectors, ends, end_vectors, end_decays, table, seqlen, per_row, spans_per_row, span_chunks,
-    heads, share,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr,
-    GATED2: tl.constexpr, SCALED1: tl.constexpr, SCALED2: tl.constexpr, STORE: tl.constexpr, VECTOR: tl.constexpr,
-    ENTRY: tl.constexpr, INITIAL: tl.constexpr, END: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, FACTORS: tl.constexpr, SIDES: tl.constexpr,
-    D_STATE: tl.constexpr, HEADDIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    heads, share, C: tl.constexpr,
 ):  # fmt: skip
     """One span of one document, one head, one tile of the state, one direction. The first direction runs backward if
     REVERSE; a second one always does. `sums` are SIDES directions', from the first of these on."""
     unit = tl.program_id(0) // heads
     head = (tl.program_id(0) % heads).to(tl.int64)
-    tiles: tl.constexpr = (HEADDIM + BLOCK_P - 1) // BLOCK_P
-    n0 = tl.program_id(1) // tiles * BLOCK_N
-    p0 = tl.program_id(1) % tiles * BLOCK_P
-    directions: tl.constexpr = 2 if TWO else 1
-    piece, row, begin, length = located(unit, table, seqlen, spans_per_row, PACKED)
+    tiles: tl.constexpr = (C.HEADDIM + C.BLOCK_P - 1) // C.BLOCK_P
+    n0 = tl.program_id(1) // tiles * C.BLOCK_N
+    p0 = tl.program_id(1) % tiles * C.BLOCK_P
+    directions: tl.constexpr = 2 if C.TWO else 1
+    piece, row, begin, length = located(unit, table, seqlen, spans_per_row, C.PACKED)
     first = piece * span_chunks
-    last = tl.minimum(first + span_chunks, tl.cdiv(length, CHUNK))
-    if PACKED:
+    last = tl.minimum(first + span_chunks, tl.cdiv(length, C.CHUNK))
+    if C.PACKED:
         document = tl.load(table + unit * 4)
     else:
         document = row
-    slot = first_slot(document, begin, per_row, CHUNK, PACKED).to(tl.int64)
+    slot = first_slot(document, begin, per_row, C.CHUNK, C.PACKED).to(tl.int64)
     unit = unit.to(tl.int64)
     row = row.to(tl.int64)
     begin = begin.to(tl.int64)
     group = head // share
-    side: tl.constexpr = FACTORS * CHUNK
-    elements = D_STATE * HEADDIM
+    side: tl.constexpr = C.FACTORS * C.CHUNK
+    elements = C.D_STATE * C.HEADDIM
     of_unit = (unit * heads + head) * directions
     of_slot = (slot * heads + head) * directions
-    of_sums = (slot * heads + head) * (SIDES * side)
+    of_sums = (slot * heads + head) * (C.SIDES * side)
     steps = heads * directions
     at_v = row * v_b + begin * v_l + head * v_h
-    of_u = u + row * u_b + begin * u_l + head * u_h if (VECTOR and COTANGENT) else u
-    if not TWO or tl.program_id(2) == 0:
+    of_u = u + row * u_b + begin * u_l + head * u_h if (C.NORMALIZE and C.COTANGENT) else u
+    if not C.TWO or tl.program_id(2) == 0:
         pass_side(
-            k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l,
-            of_u, u_l, w1 + row * w1_b + begin * w1_l + head * w1_h if SCALED1 else w1, w1_l,
-            sums + of_sums if FACTORS else sums, heads * (SIDES * side),
-            states + of_slot * elements if STORE else states,
-            vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
-            entry + of_unit * elements if ENTRY else entry,
-            entry_vectors + of_unit * D_STATE if ENTRY and VECTOR else entry_vectors,
-            ends + of_unit * elements if END else ends,
-            end_vectors + of_unit * D_STATE if END and VECTOR else end_vectors,
-            end_decays + of_unit if DECAYS else end_decays,
-            first, last, length, n0, p0, steps * elements, steps * D_STATE,
-            REVERSE, COTANGENT, SHIFT, GATED1, SCALED1, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
-            WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+            k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l, of_u, u_l,
+            w1 + row * w1_b + begin * w1_l + head * w1_h if C.SCALED1 else w1, w1_l,
+            sums + of_sums if C.FACTORS else sums, heads * (C.SIDES * side),
+            states + of_slot * elements if C.STORE else states,
+            vectors + of_slot * C.D_STATE if C.STORE and C.NORMALIZE else vectors,
+            entry + of_unit * elements if C.ENTRY else entry,
+            entry_vectors + of_unit * C.D_STATE if C.ENTRY and C.NORMALIZE else entry_vectors,
+            ends + of_unit * elements if C.END else ends,
+            end_vectors + of_unit * C.D_STATE if C.END and C.NORMALIZE else end_vectors,
+            end_decays + of_unit if C.DECAYS else end_decays, first, last, length, n0, p0, steps * elements,
+            steps * C.D_STATE, C.REVERSE, C.GATED1, C.SCALED1, C,
         )  # fmt: skip
     else:
         of_unit += 1
         of_slot += 1
         of_sums += side
         pass_side(
-            k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l,
-            of_u, u_l, w2 + row * w2_b + begin * w2_l + head * w2_h if SCALED2 else w2, w2_l,
-            sums + of_sums if FACTORS else sums, heads * (SIDES * side),
-            states + of_slot * elements if STORE else states,
-            vectors + of_slot * D_STATE if STORE and VECTOR else vectors,
-            entry + of_unit * elements if ENTRY else entry,
-            entry_vectors + of_unit * D_STATE if ENTRY and VECTOR else entry_vectors,
-            ends + of_unit * elements if END else ends,
-            end_vectors + of_unit * D_STATE if END and VECTOR else end_vectors,
-            end_decays + of_unit if DECAYS else end_decays,
-            first, last, length, n0, p0, steps * elements, steps * D_STATE,
-            True, COTANGENT, SHIFT, GATED2, SCALED2, STORE, VECTOR, ENTRY, INITIAL, END, DECAYS,
-            WHOLE, CHUNK, TILE, D_STATE, HEADDIM, BLOCK_N, BLOCK_P, PRECISION, EXACT,
+            k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l, of_u, u_l,
+            w2 + row * w2_b + begin * w2_l + head * w2_h if C.SCALED2 else w2, w2_l,
+            sums + of_sums if C.FACTORS else sums, heads * (C.SIDES * side),
+            states + of_slot * elements if C.STORE else states,
+            vectors + of_slot * C.D_STATE if C.STORE and C.NORMALIZE else vectors,
+            entry + of_unit * elements if C.ENTRY else entry,
+            entry_vectors + of_unit * C.D_STATE if C.ENTRY and C.NORMALIZE else entry_vectors,
+            ends + of_unit * elements if C.END else ends,
+            end_vectors + of_unit * C.D_STATE if C.END and C.NORMALIZE else end_vectors,
+            end_decays + of_unit if C.DECAYS else end_decays, first, last, length, n0, p0, steps * elements,
+            steps * C.D_STATE, True, C.GATED2, C.SCALED2, C,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["per_row", "span", "seqlen", "elements"])
 def combine_spans(
-    ends, end_decays, initial, final, cu_seqlens, seqlen, per_row, span, heads, elements,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, COTANGENT: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr,
-    PACKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    ends, end_decays, initial, final, cu_seqlens, seqlen, per_row, span, heads, elements, C: tl.constexpr
+):
     """Replace what each span of a document adds to the state, in `ends`, by the state that enters the span."""
     document = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    directions: tl.constexpr = 2 if TWO else 1
+    directions: tl.constexpr = 2 if C.TWO else 1
     direction = tl.program_id(2) % directions
-    e = tl.program_id(2) // directions * BLOCK + tl.arange(0, BLOCK)
+    e = tl.program_id(2) // directions * C.BLOCK + tl.arange(0, C.BLOCK)
     inside = e < elements
-    backward = (direction == 1) | REVERSE
-    if COTANGENT:
+    backward = (direction == 1) | C.REVERSE
+    if C.COTANGENT:
         backward = backward == False  # noqa: E712 (a tensor)
-    begin, length = bounds(document, cu_seqlens, seqlen, PACKED)
-    first = first_slot(document, begin, per_row, span, PACKED)
+    begin, length = bounds(document, cu_seqlens, seqlen, C.PACKED)
+    first = first_slot(document, begin, per_row, span, C.PACKED)
     spans = tl.cdiv(length, span)
     of_document = ((document.to(tl.int64) * heads + head) * directions + direction) * elements + e
-    h = tl.zeros((BLOCK,), tl.float32)
-    if INITIAL:
+    h = tl.zeros((C.BLOCK,), tl.float32)
+    if C.INITIAL:
         h += tl.load(initial + of_document, mask=inside, other=0.0).to(tl.float32)
     for step in range(spans):
         unit = (first + tl.where(backward, spans - 1 - step, step)).to(tl.int64)
@@ -211,7 +193,7 @@ def combine_spans(
         added = tl.load(ends + which * elements + e, mask=inside, other=0.0)
         tl.store(ends + which * elements + e, h, mask=inside)
         h = h * tl.load(end_decays + which) + added
-    if FINAL:
+    if C.FINAL:
         tl.store(final + of_document, h, mask=inside)
 
 
@@ -301,7 +283,7 @@ def pass_states(
             scan.share,
             num_warps=scan.config.state_warps, num_stages=scan.config.stages,
             **common, SHIFT=form.shift, GATED1=first.log_decay is not None, GATED2=second.log_decay is not None,
-            SCALED1=scaled[0], SCALED2=scaled[1], STORE=store and not summing, VECTOR=vector,
+            SCALED1=scaled[0], SCALED2=scaled[1], STORE=store and not summing, NORMALIZE=vector,
             ENTRY=entries is not None, INITIAL=entry is not None, END=out is not None, DECAYS=summing,
             WHOLE=scan.whole, CHUNK=scan.chunk, TILE=tile, FACTORS=factors, SIDES=before + count,
             D_STATE=n, HEADDIM=p, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,

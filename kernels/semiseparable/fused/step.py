@@ -51,22 +51,20 @@ def choose_config(heads: int) -> StepConfig:
 
 @triton.jit(do_not_specialize=["heads", "share"])
 def advance_state(
-    v, v_b, v_h, q, q_b, q_g, k, k_b, k_g, decay, decay_b, decay_h, scale, scale_b, scale_h,
-    diagonal, diagonal_b, diagonal_h, state, state_b, state_h, state_n, state_p, out, out_b, out_h, out_n, out_p,
-    y, heads, share,
-    DECAY: tl.constexpr, SCALE: tl.constexpr, DIAGONAL: tl.constexpr, D_STATE: tl.constexpr, HEADDIM: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    v, v_b, v_h, q, q_b, q_g, k, k_b, k_g, decay, decay_b, decay_h, scale, scale_b, scale_h, diagonal, diagonal_b,
+    diagonal_h, state, state_b, state_h, state_n, state_p, out, out_b, out_h, out_n, out_p, y, heads, share,
+    C: tl.constexpr,
 ):  # fmt: skip
     """out = exp(decay) state + scale k v^T and y = q^T out + diagonal v, for COLUMNS columns of one head."""
     unit = tl.program_id(0).to(tl.int64)
     b, h = unit // heads, unit % heads
-    p = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    values = tl.load(v + b * v_b + h * v_h + p, p < HEADDIM, other=0.0).to(tl.float32)
+    p = tl.program_id(1) * C.COLUMNS + tl.arange(0, C.COLUMNS)
+    values = tl.load(v + b * v_b + h * v_h + p, p < C.HEADDIM, other=0.0).to(tl.float32)
     written = values
-    if SCALE:
+    if C.SCALE:
         written *= tl.load(scale + b * scale_b + h * scale_h).to(tl.float32)
     factor = 1.0
-    if DECAY:
+    if C.DECAY:
         # A NaN stays one.
         log_decay = tl.load(decay + b * decay_b + h * decay_h).to(tl.float32)
         factor = tl.exp(tl.where(log_decay > HIGHEST, HIGHEST, log_decay))
@@ -74,21 +72,21 @@ def advance_state(
     k += b * k_b + h // share * k_g
     state += b * state_b + h * state_h + p[None, :] * state_p
     out += b * out_b + h * out_h + p[None, :] * out_p
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for first in range(0, D_STATE, ROWS):
-        n = first + tl.arange(0, ROWS)
-        there = (n < D_STATE)[:, None] & (p < HEADDIM)[None, :]
-        key = tl.load(k + n, n < D_STATE, other=0.0).to(tl.float32)
-        query = tl.load(q + n, n < D_STATE, other=0.0).to(tl.float32)
+    total = tl.zeros((C.COLUMNS,), tl.float32)
+    for first in range(0, C.D_STATE, C.ROWS):
+        n = first + tl.arange(0, C.ROWS)
+        there = (n < C.D_STATE)[:, None] & (p < C.HEADDIM)[None, :]
+        key = tl.load(k + n, n < C.D_STATE, other=0.0).to(tl.float32)
+        query = tl.load(q + n, n < C.D_STATE, other=0.0).to(tl.float32)
         held = tl.load(state + n[:, None] * state_n, there, other=0.0)
-        if DECAY:
+        if C.DECAY:
             held *= factor
         held += key[:, None] * written[None, :]
         tl.store(out + n[:, None] * out_n, held, there)
         total += tl.sum(query[:, None] * held, 0)
-    if DIAGONAL:
+    if C.DIAGONAL:
         total += tl.load(diagonal + b * diagonal_b + h * diagonal_h).to(tl.float32) * values
-    tl.store(y + unit * HEADDIM + p, total.to(y.dtype.element_ty), p < HEADDIM)
+    tl.store(y + unit * C.HEADDIM + p, total.to(y.dtype.element_ty), p < C.HEADDIM)
 
 
 def forward(given: ScanStepInputs, in_place: bool) -> tuple[Tensor, Tensor]:

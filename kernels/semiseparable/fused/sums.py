@@ -21,10 +21,7 @@ UNIT = tl.constexpr(2.0**-8)
 
 
 @triton.jit
-def store_side(
-    sums, a, a_l, a_h, i, head, heads, inside,
-    REVERSE: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def store_side(sums, a, a_l, a_h, i, head, heads, inside, REVERSE: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr):
     """Sums of one direction's log2 decays from its side of the chunk on; tokens along axis 0."""
     there = (head < heads)[None, :]
     if GATED:
@@ -35,47 +32,46 @@ def store_side(
         coarse = tl.floor(decay * (1.0 / UNIT) + 0.5) * UNIT
         high = tl.cumsum(coarse, 0, reverse=REVERSE)
         low = tl.cumsum(decay - coarse, 0, reverse=REVERSE)
-        if EXACT:
+        if C.EXACT:
             tl.store(sums, high, mask=there)
-            tl.store(sums + CHUNK, low, mask=there)
+            tl.store(sums + C.CHUNK, low, mask=there)
         else:
             tl.store(sums, high + low, mask=there)
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "rows"])
 def decay_sums(
-    sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, table, seqlen, per_row, heads, rows,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr, PACKED: tl.constexpr,
-    CHUNK: tl.constexpr, FACTORS: tl.constexpr, BLOCK_H: tl.constexpr, EXACT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    sums, triangle, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, table, seqlen, per_row, heads, rows, C: tl.constexpr
+):
     """sums (slots, nheads, directions, FACTORS, CHUNK) float32: one or two floats of sums of log-decays. With TILE
     also `triangle` (TILE, TILE), 1 below the diagonal and else 0, of as many `rows`, by the last program."""
     slot = tl.program_id(0)
-    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
-    if TILE:
+    head = (tl.program_id(1) * C.BLOCK_H + tl.arange(0, C.BLOCK_H)).to(tl.int64)
+    if C.TILE:
         if slot == tl.num_programs(0) - 1:
-            column = tl.arange(0, TILE)
+            column = tl.arange(0, C.TILE)
             for row in range(rows):
                 below = tl.where(column < row, 1.0, 0.0)
-                tl.store(triangle + row * TILE + column, below.to(triangle.dtype.element_ty))
+                tl.store(triangle + row * C.TILE + column, below.to(triangle.dtype.element_ty))
             return
-    chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-    start = chunk * CHUNK
+    chunk, row, begin, length = located(slot, table, seqlen, per_row, C.PACKED)
+    start = chunk * C.CHUNK
     if start >= length:
         return
     b = row.to(tl.int64)
     t = (begin + start).to(tl.int64)
-    i = tl.arange(0, CHUNK)
+    i = tl.arange(0, C.CHUNK)
     inside = (i < length - start)[:, None] & (head < heads)[None, :]
-    target = sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if TWO else 1) * FACTORS * CHUNK) + i[:, None]
+    target = (
+        sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if C.TWO else 1) * C.FACTORS * C.CHUNK) + i[:, None]
+    )
     store_side(
-        target, a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, i, head, heads, inside, REVERSE, GATED1, CHUNK,
-        EXACT,
-    )  # fmt: skip
-    if TWO:
+        target, a1 + b * a1_b + t * a1_l if C.GATED1 else a1, a1_l, a1_h, i, head, heads, inside, C.REVERSE, C.GATED1, C
+    )
+    if C.TWO:
         store_side(
-            target + FACTORS * CHUNK, a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h, i, head, heads, inside,
-            True, GATED2, CHUNK, EXACT,
+            target + C.FACTORS * C.CHUNK, a2 + b * a2_b + t * a2_l if C.GATED2 else a2, a2_l, a2_h, i, head, heads,
+            inside, True, C.GATED2, C,
         )  # fmt: skip
 
 
@@ -91,9 +87,7 @@ def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
 @triton.jit
 def side_decay_gradients(
     da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
-    t, i, left, head, heads, tokens,
-    REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, STATES: tl.constexpr,
-    PARTS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    t, i, left, head, heads, tokens, REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """da and dw of one direction, for tokens t + i (`left` of them in the chunk) of heads `head`; heads lie along
     axis 0.
@@ -110,39 +104,39 @@ def side_decay_gradients(
     to = (t + i)[None, :] * heads + head[:, None]
     if SCALED:
         dscale = tl.load(scales + at, mask=mask, other=0.0)
-        if STATES:
-            dscale += load_parts(wrote, part_stride, at, mask, PARTS)
+        if C.STATES:
+            dscale += load_parts(wrote, part_stride, at, mask, C.PARTS)
         tl.store(dw + to, dscale, mask=mask)
     if GATED:
         # Loaded from where they are to be counted: sums with a token's own share taken off again would lose what
         # strong decays leave.
         gradient = tl.load(pairs + at, mask=mask, other=0.0)
-        after = i + ((-1 if REVERSE else 1) if SHIFT else 0)
+        after = i + ((-1 if REVERSE else 1) if C.SHIFT else 0)
         before = i + (1 if REVERSE else -1)
         is_after = ((after >= 0) & (after < left))[None, :] & there
         is_before = ((before >= 0) & (before < left))[None, :] & there
         at_after = head_place + after[None, :]
         at_before = head_place + before[None, :]
-        if CHUNK > TILE:
+        if C.CHUNK > C.TILE:
             # The tile that the direction comes from writes, and the other one, where there is one, reads.
-            ahead, behind = (i >= TILE)[None, :], (i < TILE)[None, :]
-            reads = is_after & (((after < TILE) & (left > TILE)) if REVERSE else after >= TILE)[None, :]
+            ahead, behind = (i >= C.TILE)[None, :], (i < C.TILE)[None, :]
+            reads = is_after & (((after < C.TILE) & (left > C.TILE)) if REVERSE else after >= C.TILE)[None, :]
             reading = tl.cumsum(tl.load(entered + at_after, mask=reads, other=0.0), 1, reverse=not REVERSE)
             gradient += tl.where(behind if REVERSE else ahead, reading, 0.0)
-            writes = is_before & (before >= TILE if REVERSE else before < TILE)[None, :]
+            writes = is_before & (before >= C.TILE if REVERSE else before < C.TILE)[None, :]
             writing = tl.cumsum(tl.load(crossed + at_before, mask=writes, other=0.0), 1, reverse=REVERSE)
             gradient += tl.where(ahead if REVERSE else behind, writing, 0.0)
-        if STATES:
-            reading = load_parts(read, part_stride, at_after, is_after, PARTS)
+        if C.STATES:
+            reading = load_parts(read, part_stride, at_after, is_after, C.PARTS)
             gradient += tl.cumsum(reading, 1, reverse=not REVERSE)
-            writing = load_parts(wrote, part_stride, at_before, is_before, PARTS)
+            writing = load_parts(wrote, part_stride, at_before, is_before, C.PARTS)
             if SCALED:
                 at_w = before[None, :] * w_l + head[:, None] * w_h
                 writing *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
             gradient += tl.cumsum(writing, 1, reverse=REVERSE)
-            for tile in tl.static_range(CHUNK // TILE):
-                is_tile = (head < heads) & (tile * TILE < left)
-                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, PARTS)[:, None]
+            for tile in tl.static_range(C.CHUNK // C.TILE):
+                is_tile = (head < heads) & (tile * C.TILE < left)
+                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, C.PARTS)[:, None]
         # Larger decays are taken as the largest one, whatever they are.
         decay = tl.load(a + i[None, :] * a_l + head[:, None] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         tl.store(da + to, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
@@ -150,39 +144,34 @@ def side_decay_gradients(
 
 @triton.jit(do_not_specialize=["per_row", "tile_stride"])
 def decay_gradients(
-    da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2,
-    crossed, entered, part_stride, tile_stride,
-    a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l, w2_h,
-    table, seqlen, per_row, tokens, heads,
-    TWO: tl.constexpr, REVERSE: tl.constexpr, SHIFT: tl.constexpr, GATED1: tl.constexpr, GATED2: tl.constexpr,
-    SCALED1: tl.constexpr, SCALED2: tl.constexpr, STATES: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, BLOCK_H: tl.constexpr,
+    da1, dw1, pairs1, scales1, read1, wrote1, through1, da2, dw2, pairs2, scales2, read2, wrote2, through2, crossed,
+    entered, part_stride, tile_stride, a1, a1_b, a1_l, a1_h, a2, a2_b, a2_l, a2_h, w1, w1_b, w1_l, w1_h, w2, w2_b, w2_l,
+    w2_h, table, seqlen, per_row, tokens, heads, C: tl.constexpr,
 ):  # fmt: skip
     """Gradients of decays and input scales of one chunk, from what `pair_gradients` and `vector_gradients` (with
     STATES, in PARTS blocks of d_state) found out about its tokens."""
     slot = tl.program_id(0)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    chunk, row, begin, length = located(slot, table, seqlen, per_row, PACKED)
-    left = tl.minimum(length - chunk * CHUNK, CHUNK)
+    head = tl.program_id(1) * C.BLOCK_H + tl.arange(0, C.BLOCK_H)
+    chunk, row, begin, length = located(slot, table, seqlen, per_row, C.PACKED)
+    left = tl.minimum(length - chunk * C.CHUNK, C.CHUNK)
     if left <= 0:
         return
-    if WHOLE:
-        tl.assume(left == CHUNK)
+    if C.WHOLE:
+        tl.assume(left == C.CHUNK)
     b = row.to(tl.int64)
-    t = (begin + chunk * CHUNK).to(tl.int64)
-    i = tl.arange(0, CHUNK)
-    of_chunk = slot.to(tl.int64) * (CHUNK // TILE) * heads
+    t = (begin + chunk * C.CHUNK).to(tl.int64)
+    i = tl.arange(0, C.CHUNK)
+    of_chunk = slot.to(tl.int64) * (C.CHUNK // C.TILE) * heads
     side_decay_gradients(
         da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1,
-        through1 + of_chunk if (STATES and GATED1) else through1, part_stride, tile_stride,
-        a1 + b * a1_b + t * a1_l if GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if SCALED1 else w1, w1_l, w1_h,
-        b * seqlen + t, i, left, head, heads, tokens, REVERSE, SHIFT, GATED1, SCALED1, STATES, PARTS, CHUNK, TILE,
+        through1 + of_chunk if (C.STATES and C.GATED1) else through1, part_stride, tile_stride,
+        a1 + b * a1_b + t * a1_l if C.GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if C.SCALED1 else w1, w1_l,
+        w1_h, b * seqlen + t, i, left, head, heads, tokens, C.REVERSE, C.GATED1, C.SCALED1, C,
     )  # fmt: skip
-    if TWO:
+    if C.TWO:
         side_decay_gradients(
             da2, dw2, pairs2, scales2, crossed, entered, read2, wrote2,
-            through2 + of_chunk if (STATES and GATED2) else through2, part_stride, tile_stride,
-            a2 + b * a2_b + t * a2_l if GATED2 else a2, a2_l, a2_h,
-            w2 + b * w2_b + t * w2_l if SCALED2 else w2, w2_l, w2_h,
-            b * seqlen + t, i, left, head, heads, tokens, True, SHIFT, GATED2, SCALED2, STATES, PARTS, CHUNK, TILE,
+            through2 + of_chunk if (C.STATES and C.GATED2) else through2, part_stride, tile_stride,
+            a2 + b * a2_b + t * a2_l if C.GATED2 else a2, a2_l, a2_h, w2 + b * w2_b + t * w2_l if C.SCALED2 else w2,
+            w2_l, w2_h, b * seqlen + t, i, left, head, heads, tokens, True, C.GATED2, C.SCALED2, C,
         )  # fmt: skip
