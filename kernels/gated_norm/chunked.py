@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ class NormInputs(NamedTuple):
     x: Tensor
     weight: Tensor
     gate: Tensor
-    eps: float
-    group_size: int | None
+    eps: float = 1e-5
+    group_size: int | None = None
 
 
 def norm_rows(x: Tensor, group: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,6 @@ def norm_backward(given: NormInputs, _: Output, cotangents: Output) -> tuple[Ten
 GATED_NORM = Operation("gated_norm", NormInputs, Output, Form(norm_forward, norm_backward))
 
 
-def gated_norm_torch(
-    x: Tensor, weight: Tensor, gate: Tensor, *, eps: float = 1e-5, group_size: int | None = None
-) -> Tensor:
+def gated_norm_torch(*tensors: Tensor, **options: Any) -> Tensor:
     """`gated_norm` in PyTorch, without argument checks; see there."""
-    return in_pytorch(GATED_NORM)(NormInputs(x, weight, gate, eps, group_size)).y
+    return in_pytorch(GATED_NORM)(NormInputs(*tensors, **options)).y

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,28 +35,38 @@ FEATURE_MAPS = {"elu": shifted_elu, "silu": shifted_silu, "silu_norm": normalize
 """`feature_map` in the configuration -> function, computed in float32 at least."""
 
 
+class LionInputs(NamedTuple):
+    """The arguments of `lion_mixer`, and of matmix::lion_mixer, which runs in Triton only."""
+
+    qkv: Tensor
+    gates: Tensor | None
+    nheads: int
+    feature_map: str = "silu_norm"
+    gate_offset: int = 1
+    forward_gate_offset: int = 0
+    eps: float = 1e-6
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def scan(self) -> ScanForm:
+        return ScanForm(self_term="mean", normalize=True, eps=self.eps)
+
+
 def lion_mixer_torch(
-    qkv: Tensor,
-    gates: Tensor | None,
-    *,
-    nheads: int,
-    feature_map: str = "silu_norm",
-    gate_offset: int = 1,
-    forward_gate_offset: int = 0,
-    eps: float = 1e-6,
-    cu_seqlens: Tensor | None = None,
-    return_row_sums: bool = False,
+    qkv: Tensor, gates: Tensor | None, *, return_row_sums: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lion_mixer` in PyTorch, without argument checks; see there."""
-    q, k, v = qkv.unflatten(-1, (3, nheads, -1)).unbind(-3)
-    features = FEATURE_MAPS[feature_map]
+    given = LionInputs(qkv, gates, **options)
+    cu_seqlens, eps = given.cu_seqlens, given.eps
+    q, k, v = qkv.unflatten(-1, (3, given.nheads, -1)).unbind(-3)
+    features = FEATURE_MAPS[given.feature_map]
     q, k = (features(q) * q.shape[-1] ** -0.5).to(v.dtype), features(k).to(v.dtype)
     forward = backward = None
     if gates is not None:
         forward = backward = F.logsigmoid(working(gates))
-        if forward_gate_offset and gates.dim() == 3:
+        if given.forward_gate_offset and gates.dim() == 3:
             forward = shift_right(forward, cu_seqlens)
-    options = {"shift": False, "self_term": "mean", "gate_offset": gate_offset, "cu_seqlens": cu_seqlens}
+    options = {"shift": False, "self_term": "mean", "gate_offset": given.gate_offset, "cu_seqlens": cu_seqlens}
     if not return_row_sums:
         y = quasiseparable_chunked(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
         return y.flatten(-2)
@@ -65,23 +75,6 @@ def lion_mixer_torch(
     sums = quasiseparable_chunked(v, q, k, q, k, forward, backward, **options)
     y = sums[..., :-1] / (sums[..., -1:] + eps)
     return y.to(qkv.dtype).flatten(-2), sums[..., -1]
-
-
-class LionInputs(NamedTuple):
-    """The arguments of matmix::lion_mixer, which runs in Triton only; see `lion_mixer`."""
-
-    qkv: Tensor
-    gates: Tensor | None
-    cu_seqlens: Tensor | None
-    nheads: int
-    feature_map: str
-    gate_offset: int
-    forward_gate_offset: int
-    eps: float
-
-    @property
-    def scan(self) -> ScanForm:
-        return ScanForm(self_term="mean", normalize=True, eps=self.eps)
 
 
 class LionOutputs(NamedTuple):

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.kernels.lion.chunked import FEATURE_MAPS
+from matmix.kernels.lion.chunked import FEATURE_MAPS, LionInputs
 from matmix.kernels.semiseparable.definition import quasiseparable_definition
 
 
 def lion_mixer_definition(
-    qkv: Tensor,
-    gates: Tensor | None,
-    *,
-    nheads: int,
-    feature_map: str = "silu_norm",
-    gate_offset: int = 1,
-    forward_gate_offset: int = 0,
-    eps: float = 1e-6,
-    cu_seqlens: Tensor | None = None,
-    return_row_sums: bool = False,
+    *tensors: Tensor | None, return_row_sums: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `lion_mixer`; documents one after the other."""
+    qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, eps, cu_seqlens = LionInputs(*tensors, **options)
     qkv = qkv.to(torch.float64)
     bounds = [0, qkv.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, sums = [], []

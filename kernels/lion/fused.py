@@ -26,7 +26,7 @@ _HEADS = 16
 
 
 def forward(given: LionInputs) -> LionOutputs:
-    qkv, gates, cu_seqlens, *_ = given
+    qkv, gates, *_, cu_seqlens = given
     decays = None
     if gates is not None:
         decays = torch.empty((2, *gates.shape), dtype=torch.float32, device=gates.device)
@@ -38,7 +38,7 @@ def forward(given: LionInputs) -> LionOutputs:
 
 def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -> tuple[Tensor, Tensor | None]:
     """Gradients of qkv and gates. Features are computed again."""
-    qkv, gates, cu_seqlens, *_ = given
+    qkv, gates, *_, cu_seqlens = given
     y, row_sum, rest, decays = outputs
     dy, dsums = torch.zeros_like(y) if cotangents.y is None else cotangents.y, cotangents.row_sum
     qkv = rows_in_place(qkv)

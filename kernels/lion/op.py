@@ -83,14 +83,10 @@ def lion_mixer(
     check_finite(op, qkv=qkv, gates=gates)
     headdim = qkv.shape[2] // 3 // nheads
     check_backend(op, backend, qkv, no_kernel_for(headdim, headdim))
+    given = LionInputs(qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, float(eps), cu_seqlens)
     if not lion_mixer_is_fused(qkv, nheads, backend):
-        return lion_mixer_torch(
-            qkv, gates, nheads=nheads, feature_map=feature_map, gate_offset=gate_offset,
-            forward_gate_offset=forward_gate_offset, eps=eps, cu_seqlens=cu_seqlens, return_row_sums=return_row_sums,
-        )  # fmt: skip
-    y, row_sum, *_ = _lion_mixer(
-        LionInputs(qkv, gates, cu_seqlens, nheads, feature_map, gate_offset, forward_gate_offset, float(eps))
-    )
+        return lion_mixer_torch(**given._asdict(), return_row_sums=return_row_sums)
+    y, row_sum, *_ = _lion_mixer(given)
     return (y.flatten(-2), row_sum) if return_row_sums else y.flatten(-2)
 
 

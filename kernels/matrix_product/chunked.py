@@ -20,7 +20,8 @@ second passes run the recurrence in all chunks at once, and only each chunk's pr
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +40,9 @@ class ProductInputs(NamedTuple):
     """The arguments of matmix::matrix_product_scan."""
 
     x: Tensor
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    chunk_size: int | None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    chunk_size: int | None = None
 
 
 class ProductOutputs(NamedTuple):
@@ -364,30 +365,23 @@ MATRIX_PRODUCT = Operation(
 
 
 def matrix_product_chunked(
-    x: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reverse: bool = False,
-    chunk_size: int | None = None,
+    x: Tensor, *, return_final_state: bool = False, reverse: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`matrix_product_scan` in PyTorch, without argument checks; see there."""
-    x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final, _ = in_pytorch(MATRIX_PRODUCT)(ProductInputs(x, initial_state, cu_seqlens, chunk_size))
+    return run_product(in_pytorch(MATRIX_PRODUCT), ProductInputs(x, **options), return_final_state, reverse)
+
+
+def run_product(
+    scan: Callable, given: ProductInputs, return_final_state: bool, reverse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """States, and if asked for final ones, by a scan that runs forward: that from the right is it read backwards."""
+    x, initial_state, cu_seqlens, _ = given
     if reverse:
-        h = h.flip(1)
-        final = final if cu_seqlens is None else final.flip(0)
+        given = given._replace(x=x.flip(1))
+        if cu_seqlens is not None:
+            flipped = None if initial_state is None else initial_state.flip(0)
+            given = given._replace(initial_state=flipped, cu_seqlens=x.shape[1] - cu_seqlens.flip(0))
+    h, final, _ = scan(given)
+    if reverse:
+        h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return (h, final) if return_final_state else h
-
-
-def reverse_products(
-    x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The inputs whose forward scan, read backwards, is the scan from the right."""
-    if not reverse:
-        return x, initial_state, cu_seqlens
-    if cu_seqlens is None:
-        return x.flip(1), initial_state, None
-    flipped = None if initial_state is None else initial_state.flip(0)
-    return x.flip(1), flipped, x.shape[1] - cu_seqlens.flip(0)

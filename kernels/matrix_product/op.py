@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
 from matmix.kernels.functions import working_dtype
-from matmix.kernels.matrix_product.chunked import MATRIX_PRODUCT, ProductInputs, ProductOutputs, reverse_products
+from matmix.kernels.matrix_product.chunked import MATRIX_PRODUCT, ProductInputs, ProductOutputs, run_product
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
 from matmix.kernels.registration import register
 
@@ -59,12 +61,8 @@ def matrix_product_scan(
     check_finite(op, x=x, initial_state=initial_state)
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
-    x, initial_state, cu_seqlens = reverse_products(x, initial_state, cu_seqlens, reverse)
-    h, final, _ = _matrix_product(ProductInputs(x, initial_state, cu_seqlens, chunk_size), backend)
-    if reverse:
-        h = h.flip(1)
-        final = final if cu_seqlens is None else final.flip(0)
-    return (h, final) if return_final_state else h
+    given = ProductInputs(x, initial_state, cu_seqlens, chunk_size)
+    return run_product(partial(_matrix_product, backend=backend), given, return_final_state, reverse)
 
 
 def check_state(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,10 +129,10 @@ class MixerInputs(NamedTuple):
 
     elements: Tensor
     w_down: Tensor
-    w_up: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    construction: str
+    w_up: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    construction: str = "cayley"
 
     def made(self) -> tuple[Tensor, Tensor]:
         """Elements as given, or from chunks, and the state matrices that are made of them."""
@@ -206,26 +206,16 @@ def composed_mixer(scan: Callable, given: MixerInputs) -> tuple[Tensor, Tensor, 
 
 
 def mru_mixer_torch(
-    elements: Tensor,
-    w_down: Tensor,
-    *,
-    w_up: Tensor | None = None,
-    construction: str = "cayley",
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    return_log_norms: bool = False,
-    cu_seqlens: Tensor | None = None,
+    *tensors: Tensor, return_final_state: bool = False, return_log_norms: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, ...]:
     """`mru_mixer` in PyTorch, without argument checks; see there."""
-    given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction)
-    return chosen(*composed_mixer(matrix_product_chunked, given), return_final_state, return_log_norms)
+    results = composed_mixer(matrix_product_chunked, MixerInputs(*tensors, **options))
+    return chosen(*results, return_final_state, return_log_norms)
 
 
-def mru_step_torch(
-    elements: Tensor, state: Tensor, w_down: Tensor, *, w_up: Tensor | None = None, construction: str = "cayley"
-) -> tuple[Tensor, Tensor]:
+def mru_step_torch(elements: Tensor, state: Tensor, w_down: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`mru_step` with a projection, in PyTorch."""
-    given = MixerInputs(elements.unsqueeze(1), w_down, w_up, state, None, construction)
+    given = MixerInputs(elements.unsqueeze(1), w_down, initial_state=state, **options)
     y, state, _ = composed_mixer(matrix_product_chunked, given)
     return y.squeeze(1), state
 

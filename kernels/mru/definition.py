@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from matmix.kernels.matrix_product.definition import matrix_product_definition
+from matmix.kernels.mru.chunked import MixerInputs
 
 
 def state_matrices_definition(elements: Tensor, construction: str, order: int) -> Tensor:
@@ -46,16 +49,10 @@ def elements_definition(chunks: Tensor, w_up: Tensor, construction: str) -> Tens
 
 
 def mru_mixer_definition(
-    elements: Tensor,
-    w_down: Tensor,
-    *,
-    w_up: Tensor | None = None,
-    construction: str = "cayley",
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
+    *tensors: Tensor, return_final_state: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = H_t w_down[head], H_t = H_{t-1} X_t; arguments as in `matmix.kernels.mru_mixer`."""
+    elements, w_down, w_up, initial_state, cu_seqlens, construction = MixerInputs(*tensors, **options)
     if w_up is not None:
         elements = elements_definition(elements, w_up, construction)
     x = state_matrices_definition(elements, construction, w_down.shape[1])

@@ -8,37 +8,26 @@ Shapes, names and meaning of the arguments are those of `matmix.kernels.semisepa
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from matmix.kernels.semiseparable.chunked.autograd import CausalInputs, TwoSidedInputs
+from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs
 
-def semiseparable_definition(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    *,
-    input_scale: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The recurrence h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t
-    v_t.
-    """
-    v, q, k, log_decay, input_scale, diagonal, initial_state = _in_float64(
-        v, q, k, log_decay, input_scale, diagonal, initial_state
-    )
-    heads, seqlen = v.shape[2], v.shape[1]
-    q, k = _per_head(q, heads), _per_head(k, heads)
-    a, w, d = (_per_token(x, v) for x in (log_decay, input_scale, diagonal))
+
+def semiseparable_definition(*tensors: Tensor | None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """The recurrence h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t v_t."""
+    given = _in_float64(CausalInputs(*tensors, **options))
+    v, heads = given.v, given.v.shape[2]
+    q, k = _per_head(given.q, heads), _per_head(given.k, heads)
+    a, w, d = (_per_token(x, v) for x in (given.log_decay, given.input_scale, given.diagonal))
     outputs, finals = [], []
-    for number, (start, end) in enumerate(_documents(cu_seqlens, seqlen)):
+    for number, (start, end) in enumerate(_documents(given.cu_seqlens, v.shape[1])):
         h = torch.zeros(v.shape[0], heads, q.shape[3], v.shape[3], dtype=v.dtype, device=v.device)
-        if initial_state is not None:
-            h = initial_state if cu_seqlens is None else initial_state[number : number + 1]
+        if given.initial_state is not None:
+            h = given.initial_state if given.cu_seqlens is None else given.initial_state[number : number + 1]
         for t in range(start, end):
             write = k[:, t, :, :, None] * v[:, t, :, None, :]
             if w is not None:
@@ -51,21 +40,12 @@ def semiseparable_definition(
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
     if d is not None:
         y = y + d[..., None] * v
-    return (y, torch.cat(finals)) if return_final_state else y
+    return (y, torch.cat(finals)) if given.return_final_state else y
 
 
-def semiseparable_step_definition(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    input_scale: Tensor | None = None,
-    diagonal: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def semiseparable_step_definition(*tensors: Tensor | None, **options: Tensor | None) -> tuple[Tensor, Tensor]:
     """One step of the recurrence of `semiseparable_definition`, element by element."""
-    v, q, k, log_decay, h, w, d = _in_float64(v, q, k, log_decay, state, input_scale, diagonal)
+    v, q, k, log_decay, h, w, d = _in_float64(ScanStepInputs(*tensors, **options))
     heads = v.shape[1]
     q, k = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     a, w, d = (None if x is None else x.expand(v.shape[:2]) for x in (log_decay, w, d))
@@ -76,23 +56,7 @@ def semiseparable_step_definition(
 
 
 def quasiseparable_matrix(
-    q_forward: Tensor,
-    k_forward: Tensor,
-    q_backward: Tensor,
-    k_backward: Tensor,
-    log_decay_forward: Tensor | None,
-    log_decay_backward: Tensor | None,
-    *,
-    heads: int,
-    input_scale_forward: Tensor | None = None,
-    input_scale_backward: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    shift: bool = True,
-    self_term: str = "sum",
-    normalize: str | None = None,
-    eps: float = 1e-6,
-    gate_offset: int = 0,
-    cu_seqlens: Tensor | None = None,
+    *tensors: Tensor | None, normalize: str | None = None, gate_offset: int = 0, **options: Any
 ) -> Tensor:
     """M (batch, heads, seqlen, seqlen) of the bidirectional mixer, from its entries.
 
@@ -101,17 +65,17 @@ def quasiseparable_matrix(
     with t' = t + 1 if `shift` else t and o = `gate_offset`. The diagonal is `diagonal`, plus without `shift`
     the sum (mean) of both directions' q[t] . k[t] w[t]. Normalised, each row is divided by its sum plus eps.
     """
-    given = (q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward)
-    qf, kf, qb, kb, af, ab = _in_float64(*given)
-    batch, seqlen = qf.shape[:2]
-    wf, wb, d = _in_float64(input_scale_forward, input_scale_backward, diagonal)
-    qf, kf, qb, kb = (_per_head(x, heads) for x in (qf, kf, qb, kb))
+    given = _in_float64(TwoSidedInputs(*tensors, normalize=normalize is not None, **options))
+    batch, seqlen, heads, _ = given.v.shape
+    vectors = (given.q_forward, given.k_forward, given.q_backward, given.k_backward)
+    qf, kf, qb, kb = (_per_head(x, heads) for x in vectors)
     zero = qf.new_zeros(batch, seqlen, heads)
-    af, ab, d = (zero if x is None else _per_token(x, zero[..., None]) for x in (af, ab, d))
-    wf, wb = (1 + zero if x is None else x for x in (wf, wb))
-    offset = 1 if shift else 0
+    factors = (given.log_decay_forward, given.log_decay_backward, given.diagonal)
+    af, ab, d = (zero if x is None else _per_token(x, zero[..., None]) for x in factors)
+    wf, wb = (1 + zero if x is None else x for x in (given.input_scale_forward, given.input_scale_backward))
+    offset = 1 if given.shift else 0
     rows = []
-    spans = {t: span for span in _documents(cu_seqlens, seqlen) for t in range(*span)}
+    spans = {t: span for span in _documents(given.cu_seqlens, seqlen) for t in range(*span)}
     for t in range(seqlen):
         start, end = spans[t]
         left, here, right = zero[:, :t], d[:, t : t + 1], zero[:, t + 1 :]
@@ -131,39 +95,22 @@ def quasiseparable_matrix(
             entries = (qb[:, read, None] * kb[:, read:end]).sum(-1) * decay * wb[:, read:end]
             right = torch.cat([entries[:, 1 - offset :], zero[:, end:]], 1)
             own_backward = entries[:, : 1 - offset]
-        if not shift:
-            here = here + (own + own_backward) * (0.5 if self_term == "mean" else 1.0)
+        if not given.shift:
+            here = here + (own + own_backward) * (0.5 if given.self_term == "mean" else 1.0)
         rows.append(torch.cat([left, here, right], 1))
     matrix = torch.stack(rows, 1).permute(0, 3, 1, 2)
-    return matrix / (matrix.sum(-1, keepdim=True) + eps) if normalize else matrix
+    return matrix / (matrix.sum(-1, keepdim=True) + given.eps) if given.normalize else matrix
 
 
 def quasiseparable_definition(
-    v: Tensor,
-    q_forward: Tensor,
-    k_forward: Tensor,
-    q_backward: Tensor,
-    k_backward: Tensor,
-    log_decay_forward: Tensor | None,
-    log_decay_backward: Tensor | None,
-    *,
-    input_scale_forward: Tensor | None = None,
-    input_scale_backward: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    shift: bool = True,
-    combine: str = "add",
-    self_term: str = "sum",
-    normalize: str | None = None,
-    eps: float = 1e-6,
-    gate_offset: int = 0,
-    initial_state_forward: Tensor | None = None,
-    initial_state_backward: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    *tensors: Tensor | None, normalize: str | None = None, gate_offset: int = 0, **options: Any
 ) -> Tensor:
     """shift(SS_f(v)) and flip(shift(SS_b(flip(v)))), with real flips and two causal scans, put together.
 
     What the row sums and halved own terms make of M is taken from M itself.
     """
+    given = _in_float64(TwoSidedInputs(*tensors, **options))
+    v, cu_seqlens, gates = given.v, given.cu_seqlens, given.log_decay_backward
     spans = _documents(cu_seqlens, v.shape[1])
 
     def flip(x: Tensor | None) -> Tensor | None:
@@ -179,44 +126,38 @@ def quasiseparable_definition(
                 pieces += [torch.zeros_like(y[:, start : start + 1]), y[:, start : end - 1]]
         return torch.cat(pieces, 1)
 
-    if gate_offset and log_decay_backward is not None and log_decay_backward.dim() == 3:
-        gates = flip(moved(flip(log_decay_backward)))
-    else:
-        gates = log_decay_backward
+    if gate_offset and gates is not None and gates.dim() == 3:
+        gates = flip(moved(flip(gates)))
 
     def both(v: Tensor) -> tuple[Tensor, Tensor]:
         forward = semiseparable_definition(
-            v, q_forward, k_forward, log_decay_forward, input_scale=input_scale_forward,
-            initial_state=initial_state_forward, cu_seqlens=cu_seqlens,
+            v, given.q_forward, given.k_forward, given.log_decay_forward, given.input_scale_forward, None,
+            given.initial_state_forward, cu_seqlens,
         )  # fmt: skip
         backward = semiseparable_definition(
-            flip(v), flip(q_backward), flip(k_backward), flip(gates), input_scale=flip(input_scale_backward),
-            initial_state=initial_state_backward, cu_seqlens=cu_seqlens,
+            flip(v), flip(given.q_backward), flip(given.k_backward), flip(gates), flip(given.input_scale_backward),
+            None, given.initial_state_backward, cu_seqlens,
         )  # fmt: skip
-        return (moved(forward), flip(moved(backward))) if shift else (forward, flip(backward))
+        return (moved(forward), flip(moved(backward))) if given.shift else (forward, flip(backward))
 
-    v, diagonal = _in_float64(v, diagonal)
-    if normalize or (self_term == "mean" and not shift):
-        matrix = quasiseparable_matrix(
-            q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward, heads=v.shape[2],
-            input_scale_forward=input_scale_forward, input_scale_backward=input_scale_backward, diagonal=diagonal,
-            shift=shift, self_term=self_term, normalize=normalize, eps=eps, gate_offset=gate_offset,
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+    if normalize or (given.self_term == "mean" and not given.shift):
+        matrix = quasiseparable_matrix(*tensors, normalize=normalize, gate_offset=gate_offset, **options)
         y = torch.einsum("bhts,bshp->bthp", matrix, v)
-        if initial_state_forward is None and initial_state_backward is None:
+        if given.initial_state_forward is None and given.initial_state_backward is None:
             return y
         # What the initial states alone give.
         return y + sum(both(torch.zeros_like(v)))
     forward, backward = both(v)
-    own = 0 if diagonal is None else _per_token(diagonal, v)[..., None] * v
-    if combine == "concat":
+    own = 0 if given.diagonal is None else _per_token(given.diagonal, v)[..., None] * v
+    if given.combine == "concat":
         return torch.cat([forward + own, backward + own], -1)
-    return own + (forward * backward if combine == "mult" else forward + backward)
+    return own + (forward * backward if given.combine == "mult" else forward + backward)
 
 
-def _in_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if x is None else x.to(torch.float64) for x in tensors)
+def _in_float64(given: Any) -> Any:
+    """The same arguments with all numbers in float64."""
+    floating = (isinstance(x, Tensor) and x.is_floating_point() for x in given)
+    return type(given)(*(x.to(torch.float64) if wide else x for x, wide in zip(given, floating, strict=True)))
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:

@@ -84,7 +84,7 @@ def _causal_like(given: CausalInputs, _: bool) -> CausalOutputs:
     v, bounds = given.v, given.cu_seqlens
     rows = v.shape[0] if bounds is None else bounds.shape[0] - 1
     shape = (rows, v.shape[2], given.q.shape[3], v.shape[3])
-    final = v.new_empty(shape, dtype=working_dtype(v)) if given.final_state else None
+    final = v.new_empty(shape, dtype=working_dtype(v)) if given.return_final_state else None
     return CausalOutputs(torch.empty_like(v, memory_format=torch.contiguous_format), final)
 
 

@@ -7,7 +7,7 @@ are fast at. Only the inputs are kept for the backward pass; what the activation
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ class ConvInputs(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    bias: Tensor | None
-    causal: bool
-    activation: str | None
-    cu_seqlens: Tensor | None
+    bias: Tensor | None = None
+    causal: bool = False
+    activation: str | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class StateConvInputs(NamedTuple):
@@ -70,8 +70,8 @@ class ConvStepInputs(NamedTuple):
     x: Tensor
     state: Tensor
     weight: Tensor
-    bias: Tensor | None
-    activation: str | None
+    bias: Tensor | None = None
+    activation: str | None = None
 
 
 class ConvCanvas(NamedTuple):
@@ -207,22 +207,15 @@ STATE_CONV = Operation(
 
 
 def short_conv_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    causal: bool = False,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    *tensors: Tensor | None, initial_state: Tensor | None = None, return_final_state: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`short_conv` in PyTorch, without argument checks; see there."""
-    convolve = in_pytorch(SHORT_CONV)
+    given, convolve = ConvInputs(*tensors, **options), in_pytorch(SHORT_CONV)
     if initial_state is None and not return_final_state:
-        return convolve(ConvInputs(x, weight, bias, causal, activation, cu_seqlens)).y
+        return convolve(given).y
+    x, weight, bias, *_ = given
     state = x.new_zeros(x.shape[0], x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
-    joined = StateConvInputs(x, weight, bias, state, activation).joined
+    joined = StateConvInputs(x, weight, bias, state, given.activation).joined
     y = convolve(joined).y[:, state.shape[2] :]
     return (y, last_inputs(joined.x, state)) if return_final_state else y
 
@@ -240,14 +233,6 @@ def conv_step_forward(given: ConvStepInputs, in_place: bool) -> tuple[Tensor, Te
     return out.to(x.dtype), state.copy_(new) if in_place else new
 
 
-def short_conv_step_torch(
-    x: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    activation: str | None = None,
-    in_place: bool = False,
-) -> tuple[Tensor, Tensor]:
+def short_conv_step_torch(*tensors: Tensor | None, in_place: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """`short_conv_step` in PyTorch, without argument checks; see there."""
-    return conv_step_forward(ConvStepInputs(x, state, weight, bias, activation), in_place)
+    return conv_step_forward(ConvStepInputs(*tensors, **options), in_place)

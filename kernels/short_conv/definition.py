@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from matmix.kernels.short_conv.chunked import ConvInputs, ConvStepInputs
+
 
 def short_conv_definition(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    causal: bool = False,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
+    *tensors: Tensor | None, initial_state: Tensor | None = None, return_final_state: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = sum over taps j of weight[:, j] x_{t + j - left}, zero outside the token's document; before a causal one
-    `initial_state`, if given."""
-    x, weight = x.to(torch.float64), weight.to(torch.float64)
+    `initial_state`, if given, from which it goes token by token."""
+    x, weight, bias, causal, activation, cu_seqlens = ConvInputs(*tensors, **options)
+    x, weight, rows = x.to(torch.float64), weight.to(torch.float64), []
     if initial_state is not None or return_final_state:
-        return _from_state(x, weight, bias, activation, initial_state, return_final_state)
+        state = x.new_zeros(x.shape[0], *weight.shape)[..., 1:] if initial_state is None else initial_state
+        for token in x.unbind(1):
+            y, state = short_conv_step_definition(token, state, weight, bias, activation)
+            rows.append(y)
+        return (torch.stack(rows, 1), state) if return_final_state else torch.stack(rows, 1)
     seqlen, width = x.shape[1], weight.shape[1]
     left = width - 1 if causal else width // 2
     bounds = [0, seqlen] if cu_seqlens is None else cu_seqlens.tolist()
-    rows = []
     for start, end in itertools.pairwise(bounds):
         for t in range(start, end):
             row = torch.zeros_like(x[:, 0])
@@ -36,31 +35,16 @@ def short_conv_definition(
                 if start <= source < end:
                     row = row + weight[:, tap] * x[:, source]
             rows.append(row)
-    y = torch.stack(rows, 1)
-    if bias is not None:
-        y = y + bias.to(torch.float64)
-    return y * torch.sigmoid(y) if activation == "silu" else y
+    return _activated(torch.stack(rows, 1), bias, activation)
 
 
-def _from_state(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, state: Tensor | None, final_state: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Token by token."""
-    state = x.new_zeros(x.shape[0], *weight.shape)[..., 1:] if state is None else state
-    outputs = []
-    for token in x.unbind(1):
-        y, state = short_conv_step_definition(token, state, weight, bias, activation=activation)
-        outputs.append(y)
-    y = torch.stack(outputs, 1)
-    return (y, state) if final_state else y
-
-
-def short_conv_step_definition(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None
-) -> tuple[Tensor, Tensor]:
+def short_conv_step_definition(*tensors: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     """y = sum over taps j of weight[:, j] w_j of the window w = [state | x], which without w_0 is the new state."""
+    x, state, weight, bias, activation = ConvStepInputs(*tensors, **options)
     window = torch.cat([state.to(torch.float64), x.to(torch.float64).unsqueeze(-1)], -1)
-    y = (window * weight.to(torch.float64)).sum(-1)
-    if bias is not None:
-        y = y + bias.to(torch.float64)
-    return y * torch.sigmoid(y) if activation == "silu" else y, window[..., 1:]
+    return _activated((window * weight.to(torch.float64)).sum(-1), bias, activation), window[..., 1:]
+
+
+def _activated(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    y = y if bias is None else y + bias.to(torch.float64)
+    return y * torch.sigmoid(y) if activation == "silu" else y

@@ -149,7 +149,7 @@ def test_the_layers_look_at_no_value(directions, as_packed, seqlen):
                 assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
         qkv = torch.empty(1, seqlen, 72, dtype=torch.bfloat16)
         for gates in (None, torch.empty(2), torch.empty(1, seqlen, 2)):
-            given = LionInputs(qkv, gates, bounds, 2, "silu_norm", 1, 1, 1e-6)
+            given = LionInputs(qkv, gates, 2, "silu_norm", 1, 1, 1e-6, bounds)
             outputs = fused_lion.forward(given)
             for dsums in (None, outputs.row_sum):
                 dqkv, dgates = fused_lion.backward(given, outputs, outputs._replace(row_sum=dsums))

@@ -12,7 +12,7 @@ Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,12 +41,12 @@ class CausalInputs(NamedTuple):
     q: Tensor
     k: Tensor
     log_decay: Tensor | None
-    input_scale: Tensor | None
-    diagonal: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    final_state: bool
-    chunk_size: int | None
+    input_scale: Tensor | None = None
+    diagonal: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    return_final_state: bool = False
+    chunk_size: int | None = None
 
     @property
     def call(self) -> ScanCall:
@@ -62,13 +62,13 @@ class CausalOutputs(NamedTuple):
 
 
 def causal_forward(form: Form, given: CausalInputs) -> CausalOutputs:
-    output = form.forward(given.call, given.final_state)
+    output = form.forward(given.call, given.return_final_state)
     return CausalOutputs(output.y, output.final)
 
 
 def causal_backward(form: Form, given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> tuple:
     dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
-    dfinal = cotangents.final if given.final_state else None
+    dfinal = cotangents.final if given.return_final_state else None
     dv, (side,), ddiagonal = form.backward(dy, None, dfinal, given.call)
     return dv, side.q, side.k, side.log_decay, side.input_scale, ddiagonal, side.initial_state
 
@@ -90,18 +90,18 @@ class TwoSidedInputs(NamedTuple):
     k_backward: Tensor
     log_decay_forward: Tensor | None
     log_decay_backward: Tensor | None
-    input_scale_forward: Tensor | None
-    input_scale_backward: Tensor | None
-    diagonal: Tensor | None
-    initial_state_forward: Tensor | None
-    initial_state_backward: Tensor | None
-    cu_seqlens: Tensor | None
-    shift: bool
-    combine: str
-    self_term: str
-    normalize: bool
-    eps: float
-    chunk_size: int | None
+    input_scale_forward: Tensor | None = None
+    input_scale_backward: Tensor | None = None
+    diagonal: Tensor | None = None
+    initial_state_forward: Tensor | None = None
+    initial_state_backward: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    shift: bool = True
+    combine: str = "add"
+    self_term: str = "sum"
+    normalize: bool = False
+    eps: float = 1e-6
+    chunk_size: int | None = None
 
     @property
     def call(self) -> ScanCall:
@@ -162,57 +162,17 @@ QUASISEPARABLE = Operation(
 )  # fmt: skip
 
 
-def semiseparable_chunked(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    *,
-    input_scale: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+def semiseparable_chunked(*tensors: Tensor | None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     """`semiseparable_scan` in PyTorch, without argument checks; see there."""
-    y, final = in_pytorch(SEMISEPARABLE)(
-        CausalInputs(
-            v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
-        )
-    )
-    return (y, final) if return_final_state else y
+    given = CausalInputs(*tensors, **options)
+    y, final = in_pytorch(SEMISEPARABLE)(given)
+    return (y, final) if given.return_final_state else y
 
 
 def quasiseparable_chunked(
-    v: Tensor,
-    q_forward: Tensor,
-    k_forward: Tensor,
-    q_backward: Tensor,
-    k_backward: Tensor,
-    log_decay_forward: Tensor | None,
-    log_decay_backward: Tensor | None,
-    *,
-    input_scale_forward: Tensor | None = None,
-    input_scale_backward: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    shift: bool = True,
-    combine: str = "add",
-    self_term: str = "sum",
-    normalize: str | None = None,
-    eps: float = 1e-6,
-    gate_offset: int = 0,
-    initial_state_forward: Tensor | None = None,
-    initial_state_backward: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
+    *tensors: Tensor | None, normalize: str | None = None, gate_offset: int = 0, **options: Any
 ) -> Tensor:
     """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
-    log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
-    return in_pytorch(QUASISEPARABLE)(
-        TwoSidedInputs(
-            v, q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward, input_scale_forward,
-            input_scale_backward, diagonal, initial_state_forward, initial_state_backward, cu_seqlens, shift, combine,
-            self_term, normalize is not None, eps, chunk_size,
-        )
-    ).y  # fmt: skip
+    given = TwoSidedInputs(*tensors, normalize=normalize is not None, **options)
+    gates = move_gates(given.log_decay_backward, gate_offset, given.cu_seqlens)
+    return in_pytorch(QUASISEPARABLE)(given._replace(log_decay_backward=gates)).y

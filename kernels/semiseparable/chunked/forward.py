@@ -181,8 +181,8 @@ class ScanStepInputs(NamedTuple):
     k: Tensor
     log_decay: Tensor | None
     state: Tensor
-    input_scale: Tensor | None
-    diagonal: Tensor | None
+    input_scale: Tensor | None = None
+    diagonal: Tensor | None = None
 
 
 @outside_autocast
@@ -206,15 +206,7 @@ def step_forward(given: ScanStepInputs, in_place: bool) -> tuple[Tensor, Tensor]
 
 
 def semiseparable_step_torch(
-    v: Tensor,
-    q: Tensor,
-    k: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    input_scale: Tensor | None = None,
-    diagonal: Tensor | None = None,
-    in_place: bool = False,
+    *tensors: Tensor | None, in_place: bool = False, **options: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`semiseparable_step` in PyTorch, without argument checks; see there."""
-    return step_forward(ScanStepInputs(v, q, k, log_decay, state, input_scale, diagonal), in_place)
+    return step_forward(ScanStepInputs(*tensors, **options), in_place)

@@ -169,7 +169,7 @@ def test_matrix(shift, lengths, self_term, gate_offset):
     inputs = make(33, batch=1, d_state=3)
     cu_seqlens = None if lengths is None else packed(lengths)
     options = {"shift": shift, "cu_seqlens": cu_seqlens, "self_term": self_term, "gate_offset": gate_offset}
-    matrix = quasiseparable_matrix(**{n: x for n, x in inputs.items() if n != "v"}, heads=4, **options)
+    matrix = quasiseparable_matrix(**inputs, **options)
     y = torch.einsum("bhts,bshp->bthp", matrix, inputs["v"].double())
     assert rmse_ratio(quasiseparable_scan(**inputs, **options), y) < 1e-6
     assert torch.linalg.matrix_rank(matrix[..., 20:, :20]).max() <= 3
@@ -182,7 +182,7 @@ def test_matrix_entry_by_entry(shift, gate_offset):
     inputs = make(12, batch=1, heads=2, groups=1, diagonal=None)
     x = {name: value[0].double() for name, value in inputs.items()}
     options = {"shift": shift, "gate_offset": gate_offset}
-    matrix = quasiseparable_matrix(**{n: y for n, y in inputs.items() if n != "v"}, heads=2, **options)[0]
+    matrix = quasiseparable_matrix(**inputs, **options)[0]
     offset = int(shift)
     for t, s, head in itertools.product(range(12), range(12), range(2)):
         wanted = 0.0
