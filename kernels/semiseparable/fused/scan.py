@@ -9,7 +9,7 @@ and a resumed run would not give the same losses. `force_configuration` tries ot
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from matmix.kernels import tiles
 from matmix.kernels.launching import ForcedConfiguration, dot_precision, launch, rows_in_place
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 from matmix.kernels.semiseparable.fused.sums import decay_sums
 from matmix.kernels.slots import count_documents, count_slots, slot_table
 
@@ -161,9 +161,11 @@ class Scan(NamedTuple):
     programs: int
     """Programs to aim for (PROGRAMS)."""
 
-    def blocks(self, block: int) -> tuple[int, int, int, int]:
-        """Tiles of at most `block` elements: width and number over d_state, then over headdim."""
-        n, p = (min(block, max(16, triton.next_power_of_2(width))) for width in (self.d_state, self.headdim))
+    def blocks(self, block: str) -> tuple[int, int, int, int]:
+        """Tiles of at most as many elements as this field of the configuration says: width and number over d_state,
+        then over headdim."""
+        most, widths = getattr(self.config, block), (self.d_state, self.headdim)
+        n, p = (min(most, max(16, triton.next_power_of_2(width))) for width in widths)
         return n, -(-self.d_state // n), p, -(-self.headdim // p)
 
     @property
@@ -206,7 +208,7 @@ class Scan(NamedTuple):
     @property
     def walks(self) -> bool:
         """Returns whether one program can make all tiles of a document for one head, and there are enough of those."""
-        _, n_blocks, _, p_blocks = self.blocks(self.config.block)
+        _, n_blocks, _, p_blocks = self.blocks("block")
         enough = self.documents * self.heads * p_blocks >= self.programs
         return self.config.walk and enough and n_blocks == 1 and self.seqlen > self.chunk
 
@@ -220,10 +222,26 @@ class Scan(NamedTuple):
         gated = any(side.log_decay is not None for side in sides)
         return (2 if self.exact else 1) if gated else 0
 
+    def constants(self, sides: tuple[ScanSide, ...], form: ScanForm, block: str) -> dict[str, Any]:
+        """The constants that most kernels share; those of a second direction are False where there is one. `block`: as
+        in `blocks`."""
+        first, second, _ = one_or_two(sides, form)
+        block_n, _, block_p, _ = self.blocks(block)
+        return {
+            "TWO": len(sides) == 2, "REVERSE": first.reverse, "SHIFT": form.shift,
+            "GATED1": first.log_decay is not None, "GATED2": second.log_decay is not None,
+            "SCALED1": first.input_scale is not None, "SCALED2": second.input_scale is not None,
+            "PACKED": self.cu_seqlens is not None, "WHOLE": self.whole, "CHUNK": self.chunk, "TILE": self.tile,
+            "FACTORS": self.factors(sides), "D_STATE": self.d_state, "HEADDIM": self.headdim, "BLOCK_N": block_n,
+            "BLOCK_P": block_p, "PRECISION": self.precision, "EXACT": self.exact,
+        }  # fmt: skip
 
-def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | None, backward: bool) -> Scan:
+
+def set_up(call: ScanCall, backward: bool) -> tuple[Scan, ScanCall]:
+    """The shapes and choices of one pass, and the call with rows that kernels can read as they lie."""
+    v, sides, _, _, cu_seqlens, chunk_size = call
     rows, seqlen, heads, headdim = v.shape
-    groups, d_state = q.shape[2:]
+    groups, d_state = sides[0].q.shape[2:]
     config = choose(v.dtype, seqlen, chunk_size, tiles.architecture(v.device))
     chunk = config.backward_chunk if backward else config.forward_chunk
     if backward and chunk > 2 * config.tile:
@@ -233,9 +251,11 @@ def set_up(v: Tensor, q: Tensor, cu_seqlens: Tensor | None, chunk_size: int | No
             tile=tile, pair_warps=max(config.pair_warps, tile // 16), pair_registers=255,
             vector_warps=max(config.vector_warps, tile // 16), vector_registers=255,
         )  # fmt: skip
-    return Scan(
+    scan = Scan(
         rows, seqlen, heads, headdim, groups, d_state, cu_seqlens, config, chunk, dot_precision(v.dtype), PROGRAMS
     )  # fmt: skip
+    sides = tuple(side._replace(q=rows_in_place(side.q), k=rows_in_place(side.k)) for side in sides)
+    return scan, call._replace(v=rows_in_place(v), sides=sides)
 
 
 def sum_decays(scan: Scan, sides: tuple[ScanSide, ...], triangle: Tensor | None = None) -> Tensor | None:
@@ -276,8 +296,9 @@ def per_token(x: Tensor | None) -> tuple:
     return (x, 0, 0, x.stride(0)) if x.dim() == 1 else (x, *x.stride())
 
 
-def readable(side: ScanSide) -> ScanSide:
-    return side._replace(q=rows_in_place(side.q), k=rows_in_place(side.k))
+def rows(x: Tensor) -> tuple:
+    """A tensor (batch, seqlen, heads or groups, ...) as a pointer and three strides."""
+    return x, *x.stride()[:3]
 
 
 def one_or_two(sides: tuple[ScanSide, ...], form: ScanForm) -> tuple[ScanSide, ScanSide, float]:

@@ -18,26 +18,42 @@ import triton.language as tl
 from torch import Tensor
 
 from matmix.kernels.launching import launch
-from matmix.kernels.semiseparable.form import ScanForm, ScanSide
+from matmix.kernels.semiseparable.form import ScanCall
 from matmix.kernels.semiseparable.fused.layout import (
     add_tile,
     state_places,
     tile_edges,
 )
-from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token
+from matmix.kernels.semiseparable.fused.scan import Scan, one_or_two, per_token, rows
 from matmix.kernels.slots import bounds, first_slot, located
 
 
 @triton.jit
 def pass_side(
-    k, k_l, v, v_l, u, u_l, w, w_l, sums, sums_step, states, vectors, entry, entry_vectors, ends, end_vectors,
-    end_decays, first, last, length, n0, p0, step_of_states, step_of_vectors, REVERSE: tl.constexpr,
-    GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
+    k, k_b, k_l, k_g, v, v_l, u, u_l, w, w_b, w_l, w_h, sums, states, vectors, entry, entry_vectors, ends, end_vectors,
+    end_decays, row, begin, length, first, last, head, heads, share, of_unit, of_slot, of_sums, n0, p0,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Run a tile (BLOCK_N, BLOCK_P) of one direction's state through chunks first .. last - 1 of a document.
-
-    Pointers stand at the document's first token or slot and the program's head; those of single states at the state.
-    """
+    """Run a tile (BLOCK_N, BLOCK_P) of one direction's state through chunks first .. last - 1 of a document. v and u
+    stand at the document's first token and the program's head; of_unit, of_slot and of_sums are numbers of states and
+    of sums that come before the direction's first one."""
+    elements = C.D_STATE * C.HEADDIM
+    step_of_states = heads * (2 if C.TWO else 1)
+    sums_step = heads * (C.SIDES * C.FACTORS * C.CHUNK)
+    k += row * k_b + begin * k_l + head // share * k_g
+    if SCALED:
+        w += row * w_b + begin * w_l + head * w_h
+    if C.FACTORS:
+        sums += of_sums
+    if C.STORE:
+        states += of_slot * elements
+        vectors = vectors + of_slot * C.D_STATE if C.NORMALIZE else vectors
+    if C.ENTRY:
+        entry += of_unit * elements
+        entry_vectors = entry_vectors + of_unit * C.D_STATE if C.NORMALIZE else entry_vectors
+    if C.END:
+        ends += of_unit * elements
+        end_vectors = end_vectors + of_unit * C.D_STATE if C.NORMALIZE else end_vectors
     n = n0 + tl.arange(0, C.BLOCK_N)
     at_state, in_state = state_places(n0, p0, C.BLOCK_N, C)
     h = tl.zeros((C.BLOCK_N, C.BLOCK_P), tl.float32)
@@ -65,17 +81,16 @@ def pass_side(
             # What enters a document is not stored where it is nothing.
             inner_chunk = (chunk + 1) * C.CHUNK < length if backward else chunk > 0
             if (tile == (tiles - 1 if backward else 0)) & (C.INITIAL | inner_chunk):
-                target = states + chunk.to(tl.int64) * step_of_states + at_state
+                target = states + chunk.to(tl.int64) * (step_of_states * elements) + at_state
                 tl.store(target, h.to(states.dtype.element_ty), mask=in_state)
                 if C.NORMALIZE:
-                    tl.store(vectors + chunk.to(tl.int64) * step_of_vectors + n, z, mask=n < C.D_STATE)
+                    tl.store(vectors + chunk.to(tl.int64) * (step_of_states * C.D_STATE) + n, z, mask=n < C.D_STATE)
         # The state goes from one edge of the tile to the other; its cotangent from the last token to before the first.
         of_chunk = sums
         edge_high = 0.0
         edge_low = 0.0
         if GATED:
             of_chunk = sums + chunk.to(tl.int64) * sums_step
-        if GATED:
             inner_high, inner_low, outer_high, outer_low, through = tile_edges(of_chunk, r0, REVERSE, C)
             h *= tl.exp2(through)
             if C.NORMALIZE:
@@ -95,7 +110,7 @@ def pass_side(
         if C.NORMALIZE:
             tl.store(end_vectors + n, z, mask=n < C.D_STATE)
     if C.DECAYS:
-        tl.store(end_decays, tl.exp2(passed))
+        tl.store(end_decays + of_unit, tl.exp2(passed))
 
 
 @triton.jit(do_not_specialize=["seqlen", "per_row", "spans_per_row", "span_chunks"])
@@ -124,45 +139,23 @@ def state_pass(
     unit = unit.to(tl.int64)
     row = row.to(tl.int64)
     begin = begin.to(tl.int64)
-    group = head // share
     side: tl.constexpr = C.FACTORS * C.CHUNK
-    elements = C.D_STATE * C.HEADDIM
     of_unit = (unit * heads + head) * directions
     of_slot = (slot * heads + head) * directions
     of_sums = (slot * heads + head) * (C.SIDES * side)
-    steps = heads * directions
     at_v = row * v_b + begin * v_l + head * v_h
     of_u = u + row * u_b + begin * u_l + head * u_h if (C.NORMALIZE and C.COTANGENT) else u
     if not C.TWO or tl.program_id(2) == 0:
         pass_side(
-            k1 + row * k1_b + begin * k1_l + group * k1_g, k1_l, v1 + at_v, v_l, of_u, u_l,
-            w1 + row * w1_b + begin * w1_l + head * w1_h if C.SCALED1 else w1, w1_l,
-            sums + of_sums if C.FACTORS else sums, heads * (C.SIDES * side),
-            states + of_slot * elements if C.STORE else states,
-            vectors + of_slot * C.D_STATE if C.STORE and C.NORMALIZE else vectors,
-            entry + of_unit * elements if C.ENTRY else entry,
-            entry_vectors + of_unit * C.D_STATE if C.ENTRY and C.NORMALIZE else entry_vectors,
-            ends + of_unit * elements if C.END else ends,
-            end_vectors + of_unit * C.D_STATE if C.END and C.NORMALIZE else end_vectors,
-            end_decays + of_unit if C.DECAYS else end_decays, first, last, length, n0, p0, steps * elements,
-            steps * C.D_STATE, C.REVERSE, C.GATED1, C.SCALED1, C,
+            k1, k1_b, k1_l, k1_g, v1 + at_v, v_l, of_u, u_l, w1, w1_b, w1_l, w1_h, sums, states, vectors, entry,
+            entry_vectors, ends, end_vectors, end_decays, row, begin, length, first, last, head, heads, share, of_unit,
+            of_slot, of_sums, n0, p0, C.REVERSE, C.GATED1, C.SCALED1, C,
         )  # fmt: skip
     else:
-        of_unit += 1
-        of_slot += 1
-        of_sums += side
         pass_side(
-            k2 + row * k2_b + begin * k2_l + group * k2_g, k2_l, v2 + at_v, v_l, of_u, u_l,
-            w2 + row * w2_b + begin * w2_l + head * w2_h if C.SCALED2 else w2, w2_l,
-            sums + of_sums if C.FACTORS else sums, heads * (C.SIDES * side),
-            states + of_slot * elements if C.STORE else states,
-            vectors + of_slot * C.D_STATE if C.STORE and C.NORMALIZE else vectors,
-            entry + of_unit * elements if C.ENTRY else entry,
-            entry_vectors + of_unit * C.D_STATE if C.ENTRY and C.NORMALIZE else entry_vectors,
-            ends + of_unit * elements if C.END else ends,
-            end_vectors + of_unit * C.D_STATE if C.END and C.NORMALIZE else end_vectors,
-            end_decays + of_unit if C.DECAYS else end_decays, first, last, length, n0, p0, steps * elements,
-            steps * C.D_STATE, True, C.GATED2, C.SCALED2, C,
+            k2, k2_b, k2_l, k2_g, v2 + at_v, v_l, of_u, u_l, w2, w2_b, w2_l, w2_h, sums, states, vectors, entry,
+            entry_vectors, ends, end_vectors, end_decays, row, begin, length, first, last, head, heads, share,
+            of_unit + 1, of_slot + 1, of_sums + side, n0, p0, True, C.GATED2, C.SCALED2, C,
         )  # fmt: skip
 
 
@@ -211,23 +204,18 @@ class States(NamedTuple):
 
 
 def pass_states(
-    scan: Scan,
-    sides: tuple[ScanSide, ...],
-    keys: list[Tensor],
-    values: list[Tensor],
-    initial: list[Tensor | None],
-    form: ScanForm,
-    sums: Tensor | None,
-    *,
-    cotangent: bool,
-    sum_factor: Tensor | None = None,
-    want_ends: bool = False,
-    store: bool = True,
+    scan: Scan, call: ScanCall, values: list[Tensor], initial: list[Tensor | None], sums: Tensor | None, *,
+    cotangent: bool = False, sum_factor: Tensor | None = None, want_ends: bool = False, store: bool = True,
     before: int = 0,
-) -> States:
+) -> States:  # fmt: skip
     """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them. What enters a
-    document is left out (unwritten) where all documents begin, or end, with nothing. `sums` are those of as many
-    directions more as come `before` these."""
+    document is left out (unwritten) where all documents begin, or end, with nothing.
+
+    values, initial: v or those of dy, and the states at the start, by direction. sums: those of as many directions more
+    as come `before` the call's.
+    """
+    sides, form = call.sides, call.form
+    keys = [side.q if cotangent else side.k for side in sides]
     count, like, vector = len(sides), values[0], form.normalize
     documents, heads, n, p = scan.documents, scan.heads, scan.d_state, scan.headdim
 
@@ -245,7 +233,7 @@ def pass_states(
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
     ends = empty(documents, heads, count, n, p) if want_ends else None
 
-    block_n, n_blocks, block_p, p_blocks = scan.blocks(scan.config.block)
+    _, n_blocks, _, p_blocks = scan.blocks("block")
     tiles = n_blocks * p_blocks
     programs = documents * heads * tiles
     chunks = scan.per_row(scan.chunk)
@@ -266,28 +254,22 @@ def pass_states(
     if factors:
         table = sums[: slots * heads * (before + count) * factors * scan.chunk]
         sums = table.view(slots, heads, before + count, -1)[:, :, before:]
-    # Longer than the others', as this kernel makes no pairs of tokens.
-    tile = min(scan.chunk, scan.config.state_tile)
-    common = {
-        "TWO": count == 2, "REVERSE": first.reverse, "COTANGENT": cotangent, "PACKED": scan.cu_seqlens is not None
+    # Tiles are longer than the others', as this kernel makes no pairs of tokens.
+    common = scan.constants(sides, form, "block") | {
+        "COTANGENT": cotangent, "SCALED1": scaled[0], "SCALED2": scaled[1], "NORMALIZE": vector,
+        "TILE": min(scan.chunk, scan.config.state_tile),
     }  # fmt: skip
 
     def run(entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, summing: bool) -> None:
         launch(
             state_pass, (units * heads, tiles, count),
-            keys[0], *keys[0].stride()[:3], keys[-1], *keys[-1].stride()[:3], values[0], values[-1],
-            *values[0].stride()[:3], *per_token(sum_factor),
-            *weights[0], *weights[1], sums, None if summing else states, None if summing else vectors, entries,
-            entry_vectors, out, span_vectors if summing else None, span_decays if summing else None,
-            scan.table(span * scan.chunk), scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads,
-            scan.share,
-            num_warps=scan.config.state_warps, num_stages=scan.config.stages,
-            **common, SHIFT=form.shift, GATED1=first.log_decay is not None, GATED2=second.log_decay is not None,
-            SCALED1=scaled[0], SCALED2=scaled[1], STORE=store and not summing, NORMALIZE=vector,
+            *rows(keys[0]), *rows(keys[-1]), values[0], *rows(values[-1]), *per_token(sum_factor), *weights[0],
+            *weights[1], sums, None if summing else states, None if summing else vectors, entries, entry_vectors, out,
+            span_vectors if summing else None, span_decays if summing else None, scan.table(span * scan.chunk),
+            scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads, scan.share,
+            **common, num_warps=scan.config.state_warps, num_stages=scan.config.stages, STORE=store and not summing,
             ENTRY=entries is not None, INITIAL=entry is not None, END=out is not None, DECAYS=summing,
-            WHOLE=scan.whole, CHUNK=scan.chunk, TILE=tile, FACTORS=factors, SIDES=before + count,
-            D_STATE=n, HEADDIM=p, BLOCK_N=block_n, BLOCK_P=block_p, PRECISION=scan.precision,
-            EXACT=scan.exact,
+            SIDES=before + count,
         )  # fmt: skip
 
     if not split:
@@ -301,8 +283,8 @@ def pass_states(
             launch(
                 combine_spans, (documents, heads, -(-elements // block) * count),
                 of_span, span_decays, start, end, scan.cu_seqlens, scan.seqlen, per_row, span * scan.chunk,
-                heads, elements, num_warps=4,
-                **common, INITIAL=start is not None, FINAL=end is not None, BLOCK=block,
+                heads, elements, num_warps=4, TWO=count == 2, REVERSE=first.reverse, COTANGENT=cotangent,
+                PACKED=scan.cu_seqlens is not None, INITIAL=start is not None, FINAL=end is not None, BLOCK=block,
             )  # fmt: skip
     if store:
         run(span_ends, span_vectors, None, False)

@@ -21,10 +21,13 @@ UNIT = tl.constexpr(2.0**-8)
 
 
 @triton.jit
-def store_side(sums, a, a_l, a_h, i, head, heads, inside, REVERSE: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr):
+def store_side(
+    sums, a, a_b, a_l, a_h, b, t, i, head, heads, inside, REVERSE: tl.constexpr, GATED: tl.constexpr, C: tl.constexpr
+):
     """Sums of one direction's log2 decays from its side of the chunk on; tokens along axis 0."""
     there = (head < heads)[None, :]
     if GATED:
+        a += b * a_b + t * a_l
         decay = tl.load(a + i[:, None] * a_l + head[None, :] * a_h, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         # Comparisons, not minimum and maximum: those would swallow a NaN.
         decay = tl.where(decay < LOWEST, LOWEST, decay)
@@ -62,17 +65,11 @@ def decay_sums(
     t = (begin + start).to(tl.int64)
     i = tl.arange(0, C.CHUNK)
     inside = (i < length - start)[:, None] & (head < heads)[None, :]
-    target = (
-        sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if C.TWO else 1) * C.FACTORS * C.CHUNK) + i[:, None]
-    )
-    store_side(
-        target, a1 + b * a1_b + t * a1_l if C.GATED1 else a1, a1_l, a1_h, i, head, heads, inside, C.REVERSE, C.GATED1, C
-    )
+    side: tl.constexpr = C.FACTORS * C.CHUNK
+    target = sums + (slot.to(tl.int64) * heads + head[None, :]) * ((2 if C.TWO else 1) * side) + i[:, None]
+    store_side(target, a1, a1_b, a1_l, a1_h, b, t, i, head, heads, inside, C.REVERSE, C.GATED1, C)
     if C.TWO:
-        store_side(
-            target + C.FACTORS * C.CHUNK, a2 + b * a2_b + t * a2_l if C.GATED2 else a2, a2_l, a2_h, i, head, heads,
-            inside, True, C.GATED2, C,
-        )  # fmt: skip
+        store_side(target + side, a2, a2_b, a2_l, a2_h, b, t, i, head, heads, inside, True, C.GATED2, C)
 
 
 @triton.jit
@@ -86,11 +83,12 @@ def load_parts(x, part_stride, at, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def side_decay_gradients(
-    da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, tile_stride, a, a_l, a_h, w, w_l, w_h,
-    t, i, left, head, heads, tokens, REVERSE: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, C: tl.constexpr,
+    da, dw, pairs, scales, crossed, entered, read, wrote, through, part_stride, tile_stride, a, a_b, a_l, a_h, w, w_b,
+    w_l, w_h, b, seqlen, t, of_chunk, i, left, head, heads, tokens, REVERSE: tl.constexpr, GATED: tl.constexpr,
+    SCALED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """da and dw of one direction, for tokens t + i (`left` of them in the chunk) of heads `head`; heads lie along
-    axis 0.
+    """da and dw of one direction, for tokens t + i of row b (`left` of them in the chunk) of heads `head`; heads lie
+    along axis 0.
 
     The gradient of a token's log-decay is the sum over everything whose decay it takes part in: the pairs of a reader
     and a writer on either side of it inside its tile, those with its tile's writers before it and readers in the other
@@ -99,9 +97,10 @@ def side_decay_gradients(
     """
     there = (head < heads)[:, None]
     mask = (i < left)[None, :] & there
-    head_place = head.to(tl.int64)[:, None] * tokens + t
+    place = b * seqlen + t
+    head_place = head.to(tl.int64)[:, None] * tokens + place
     at = head_place + i[None, :]
-    to = (t + i)[None, :] * heads + head[:, None]
+    to = (place + i)[None, :] * heads + head[:, None]
     if SCALED:
         dscale = tl.load(scales + at, mask=mask, other=0.0)
         if C.STATES:
@@ -132,12 +131,14 @@ def side_decay_gradients(
             writing = load_parts(wrote, part_stride, at_before, is_before, C.PARTS)
             if SCALED:
                 at_w = before[None, :] * w_l + head[:, None] * w_h
-                writing *= tl.load(w + at_w, mask=is_before, other=0.0).to(tl.float32)
+                writing *= tl.load(w + b * w_b + t * w_l + at_w, mask=is_before, other=0.0).to(tl.float32)
             gradient += tl.cumsum(writing, 1, reverse=REVERSE)
             for tile in tl.static_range(C.CHUNK // C.TILE):
                 is_tile = (head < heads) & (tile * C.TILE < left)
-                gradient += load_parts(through + tile * heads, tile_stride, head, is_tile, C.PARTS)[:, None]
+                of_tile = through + of_chunk + tile * heads
+                gradient += load_parts(of_tile, tile_stride, head, is_tile, C.PARTS)[:, None]
         # Larger decays are taken as the largest one, whatever they are.
+        a += b * a_b + t * a_l
         decay = tl.load(a + i[None, :] * a_l + head[:, None] * a_h, mask=mask, other=0.0).to(tl.float32) * LOG2_E
         tl.store(da + to, tl.where(decay > HIGHEST * 1.000001, 0.0, gradient), mask=mask)
 
@@ -163,15 +164,13 @@ def decay_gradients(
     i = tl.arange(0, C.CHUNK)
     of_chunk = slot.to(tl.int64) * (C.CHUNK // C.TILE) * heads
     side_decay_gradients(
-        da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1,
-        through1 + of_chunk if (C.STATES and C.GATED1) else through1, part_stride, tile_stride,
-        a1 + b * a1_b + t * a1_l if C.GATED1 else a1, a1_l, a1_h, w1 + b * w1_b + t * w1_l if C.SCALED1 else w1, w1_l,
-        w1_h, b * seqlen + t, i, left, head, heads, tokens, C.REVERSE, C.GATED1, C.SCALED1, C,
+        da1, dw1, pairs1, scales1, crossed, entered, read1, wrote1, through1, part_stride, tile_stride, a1, a1_b, a1_l,
+        a1_h, w1, w1_b, w1_l, w1_h, b, seqlen, t, of_chunk, i, left, head, heads, tokens, C.REVERSE, C.GATED1,
+        C.SCALED1, C,
     )  # fmt: skip
     if C.TWO:
         side_decay_gradients(
-            da2, dw2, pairs2, scales2, crossed, entered, read2, wrote2,
-            through2 + of_chunk if (C.STATES and C.GATED2) else through2, part_stride, tile_stride,
-            a2 + b * a2_b + t * a2_l if C.GATED2 else a2, a2_l, a2_h, w2 + b * w2_b + t * w2_l if C.SCALED2 else w2,
-            w2_l, w2_h, b * seqlen + t, i, left, head, heads, tokens, True, C.GATED2, C.SCALED2, C,
+            da2, dw2, pairs2, scales2, crossed, entered, read2, wrote2, through2, part_stride, tile_stride, a2, a2_b,
+            a2_l, a2_h, w2, w2_b, w2_l, w2_h, b, seqlen, t, of_chunk, i, left, head, heads, tokens, True, C.GATED2,
+            C.SCALED2, C,
         )  # fmt: skip
