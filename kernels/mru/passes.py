@@ -6,17 +6,7 @@ import triton
 import triton.language as tl
 
 from matmix.kernels.matrix_product.passes import last_chunk, multiply, turned
-from matmix.kernels.mru.build import (
-    block_places,
-    block_sums,
-    build,
-    build_gradient,
-    elements_of,
-    identity,
-    load_weights,
-    row_places,
-    token_places,
-)
+from matmix.kernels.mru import build
 from matmix.kernels.slots import locate
 
 
@@ -24,7 +14,7 @@ from matmix.kernels.slots import locate
 def entering_state(entering, initial, document, slot, chunk, start, length, size, matrix, inside, C: tl.constexpr):
     """The state before a chunk: its left neighbour's last, or the document's first. Blocks without a head are
     identities."""
-    state = identity(C.TILE)
+    state = build.identity(C.TILE)
     if C.INITIAL:
         if chunk == 0:
             state = tl.load(initial + document.to(tl.int64) * size + matrix, mask=inside, other=0.0)
@@ -41,7 +31,7 @@ def block_log_norms(state, same):
     tallest = tl.max(tl.abs(state), axis=0)
     largest = tl.maximum(tl.max(tl.where(same, tallest[None, :], 0.0), axis=1), 1.1754943508222875e-38)
     relative = state / largest[:, None]
-    squares = block_sums(tl.sum(relative * relative, axis=0), same)
+    squares = build.block_sums(tl.sum(relative * relative, axis=0), same)
     # Infinity over infinity is NaN: what overflowed stays infinite. A sum below 1 is rounding, or a state of zeros.
     squares = tl.where(largest == float("inf"), 1.0, tl.where(squares < 1.0, 1.0, squares))
     return tl.log(largest) + 0.5 * tl.log(squares)
@@ -56,21 +46,21 @@ def products_pass(
     h0 = tl.program_id(1) * (C.TILE // C.ORDER)
     _, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, C.CHUNK, C.PACKED)
     TURNED: tl.constexpr = C.CONSTRUCTION == "given"
-    head, row, column, same, inside = block_places(heads, h0, C, TURNED)
+    head, row, column, same, inside = build.block_places(heads, h0, C, TURNED)
     start = chunk * C.CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
-    places, read, _ = token_places(head, row, column, inside, heads, h0, d_c, C)
+    places, read, _ = build.token_places(head, row, column, inside, heads, h0, d_c, C)
     at += places
-    up = load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
-    product = identity(C.TILE)
+    up = build.load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
+    product = build.identity(C.TILE)
     for _ in range(tl.minimum(C.CHUNK, length - start)):
         given = tl.load(at, mask=read, other=0.0).to(tl.float32)
-        m = elements_of(given, up, row, column, same, C)
-        x = build(m, row, column, same, C)
+        m = build.elements_of(given, up, row, column, same, C)
+        x = build.build(m, row, column, same, C)
         product = multiply(turned(product, C.TILE) if TURNED else product, x, C.PRECISION)
         at += e_l
     size = heads * C.ORDER * C.ORDER
-    head, row, column, _, inside = block_places(heads, h0, C)
+    head, row, column, _, inside = build.block_places(heads, h0, C)
     matrix = (head * C.ORDER + row) * C.ORDER + column
     tl.store(products + slot.to(tl.int64) * size + matrix, product, mask=inside)
 
@@ -86,25 +76,25 @@ def outputs_pass(
     h0 = tl.program_id(1) * (C.TILE // C.ORDER)
     document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, C.CHUNK, C.PACKED)
     TURNED: tl.constexpr = C.CONSTRUCTION == "given"
-    head, row, column, same, inside = block_places(heads, h0, C)
+    head, row, column, same, inside = build.block_places(heads, h0, C)
     size = heads * C.ORDER * C.ORDER
     matrix = (head * C.ORDER + row) * C.ORDER + column
     start = chunk * C.CHUNK
     at = elements + row_.to(tl.int64) * e_b + (begin + start).to(tl.int64) * e_l
-    x_head, x_row, x_column, x_same, x_inside = block_places(heads, h0, C, TURNED)
-    places, read, _ = token_places(x_head, x_row, x_column, x_inside, heads, h0, d_c, C)
+    x_head, x_row, x_column, x_same, x_inside = build.block_places(heads, h0, C, TURNED)
+    places, read, _ = build.token_places(x_head, x_row, x_column, x_inside, heads, h0, d_c, C)
     at += places
-    up = load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
-    w = load_weights(w_down, heads, h0, d_c, C, True)
-    flat, there = row_places(heads, h0, d_c, C)
+    up = build.load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
+    w = build.load_weights(w_down, heads, h0, d_c, C, True)
+    flat, there = build.row_places(heads, h0, d_c, C)
     width = heads * C.ORDER * d_c
     at_y = y + (row_.to(tl.int64) * seqlen + begin + start) * width
     at_y += flat
     state = entering_state(entering, initial, document, slot, chunk, start, length, size, matrix, inside, C)
     for _ in range(tl.minimum(C.CHUNK, length - start)):
         given = tl.load(at, mask=read, other=0.0).to(tl.float32)
-        m = elements_of(given, up, x_row, x_column, x_same, C)
-        x = build(m, x_row, x_column, x_same, C)
+        m = build.elements_of(given, up, x_row, x_column, x_same, C)
+        x = build.build(m, x_row, x_column, x_same, C)
         state = multiply(turned(state, C.TILE) if TURNED else state, x, C.PRECISION)
         tl.store(
             at_y, tl.dot(turned(state, C.TILE), w, input_precision=C.PROJECTION).to(y.dtype.element_ty), mask=there
@@ -130,30 +120,30 @@ def collect_pass(
     h0 = tl.program_id(1) * (C.TILE // C.ORDER)
     document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, C.CHUNK, C.PACKED)
     TURNED: tl.constexpr = C.CONSTRUCTION == "given"
-    head, row, column, same, inside = block_places(heads, h0, C)
+    head, row, column, same, inside = build.block_places(heads, h0, C)
     size = heads * C.ORDER * C.ORDER
     matrix = (head * C.ORDER + row) * C.ORDER + column
     start = chunk * C.CHUNK
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
-    x_head, x_row, x_column, x_same, x_inside = block_places(heads, h0, C, TURNED)
-    places, read, _ = token_places(x_head, x_row, x_column, x_inside, heads, h0, d_c, C)
-    up = load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
+    x_head, x_row, x_column, x_same, x_inside = build.block_places(heads, h0, C, TURNED)
+    places, read, _ = build.token_places(x_head, x_row, x_column, x_inside, heads, h0, d_c, C)
+    up = build.load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_inner = inner + slot.to(tl.int64) * ((C.CHUNK + C.GROUP - 1) // C.GROUP) * size
-    product = identity(C.TILE)
+    product = build.identity(C.TILE)
     total = tl.zeros((C.TILE, C.TILE), tl.float32)
     if C.SUMS:
-        w = load_weights(w_down, heads, h0, d_c, C)
-        flat, there = row_places(heads, h0, d_c, C)
+        w = build.load_weights(w_down, heads, h0, d_c, C)
+        flat, there = build.row_places(heads, h0, d_c, C)
         at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if C.GIVEN else dy
     for step in range(tl.minimum(C.CHUNK, length - start)):
         if step % C.GROUP == 0:
             tl.store(at_inner + matrix, product, mask=inside)
             at_inner += size
         given = tl.load(at + places, mask=read, other=0.0).to(tl.float32)
-        m = elements_of(given, up, x_row, x_column, x_same, C)
-        x = build(m, x_row, x_column, x_same, C)
+        m = build.elements_of(given, up, x_row, x_column, x_same, C)
+        x = build.build(m, x_row, x_column, x_same, C)
         product = multiply(turned(product, C.TILE) if TURNED else product, x, C.PRECISION)
         at += e_l
         if C.SUMS and C.GIVEN:
@@ -186,7 +176,7 @@ def gradients_pass(
     slot = tl.program_id(0)
     h0 = tl.program_id(1) * (C.TILE // C.ORDER)
     document, chunk, row_, begin, length = locate(slot, cu_seqlens, documents, seqlen, per_row, C.CHUNK, C.PACKED)
-    head, row, column, same, inside = block_places(heads, h0, C)
+    head, row, column, same, inside = build.block_places(heads, h0, C)
     size = heads * C.ORDER * C.ORDER
     matrix = (head * C.ORDER + row) * C.ORDER + column
     start = chunk * C.CHUNK
@@ -194,7 +184,7 @@ def gradients_pass(
     groups = (steps + C.GROUP - 1) // C.GROUP
     token = (begin + start).to(tl.int64)
     # One pointer advances and small offsets stay: tiles of pointers would take twice the registers.
-    places, read, written = token_places(head, row, column, inside, heads, h0, d_c, C)
+    places, read, written = build.token_places(head, row, column, inside, heads, h0, d_c, C)
     if C.CHUNKED:
         e_size = heads * C.ORDER * d_c
     else:
@@ -203,12 +193,12 @@ def gradients_pass(
             e_size = heads * (C.ORDER * (C.ORDER - 1) // 2)
         elif C.CONSTRUCTION == "affine":
             e_size = heads * (C.ORDER * (C.ORDER // 2))
-    up = load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
+    up = build.load_weights(w_up, heads, h0, d_c, C) if C.CHUNKED else 0
     dup = tl.zeros((C.TILE, C.WIDTH), tl.float32) if C.CHUNKED else 0
     at = elements + row_.to(tl.int64) * e_b + token * e_l
     at_out = out + (row_.to(tl.int64) * seqlen + token) * e_size
-    w = load_weights(w_down, heads, h0, d_c, C)
-    flat, there = row_places(heads, h0, d_c, C)
+    w = build.load_weights(w_down, heads, h0, d_c, C)
+    flat, there = build.row_places(heads, h0, d_c, C)
     at_dy = dy + row_.to(tl.int64) * dy_b + token * dy_l if C.GIVEN else dy
     at_inner = inner + slot.to(tl.int64) * ((C.CHUNK + C.GROUP - 1) // C.GROUP) * size
     WAITING: tl.constexpr = C.GROUP if C.BUILT else 2 * C.GROUP
@@ -236,8 +226,8 @@ def gradients_pass(
                 x = tl.load(at_built + (first + step) * size + matrix, mask=inside, other=0.0)
             else:
                 given = tl.load(at + (first + step).to(tl.int64) * e_l + places, mask=read, other=0.0).to(tl.float32)
-                m = elements_of(given, up, row, column, same, C)
-                x = build(m, row, column, same, C)
+                m = build.elements_of(given, up, row, column, same, C)
+                x = build.build(m, row, column, same, C)
                 tl.store(at_work + (C.GROUP + step) * size + matrix, x, mask=inside)
             state = multiply(state, x, C.PRECISION)
         tl.debug_barrier()
@@ -261,8 +251,8 @@ def gradients_pass(
             m = x
             if not C.BUILT:
                 given = tl.load(at + place * e_l + places, mask=read, other=0.0).to(tl.float32)
-                m = elements_of(given, up, row, column, same, C)
-            gradient = build_gradient(dx, x, m, row, column, same, C)
+                m = build.elements_of(given, up, row, column, same, C)
+            gradient = build.build_gradient(dx, x, m, row, column, same, C)
             if C.CHUNKED:
                 # That of M; a triangle's is antisymmetric already. Outside the blocks only L D U's diagonal is not 0.
                 if C.CONSTRUCTION == "ldu":

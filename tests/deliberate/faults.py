@@ -67,7 +67,7 @@ KERNELS = [
     Fault(
         "the short convolution sees the token to come",
         "kernels/short_conv/chunked.py",
-        "left = width - 1 if causal else width // 2",
+        "left = width - 1 if given.causal else width // 2",
         "left = width // 2",
         "kernels/test_small_ops.py::test_conv",
     ),

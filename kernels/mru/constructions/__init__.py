@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import torch
 
-from matmix.kernels.functions import Function
 from matmix.kernels.mru.constructions.orthogonal import (
     NEWTON_SCHULZ_STEPS,
     CayleyTransform,
+    Construction,
     NearestOrthogonal,
     OrthogonalTimesUpper,
     UnitDeterminantProduct,
 )
 
 
-class AffineMap(Function):
+class AffineMap(Construction):
     """X = [[A, 0], [B, I]] with k = o // 2: A (k x k) is I + M_1, each row divided by the sum of its absolute values
     where that is above 1, and B = M_2, for elements M = [M_1; M_2] (o x k). Keeps M only.
 
@@ -48,14 +48,6 @@ class AffineMap(Function):
         return x
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return AffineMap.gradient(ctx.saved_tensors[0], grad), None
-
-    @staticmethod
     def gradient(elements: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the elements from that of X."""
         order = grad.shape[-1]
@@ -65,13 +57,15 @@ class AffineMap(Function):
         return torch.cat([(of_a - a.sign() * along) / sizes, of_b], dim=-2).flatten(-2)
 
 
-class ReflectionProduct(Function):
+class ReflectionProduct(Construction):
     """X = -H_1 H_2 ... H_o with H_k = I - 2 v_k v_k^T / |v_k|^2; keeps its input and X.
 
     v_k = e_k + elements below it, as LAPACK keeps them: the elements are the columns of the strictly lower triangle,
     given row by row like the Cayley transform's. No v_k can be 0, and all v_k = e_k give -I, hence the sign.
     H_k leaves rows and columns before k alone, so that the products only ever touch the trailing block.
     """
+
+    keeps = ("input", "output")
 
     @staticmethod
     def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
@@ -81,10 +75,6 @@ class ReflectionProduct(Function):
         for k in reversed(range(order)):
             ReflectionProduct.reflect(x[k:, k:], vectors[k:, k], rates[k])
         return x.neg_().permute(2, 0, 1).contiguous().view(*elements.shape[:-1], order, order)
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def vectors(elements: torch.Tensor, order: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,10 +93,9 @@ class ReflectionProduct(Function):
         block.addcmul_(vector.unsqueeze(1), row.unsqueeze(0), value=-1)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def gradient(elements: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         # With K = G X^T - X G^T, skew, the gradient of v_1 is 2 K v_1 / |v_1|^2 =: y, and H_1 K H_1 = K + v y^T - y v^T
         # is the K of the product without H_1.
-        elements, x = ctx.saved_tensors
         order = x.shape[-1]
         vectors, rates = ReflectionProduct.vectors(elements, order)
         skew = (grad @ x.mT).view(-1, order, order).permute(1, 2, 0).contiguous()
@@ -120,7 +109,7 @@ class ReflectionProduct(Function):
             skew = torch.addcmul(skew[1:, 1:], v[1:].unsqueeze(1), y[1:].unsqueeze(0))
             skew.addcmul_(y[1:].unsqueeze(1), v[1:].unsqueeze(0), value=-1)
         rows, columns = torch.tril_indices(order, order, -1, device=x.device)
-        return grad_vectors[rows, columns].mT.reshape(elements.shape), None
+        return grad_vectors[rows, columns].mT.reshape(elements.shape)
 
 
 CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")

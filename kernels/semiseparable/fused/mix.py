@@ -16,24 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import (
-    add_tile,
-    edge_sum,
-    entering_edge,
-    exponents,
-    leaving_edge,
-    load_factor,
-    load_rows,
-    read_sums,
-    settled,
-    shifted,
-    side_scores,
-    state_dot,
-    state_places,
-    tile_edges,
-    tile_exponents,
-    write_sums,
-)
+from matmix.kernels.semiseparable.fused import layout
 from matmix.kernels.slots import bounds, first_slot, located
 
 
@@ -45,14 +28,18 @@ def read_state(
     """Returns what a tile's rows (TILE, BLOCK_P) read through the tile's entering edge, from the state at the chunk's
     edge and from the chunk's tiles between; and the same for sums of rows, (TILE,)."""
     i = tl.arange(0, C.TILE)
-    source, readable = shifted(i, place, left, REVERSE, C.SHIFT)
+    source, readable = layout.shifted(i, place, left, REVERSE, C.SHIFT)
     read = tl.zeros((C.TILE, C.BLOCK_P), tl.float32)
     sums_read = tl.zeros((C.TILE,), tl.float32)
     if C.STORED:
         for n0 in tl.static_range(0, C.D_STATE, C.BLOCK_N):
-            x = whole if C.D_STATE <= C.BLOCK_N else load_rows(q, q_l, source, readable, n0, C.D_STATE, C.BLOCK_N)
-            at, inside = state_places(n0, p0, C.BLOCK_N, C)
-            read = state_dot(x, tl.load(state + at, mask=inside & there, other=0.0), read, C.PRECISION)
+            x = (
+                whole
+                if C.D_STATE <= C.BLOCK_N
+                else layout.load_rows(q, q_l, source, readable, n0, C.D_STATE, C.BLOCK_N)
+            )
+            at, inside = layout.state_places(n0, p0, C.BLOCK_N, C)
+            read = layout.state_dot(x, tl.load(state + at, mask=inside & there, other=0.0), read, C.PRECISION)
             if C.NORMALIZE:
                 n = n0 + tl.arange(0, C.BLOCK_N)
                 z = tl.load(vector + n, mask=(n < C.D_STATE) & there, other=0.0)
@@ -69,22 +56,22 @@ def read_state(
             if C.WHOLE:
                 tl.assume(left - ahead >= C.TILE)
             there_j = i < left - ahead
-            scores = side_scores(whole, q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, C)
+            scores = layout.side_scores(whole, q, q_l, k + ahead * k_l, k_l, source, readable, i, there_j, C)
             weight = i * 0.0 + 1.0
             if GATED:
-                high, low = edge_sum(sums, leaving_edge(tile * C.TILE, REVERSE, C.TILE), C)
-                through = tl.exp2(exponents(high, low, edge_high, edge_low, C.EXACT))
+                high, low = layout.edge_sum(sums, layout.leaving_edge(tile * C.TILE, REVERSE, C.TILE), C)
+                through = tl.exp2(layout.exponents(high, low, edge_high, edge_low, C.EXACT))
                 read *= through
                 sums_read *= through
                 edge_high = high
                 edge_low = low
-                high, low = write_sums(sums + (r0 + ahead), i, C)
-                weight = tl.exp2(exponents(edge_high, edge_low, high, low, C.EXACT))
+                high, low = layout.write_sums(sums + (r0 + ahead), i, C)
+                weight = tl.exp2(layout.exponents(edge_high, edge_low, high, low, C.EXACT))
             if SCALED:
-                weight *= settled(load_factor(w + ahead * w_l, w_l, i, there_j))
+                weight *= layout.settled(layout.load_factor(w + ahead * w_l, w_l, i, there_j))
             if GATED or SCALED:
                 scores *= weight[None, :]
-            values = load_rows(v + ahead * v_l, v_l, i, there_j, p0, C.HEADDIM, C.BLOCK_P)
+            values = layout.load_rows(v + ahead * v_l, v_l, i, there_j, p0, C.HEADDIM, C.BLOCK_P)
             read = tl.dot(scores.to(values.dtype), values, acc=read, input_precision=C.PRECISION)
             if C.NORMALIZE:
                 sums_read += tl.sum(scores, 1)
@@ -97,8 +84,8 @@ def decayed(
 ):
     """Returns what rows read at an edge (`edge_high` sums up to it), with the decays between the edge and the rows."""
     if GATED:
-        high, low = read_sums(sums + r0, i, r0, REVERSE, C)
-        factor = tl.exp2(exponents(high, low, edge_high, edge_low, C.EXACT))
+        high, low = layout.read_sums(sums + r0, i, r0, REVERSE, C)
+        factor = tl.exp2(layout.exponents(high, low, edge_high, edge_low, C.EXACT))
         read *= factor[:, None]
         sums_read *= factor
     return read, sums_read
@@ -109,14 +96,14 @@ def read_carried(x, h, z, sums, place, left, r0, REVERSE: tl.constexpr, GATED: t
     """Returns what a tile's rows x (q) read from the state h (BLOCK_N, BLOCK_P) at the tile's entering edge, (TILE,
     BLOCK_P); and the same for sums of rows z, (TILE,)."""
     i = tl.arange(0, C.TILE)
-    read = state_dot(x, h, tl.zeros((C.TILE, h.shape[1]), tl.float32), C.PRECISION)
+    read = layout.state_dot(x, h, tl.zeros((C.TILE, h.shape[1]), tl.float32), C.PRECISION)
     sums_read = tl.zeros((C.TILE,), tl.float32)
     if C.NORMALIZE:
         sums_read += tl.sum(x.to(tl.float32) * z[None, :], 1)
     edge_high = place * 0.0
     edge_low = edge_high
     if GATED:
-        edge_high, edge_low = edge_sum(sums, entering_edge(r0, REVERSE, C.TILE), C)
+        edge_high, edge_low = layout.edge_sum(sums, layout.entering_edge(r0, REVERSE, C.TILE), C)
     return decayed(read, sums_read, sums, i, r0, edge_high, edge_low, REVERSE, GATED, C)
 
 
@@ -127,15 +114,15 @@ def tile_scores(whole1, q1, q1_l, k1, k1_l, whole2, q2, q2_l, k2, k2_l, place, l
     i = tl.arange(0, C.TILE)
     valid = i < left
     on = i[:, None] == i[None, :]
-    source, readable = shifted(i, place, left, C.REVERSE, C.SHIFT)
-    scores = side_scores(whole1, q1, q1_l, k1, k1_l, source, readable, i, valid, C)
+    source, readable = layout.shifted(i, place, left, C.REVERSE, C.SHIFT)
+    scores = layout.side_scores(whole1, q1, q1_l, k1, k1_l, source, readable, i, valid, C)
     own1 = tl.zeros((C.TILE,), tl.float32)
     own2 = tl.zeros((C.TILE,), tl.float32)
     if not C.SHIFT:
         own1 += tl.sum(tl.where(on, scores, 0.0), 1)
     if C.TWO:
-        source, readable = shifted(i, place, left, True, C.SHIFT)
-        scores2 = side_scores(whole2, q2, q2_l, k2, k2_l, source, readable, i, valid, C)
+        source, readable = layout.shifted(i, place, left, True, C.SHIFT)
+        scores2 = layout.side_scores(whole2, q2, q2_l, k2, k2_l, source, readable, i, valid, C)
         if not C.SHIFT:
             own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
         scores = tl.where(i[:, None] < i[None, :] if C.REVERSE else i[:, None] > i[None, :], scores, scores2)
@@ -197,9 +184,9 @@ def mix_tile(
         )
     matrix = scores
     if C.GATED1 or C.GATED2:
-        exponent = tile_exponents(sums1, i, r0, False, C.REVERSE, C.GATED1, C)
+        exponent = layout.tile_exponents(sums1, i, r0, False, C.REVERSE, C.GATED1, C)
         if C.TWO:
-            other = tile_exponents(sums2, i, r0, False, True, C.GATED2, C)
+            other = layout.tile_exponents(sums2, i, r0, False, True, C.GATED2, C)
             exponent = tl.where(~(first | on), other, exponent)
         matrix *= tl.exp2(exponent)
     # The diagonal: each direction's own terms (without shift), then the given one.
@@ -208,11 +195,11 @@ def mix_tile(
     scale1 = 1.0
     scale2 = 1.0
     if C.SCALED1:
-        given1 = settled(load_factor(at_w1, w1_l, i, valid))
+        given1 = layout.settled(layout.load_factor(at_w1, w1_l, i, valid))
         scale1 = given1[None, :]
         own *= given1
     if C.SCALED2:
-        given2 = settled(load_factor(at_w2, w2_l, i, valid))
+        given2 = layout.settled(layout.load_factor(at_w2, w2_l, i, valid))
         scale2 = given2[None, :]
         also *= given2
     if C.SCALED1 or C.SCALED2:
@@ -220,12 +207,12 @@ def mix_tile(
         matrix = tl.where(first, matrix * scale1, matrix * scale2) if C.TWO else matrix * scale1
     given = tl.zeros((C.TILE,), tl.float32)
     if C.DIAGONAL:
-        given += load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)
+        given += layout.load_factor(d + b * d_b + t * d_l + head * d_h, d_l, i, valid)
     # What stands outside of the triangles is anything up to here.
     if not C.TWO:
         matrix = tl.where(first, matrix, 0.0)
 
-    values = load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+    values = layout.load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
     if C.COMBINE == "add":
         matrix = tl.where(on, (own + also + given)[:, None], matrix)
         out = tl.dot(matrix.to(values.dtype), values, acc=out, input_precision=C.PRECISION)
@@ -266,10 +253,10 @@ def mix_tile(
         edge_high = place * 0.0
         edge_low = edge_high
         if C.GATED1:
-            edge_high, edge_low, _, _, through = tile_edges(sums1, r0, C.REVERSE, C)
+            edge_high, edge_low, _, _, through = layout.tile_edges(sums1, r0, C.REVERSE, C)
             h *= tl.exp2(through)
             z *= tl.exp2(through)
-        h, z = add_tile(
+        h, z = layout.add_tile(
             h, z, at_k1, k1_l, at_v, v_l, at_v, v_l, at_w1, w1_l, sums1, edge_high, edge_low, r0, place, left, 0, p0,
             C.REVERSE, False, C.GATED1, C.SCALED1, C,
         )  # fmt: skip
@@ -288,14 +275,14 @@ def open_tile(
     at_k1 = k1 + b * k1_b + t * k1_l + group * k1_g
     at_q2 = at_q1
     at_k2 = at_k1
-    source, readable = shifted(i, place, left, C.REVERSE, C.SHIFT)
-    whole1 = load_rows(at_q1, q1_l, source, readable, 0, C.D_STATE, C.BLOCK_N)
+    source, readable = layout.shifted(i, place, left, C.REVERSE, C.SHIFT)
+    whole1 = layout.load_rows(at_q1, q1_l, source, readable, 0, C.D_STATE, C.BLOCK_N)
     whole2 = whole1
     if C.TWO:
         at_q2 = q2 + b * q2_b + t * q2_l + group * q2_g
         at_k2 = k2 + b * k2_b + t * k2_l + group * k2_g
-        source, readable = shifted(i, place, left, True, C.SHIFT)
-        whole2 = load_rows(at_q2, q2_l, source, readable, 0, C.D_STATE, C.BLOCK_N)
+        source, readable = layout.shifted(i, place, left, True, C.SHIFT)
+        whole2 = layout.load_rows(at_q2, q2_l, source, readable, 0, C.D_STATE, C.BLOCK_N)
     return at_q1, at_k1, at_q2, at_k2, whole1, whole2
 
 

@@ -13,22 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import (
-    cross_decays,
-    cross_scores,
-    cross_values,
-    edge_sum,
-    exponents,
-    load_factor,
-    load_rows,
-    settled,
-    shifted,
-    side_scores,
-    state_dot,
-    state_places,
-    tile_exponents,
-    write_sums,
-)
+from matmix.kernels.semiseparable.fused import layout
 from matmix.kernels.slots import located
 
 LEAST_SCALE = tl.constexpr(2.0**-64)
@@ -39,9 +24,9 @@ LEAST_SCALE = tl.constexpr(2.0**-64)
 def pair_decays(sums1, sums2, i, r0, first, C: tl.constexpr):
     """The decay between a writer (row) and a reader (column) in the direction in which they meet; 0 where they do not.
     On the diagonal it is anything."""
-    exponent = tile_exponents(sums1, i, r0, True, C.REVERSE, C.GATED1, C)
+    exponent = layout.tile_exponents(sums1, i, r0, True, C.REVERSE, C.GATED1, C)
     if C.TWO:
-        exponent = tl.where(first, exponent, tile_exponents(sums2, i, r0, True, True, C.GATED2, C))
+        exponent = tl.where(first, exponent, layout.tile_exponents(sums2, i, r0, True, True, C.GATED2, C))
     else:
         exponent = tl.where(first, exponent, float("-inf"))
     return tl.exp2(exponent)
@@ -79,14 +64,14 @@ def write_state(
     valid = i < left
     wrote = tl.zeros((C.TILE, C.BLOCK_P), tl.float32)
     for n0 in tl.static_range(0, C.D_STATE, C.BLOCK_N):
-        c = whole if C.D_STATE <= C.BLOCK_N else load_rows(k, k_l, i, valid, n0, C.D_STATE, C.BLOCK_N)
-        at, inside = state_places(n0, p0, C.BLOCK_N, C)
-        wrote = state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, C.PRECISION)
+        c = whole if C.D_STATE <= C.BLOCK_N else layout.load_rows(k, k_l, i, valid, n0, C.D_STATE, C.BLOCK_N)
+        at, inside = layout.state_places(n0, p0, C.BLOCK_N, C)
+        wrote = layout.state_dot(c, tl.load(leaving + at, mask=inside & there, other=0.0), wrote, C.PRECISION)
     factor = scale
     if GATED:
-        edge_high, edge_low = edge_sum(sums, 0 if REVERSE else C.CHUNK - 1, C)
-        high, low = write_sums(sums + r0, i, C)
-        factor *= tl.exp2(exponents(edge_high, edge_low, high, low, C.EXACT))
+        edge_high, edge_low = layout.edge_sum(sums, 0 if REVERSE else C.CHUNK - 1, C)
+        high, low = layout.write_sums(sums + r0, i, C)
+        factor *= tl.exp2(layout.exponents(edge_high, edge_low, high, low, C.EXACT))
     return wrote * factor[:, None]
 
 
@@ -144,25 +129,25 @@ def pair_gradients(
     at_k1 = k1 + of_k1
     at_q2 = at_q1
     at_k2 = at_k1
-    source1, readable1 = shifted(i, place, left, C.REVERSE, C.SHIFT)
-    source2, readable2 = shifted(i, place, left, True, C.SHIFT)
-    whole1 = load_rows(at_k1, k1_l, i, valid, 0, C.D_STATE, C.BLOCK_N)
+    source1, readable1 = layout.shifted(i, place, left, C.REVERSE, C.SHIFT)
+    source2, readable2 = layout.shifted(i, place, left, True, C.SHIFT)
+    whole1 = layout.load_rows(at_k1, k1_l, i, valid, 0, C.D_STATE, C.BLOCK_N)
     whole2 = whole1
     if C.TWO:
         of_q2 = b * q2_b + t * q2_l + group * q2_g
         of_k2 = b * k2_b + t * k2_l + group * k2_g
         at_q2 = q2 + of_q2
         at_k2 = k2 + of_k2
-        whole2 = load_rows(at_k2, k2_l, i, valid, 0, C.D_STATE, C.BLOCK_N)
+        whole2 = layout.load_rows(at_k2, k2_l, i, valid, 0, C.D_STATE, C.BLOCK_N)
     met1 = tl.zeros((C.TILE,), tl.float32)
     met2 = tl.zeros((C.TILE,), tl.float32)
     own1 = tl.zeros((C.TILE,), tl.float32)
     own2 = tl.zeros((C.TILE,), tl.float32)
-    scores = side_scores(whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, C)
+    scores = layout.side_scores(whole1, at_k1, k1_l, at_q1, q1_l, i, valid, source1, readable1, C)
     if not C.SHIFT:
         own1 += tl.sum(tl.where(on, scores, 0.0), 1)
     if C.TWO:
-        scores2 = side_scores(whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, C)
+        scores2 = layout.side_scores(whole2, at_k2, k2_l, at_q2, q2_l, i, valid, source2, readable2, C)
         if not C.SHIFT:
             own2 += tl.sum(tl.where(on, scores2, 0.0), 1)
         scores = tl.where(first, scores, scores2)
@@ -182,7 +167,7 @@ def pair_gradients(
         at_kx = tl.where(forward, k1, k2) + tl.where(forward, of_k1, of_k2) if C.TWO else at_k1
         qx_l = tl.where(forward, q1_l, q2_l) if C.TWO else q1_l
         kx_l = tl.where(forward, k1_l, k2_l) if C.TWO else k1_l
-        scores_x, turned_x = cross_scores(at_qx, qx_l, at_kx, kx_l, place, left, ahead, forward, C)
+        scores_x, turned_x = layout.cross_scores(at_qx, qx_l, at_kx, kx_l, place, left, ahead, forward, C)
 
     if C.GATED1 or C.GATED2:
         below = tl.load(triangle + i[:, None] * C.TILE + i[None, :])
@@ -205,15 +190,15 @@ def pair_gradients(
         if C.HALVES:
             pairs2 = tl.zeros((C.TILE, C.TILE), tl.float32)
         for p0 in tl.static_range(0, C.HEADDIM, C.BLOCK_P):
-            value = load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
-            grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+            value = layout.load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+            grad = layout.load_rows(dy1 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
             pairs = tl.dot(value, tl.trans(grad), acc=pairs, input_precision=C.PRECISION)
             if C.HALVES:
-                grad = load_rows(dy2 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+                grad = layout.load_rows(dy2 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
                 pairs2 = tl.dot(value, tl.trans(grad), acc=pairs2, input_precision=C.PRECISION)
         if C.NORMALIZE:
             # The sum over a row is the product with one more channel of v that holds ones.
-            factor = load_factor(u + b * u_b + t * u_l + head * u_h, u_l, i, valid)
+            factor = layout.load_factor(u + b * u_b + t * u_l + head * u_h, u_l, i, valid)
             pairs += tl.where(valid[:, None], factor[None, :], 0.0)
         along1 = tl.zeros((C.TILE,), tl.float32)
         along2 = along1
@@ -233,9 +218,9 @@ def pair_gradients(
         scale1 = tl.where(valid, 1.0, 0.0)
         scale2 = scale1
         if C.SCALED1:
-            scale1 = load_factor(at_w1, w1_l, i, valid)
+            scale1 = layout.load_factor(at_w1, w1_l, i, valid)
         if C.SCALED2:
-            scale2 = load_factor(at_w2, w2_l, i, valid)
+            scale2 = layout.load_factor(at_w2, w2_l, i, valid)
         if SCALED:
             # What a scale gets is divided by it below: one of 0 would lose its gradient.
             scale1 = tl.where(tl.abs(scale1) < LEAST_SCALE, LEAST_SCALE, scale1)
@@ -250,7 +235,7 @@ def pair_gradients(
         also *= scale2
         diagonal = tl.zeros((C.TILE,), tl.float32)
         if C.DIAGONAL:
-            diagonal += load_factor(given + b * given_b + t * given_l + head * given_h, given_l, i, valid)
+            diagonal += layout.load_factor(given + b * given_b + t * given_l + head * given_h, given_l, i, valid)
         decays = tl.where(on, (own + also + diagonal)[:, None], decays)
         matrix = scores * decays
         changes = pairs * matrix
@@ -276,7 +261,7 @@ def pair_gradients(
         written = tl.zeros((C.TILE,), tl.float32)
         if CROSS:
             scale_x = tl.where(forward, scale1, scale2) if C.TWO else scale1
-            decay_x, reads_x = cross_decays(sums_x, r0, ahead, forward, C)
+            decay_x, reads_x = layout.cross_decays(sums_x, r0, ahead, forward, C)
             reads_there = i < left - ahead
             if C.EXACT and not C.TWO:
                 decay_x = tl.where(meets, decay_x, 0.0)
@@ -287,12 +272,12 @@ def pair_gradients(
             pairs_x = tl.zeros((C.TILE, C.TILE), tl.float32)
         for p0 in tl.static_range(0, C.HEADDIM, C.BLOCK_P):
             if C.HEADDIM > C.BLOCK_P:
-                value = load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+                value = layout.load_rows(at_v, v_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
             if C.HALVES or C.HEADDIM > C.BLOCK_P:
-                grad = load_rows(dy1 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+                grad = layout.load_rows(dy1 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
             out = tl.dot(matrix.to(grad.dtype), grad, input_precision=C.PRECISION)
             if C.HALVES:
-                grad = load_rows(dy2 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+                grad = layout.load_rows(dy2 + at_y, dy_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
                 out = tl.dot(half.to(grad.dtype), grad, acc=out, input_precision=C.PRECISION)
             if C.STORED:
                 out += write_state(
@@ -306,8 +291,8 @@ def pair_gradients(
                     )  # fmt: skip
             if CROSS:
                 if ALWAYS or meets:
-                    grad_x = load_rows(at_dyx, dy_l, i, reads_there, p0, C.HEADDIM, C.BLOCK_P)
-                    out, pairs_x, written = cross_values(
+                    grad_x = layout.load_rows(at_dyx, dy_l, i, reads_there, p0, C.HEADDIM, C.BLOCK_P)
+                    out, pairs_x, written = layout.cross_values(
                         out, pairs_x, written, scores_x, value, grad_x, writes_x, reads_x, C.PRECISION
                     )
             p = p0 + tl.arange(0, C.BLOCK_P)
@@ -320,10 +305,10 @@ def pair_gradients(
             if ALWAYS or meets:
                 if C.NORMALIZE:
                     at_u = u + b * u_b + (t + ahead) * u_l + head * u_h
-                    reading = load_factor(at_u, u_l, i, reads_there) * reads_x
+                    reading = layout.load_factor(at_u, u_l, i, reads_there) * reads_x
                     pairs_x += tl.where(valid[None, :], reading[:, None], 0.0)
                     written += tl.sum(scores_x.to(tl.float32) * reading[None, :], 1)
-                pairs_x *= settled(writes_x)[None, :]
+                pairs_x *= layout.settled(writes_x)[None, :]
                 dcross += pairs_x
                 written *= decay_x
                 if C.GATED1 or C.GATED2:

@@ -11,14 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from matmix.kernels.semiseparable.fused.layout import (
-    edge_sum,
-    exponents,
-    load_factor,
-    load_rows,
-    state_dot,
-    state_places,
-)
+from matmix.kernels.semiseparable.fused import layout
 from matmix.kernels.slots import located
 
 
@@ -35,7 +28,7 @@ def passed_through(entering, leaving, there, first, ROWS: tl.constexpr, C: tl.co
     cotangent of the one that leaves; of ROWS of their rows."""
     total = 0.0
     for p0 in tl.static_range(0, C.HEADDIM, C.BLOCK_P):
-        at, inside = state_places(first, p0, ROWS, C)
+        at, inside = layout.state_places(first, p0, ROWS, C)
         h = tl.load(entering + at, mask=inside & there, other=0.0).to(tl.float32)
         total += tl.sum(h * tl.load(leaving + at, mask=inside & there, other=0.0).to(tl.float32))
     return total
@@ -84,21 +77,21 @@ def side_gradients(
         of_state = states + of_head * elements
         part = tl.zeros((C.TILE, C.BLOCK_N), tl.float32)
         for p0 in tl.static_range(0, C.HEADDIM, C.BLOCK_P):
-            at, inside = state_places(n0, p0, C.BLOCK_N, C)
+            at, inside = layout.state_places(n0, p0, C.BLOCK_N, C)
             h = tl.load(of_state + at, mask=inside & there, other=0.0)
-            row = load_rows(rows + head * rows_h, rows_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
-            part = state_dot(row, tl.trans(h), part, C.PRECISION)
+            row = layout.load_rows(rows + head * rows_h, rows_l, i, valid, p0, C.HEADDIM, C.BLOCK_P)
+            part = layout.state_dot(row, tl.trans(h), part, C.PRECISION)
         if C.NORMALIZE:
             # The sum over a row is the product with one more channel of v that holds ones.
             h_sum = load_vector(vectors + of_head * C.D_STATE, there, n0, C)
-            ones = tl.where(valid, 1.0, 0.0) if WRITES else load_factor(u + head * u_h, u_l, i, valid)
+            ones = tl.where(valid, 1.0, 0.0) if WRITES else layout.load_factor(u + head * u_h, u_l, i, valid)
             part += ones[:, None] * h_sum[None, :]
         factor = tl.where(valid, 1.0, 0.0)
         if GATED:
-            end_high, end_low = edge_sum(at_sums, end, C)
-            high, low = edge_sum(at_sums, i + (r0 + step), C)
+            end_high, end_low = layout.edge_sum(at_sums, end, C)
+            high, low = layout.edge_sum(at_sums, i + (r0 + step), C)
             if WRITES:
-                exponent = exponents(end_high, end_low, high, low, C.EXACT)
+                exponent = layout.exponents(end_high, end_low, high, low, C.EXACT)
             else:
                 exponent = high + low if C.EXACT else high
             factor = tl.exp2(exponent) if GATED == 2 else tl.where(gated, tl.exp2(exponent), factor)
@@ -116,7 +109,7 @@ def side_gradients(
                 passed += tl.where(r0 == 0, tl.sum(h_sum * g_sum, 0), 0.0)
             tl.store(through + head, passed * tl.exp2(end_high + end_low if C.EXACT else end_high))
         if WRITES and SCALED:
-            scale = load_factor(w + head * w_h, w_l, i, valid if SCALED == 2 else valid & scaled)
+            scale = layout.load_factor(w + head * w_h, w_l, i, valid if SCALED == 2 else valid & scaled)
             factor *= scale if SCALED == 2 else tl.where(scaled, scale, 1.0)
         grad += part * factor[:, None]
     return grad
@@ -203,14 +196,14 @@ def vector_gradients(
     if C.STORED:
         if writes:
             grad = side_gradients(
-                load_rows(k + of_k, k_l, i, valid, n0, C.D_STATE, C.BLOCK_N).to(tl.float32),
+                layout.load_rows(k + of_k, k_l, i, valid, n0, C.D_STATE, C.BLOCK_N).to(tl.float32),
                 one_side(wrote1, wrote2, second, C.TWO) + at_f if GATED or SCALED else wrote1, through1, at_v, v_l, v_h,
                 at_u, u_l, u_h, at_w, w_l, w_h, of_sums, exit_at, exit_vectors, entry, entry_vectors, h0, r0, left,
                 tokens, 0, reverse, gated, scaled, leaves, enters & leaves, n0, directions, True, GATED, SCALED, C,
             )  # fmt: skip
         else:
             grad = side_gradients(
-                load_rows(q + of_q, q_l, source, there & valid, n0, C.D_STATE, C.BLOCK_N).to(tl.float32),
+                layout.load_rows(q + of_q, q_l, source, there & valid, n0, C.D_STATE, C.BLOCK_N).to(tl.float32),
                 one_side(read1, read2, second, C.TWO) + at_f if GATED else read1,
                 one_side(through1, through2, second, C.TWO) + at_tile if GATED else through1, at_y, dy_l, dy_h, at_u,
                 u_l, u_h, at_w, w_l, w_h, of_sums, entry, entry_vectors, exit_at, exit_vectors, h0, r0, left, tokens,
@@ -229,7 +222,7 @@ def vector_gradients(
     scores = tl.where(along[:, None] < along[None, :], scores, 0.0)
     at = i + partner_step
     met = (at >= -place) & (at < left) & valid
-    x = load_rows(partner, partner_l, at, met, n0, C.D_STATE, C.BLOCK_N)
+    x = layout.load_rows(partner, partner_l, at, met, n0, C.D_STATE, C.BLOCK_N)
     if writes == 0:
         scores = tl.trans(scores)
     grad = add_product(grad, scores, x, C.PRECISION)
@@ -244,7 +237,7 @@ def vector_gradients(
         across = tl.load(at_scores + (other + matrix), mask=meets, other=0.0)
         at += ahead
         met = (at >= -place) & (at < left) & (i < left - ahead)
-        x = load_rows(partner, partner_l, at, met & meets, n0, C.D_STATE, C.BLOCK_N)
+        x = layout.load_rows(partner, partner_l, at, met & meets, n0, C.D_STATE, C.BLOCK_N)
         if writes:
             across = tl.trans(across)
         grad = add_product(grad, across, x, C.PRECISION)
