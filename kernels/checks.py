@@ -9,6 +9,7 @@ accelerators too. Each call then waits for the device, so use this only to find 
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -32,6 +33,19 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
         if device is not None and tensor.device != device:
             raise ValueError(f"{op}: {name} is on {tensor.device}, other inputs on {device}; move them together")
         device = tensor.device
+
+
+def check_given(op: str, **tensors: Tensor | None) -> None:
+    """No tensor is None."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+
+
+def check_eps(op: str, eps: float) -> None:
+    """A finite number that is not negative."""
+    if not isinstance(eps, int | float) or not (0 <= eps < math.inf):
+        raise ValueError(f"{op}: eps is {eps!r}; give a finite number that is not negative")
 
 
 def wants_gradients(*tensors: Tensor | None) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -11,6 +9,7 @@ from matmix.kernels.backend import check_backend, takes_triton
 from matmix.kernels.checks import (
     check_choice,
     check_cu_seqlens,
+    check_eps,
     check_finite,
     check_floating,
     check_shape,
@@ -18,13 +17,13 @@ from matmix.kernels.checks import (
 from matmix.kernels.lion.chunked import FEATURE_MAPS, LION_MIXER, LionInputs, LionOutputs, lion_mixer_torch
 from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
-from matmix.kernels.semiseparable.form import ScanForm, no_kernel_for
+from matmix.kernels.semiseparable.form import ScanForm, no_kernel
 
 
 def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
     """Returns whether `lion_mixer` runs in Triton kernels on a projection like this one."""
     headdim = qkv.shape[-1] // 3 // nheads
-    return takes_triton(backend, qkv) and not no_kernel_for(headdim, headdim)
+    return takes_triton(backend, qkv) and not no_kernel(headdim, headdim)
 
 
 def lion_mixer(
@@ -77,12 +76,11 @@ def lion_mixer(
         )
     if gates is not None:
         check_shape(op, "gates", gates, (*qkv.shape[:2], nheads), (nheads,))
-    if not isinstance(eps, int | float) or not (0 <= eps < math.inf):
-        raise ValueError(f"{op}: eps is {eps!r}; give a finite number that is not negative")
+    check_eps(op, eps)
     check_cu_seqlens(op, cu_seqlens, qkv.shape[0], qkv.shape[1], qkv)
     check_finite(op, qkv=qkv, gates=gates)
     headdim = qkv.shape[2] // 3 // nheads
-    check_backend(op, backend, qkv, no_kernel_for(headdim, headdim))
+    check_backend(op, backend, qkv, no_kernel(headdim, headdim))
     given = LionInputs(qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, float(eps), cu_seqlens)
     if not lion_mixer_is_fused(qkv, nheads, backend):
         return lion_mixer_torch(**given._asdict(), return_row_sums=return_row_sums)

@@ -29,7 +29,7 @@ from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_no
 from matmix.kernels.registration import register
 from matmix.kernels.scan_layer.chunked import LayerForm, LayerInputs, LayerParts, LayerScan, compose_layer
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
-from matmix.kernels.semiseparable.form import no_kernel_for
+from matmix.kernels.semiseparable.form import no_kernel
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.short_conv.op import short_conv
 
@@ -146,7 +146,7 @@ def scan_layer(
     check_cu_seqlens(op, cu_seqlens, batch, seqlen, projected)
     check_chunk_size(op, chunk_size)
     check_finite(op, projected=projected, **parameters)
-    why_not = no_kernel_for(d_state, form.headdim)
+    why_not = no_kernel(d_state, form.headdim)
     check_backend(op, backend, projected, why_not)
     one_operation = combine == "add" and (diagonal_weight is None or product_weight is not None) and not why_not
     if not one_operation or not takes_triton(backend, projected):

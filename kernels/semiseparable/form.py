@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +10,10 @@ from matmix.kernels.checks import (
     check_at_most,
     check_choice,
     check_cu_seqlens,
+    check_eps,
     check_finite,
     check_floating,
+    check_given,
     check_same_dtype,
     check_shape,
 )
@@ -96,86 +97,68 @@ LARGEST_WIDTH = 256
 """The largest d_state and headdim of the Triton kernels: no test compiles them for wider ones."""
 
 
-def check_scan(
-    op: str,
-    v: Tensor,
-    vectors: dict[str, Tensor],
-    decays: dict[str, Tensor | None],
-    scales: dict[str, Tensor | None],
-    diagonal: Tensor | None,
-    states: dict[str, Tensor | None],
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Shapes, dtypes, devices and bounds of all tensors of a scan, by argument name.
+def check_scan(op: str, given: Any) -> None:
+    """Shapes, dtypes, devices and bounds of all tensors of a scan, or of one of its steps, by the record's names.
 
     v and the vectors (q, k) share one dtype; everything else may have any floating dtype.
     """
-    tensors = {"v": v, **vectors, **decays, **scales, "diagonal": diagonal, **states}
-    for name, tensor in {"v": v, **vectors}.items():
-        if tensor is None:
-            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+
+    def named(*starts: str) -> list[str]:
+        return [name for name in given._fields if name.startswith(starts)]
+
+    vectors, decays, scales, states = named("q", "k"), named("log_"), named("input_"), named("initial_", "state")
+    tensors = {name: getattr(given, name) for name in ("v", *vectors, *decays, *scales, "diagonal", *states)}
+    step = "state" in states
+    check_given(op, **{name: tensors[name] for name in ("v", *vectors, *(states if step else ()))})
     check_floating(op, **tensors)
-    check_same_dtype(op, v=v, **vectors)
-    if v.dim() != 4 or 0 in v.shape:
-        raise ValueError(
-            f"{op}: v has shape {tuple(v.shape)}; expected (batch, seqlen, nheads, headdim), none of them 0"
-        )
-    batch, seqlen, heads, headdim = v.shape
-    check_cu_seqlens(op, cu_seqlens, batch, seqlen, v)
-    first, vector = next(iter(vectors.items()))
-    if vector.dim() != 4 or 0 in vector.shape:
-        raise ValueError(f"{op}: {first} has shape {tuple(vector.shape)}; expected (batch, seqlen, ngroups, d_state)")
-    groups, d_state = vector.shape[2:]
+    check_same_dtype(op, **{name: tensors[name] for name in ("v", *vectors)})
+    v, vector, tokens = given.v, tensors[vectors[0]], "" if step else "seqlen, "
+    if v.dim() != (3 if step else 4) or 0 in v.shape:
+        shape = f"(batch, {tokens}nheads, headdim), none of them 0"
+        raise ValueError(f"{op}: v has shape {tuple(v.shape)}; expected {shape}")
+    *rows, heads, headdim = v.shape
+    if vector.dim() != v.dim() or 0 in vector.shape:
+        shape = f"(batch, {tokens}ngroups, d_state)"
+        raise ValueError(f"{op}: {vectors[0]} has shape {tuple(vector.shape)}; expected {shape}")
+    cu_seqlens = None if step else given.cu_seqlens
+    check_cu_seqlens(op, cu_seqlens, rows[0], rows[-1], v)
+    groups, d_state = vector.shape[-2:]
     if heads % groups:
         raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
-    shapes = dict.fromkeys(vectors, ((batch, seqlen, groups, d_state),))
-    shapes |= dict.fromkeys([*decays, "diagonal"], ((batch, seqlen, heads), (heads,)))
-    shapes |= dict.fromkeys(scales, ((batch, seqlen, heads),))
-    rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes |= dict.fromkeys(states, ((rows, heads, d_state, headdim),))
+    shapes = dict.fromkeys(vectors, ((*rows, groups, d_state),))
+    shapes |= dict.fromkeys([*decays, "diagonal"], ((*rows, heads), (heads,)))
+    shapes |= dict.fromkeys(scales, ((*rows, heads),))
+    count = rows[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    shapes |= dict.fromkeys(states, ((count, heads, d_state, headdim),))
     for name, expected in shapes.items():
         if tensors[name] is not None:
             check_shape(op, name, tensors[name], *expected)
-    check_at_most(op, LARGEST_LOG_DECAY, **decays)
+    check_at_most(op, LARGEST_LOG_DECAY, **{name: tensors[name] for name in decays})
     check_finite(op, below=tuple(decays), **tensors)
 
 
-def no_kernel(v: Tensor, q: Tensor) -> str:
+def no_kernel(d_state: int, headdim: int) -> str:
     """The reason why the Triton form cannot be used; empty if it can."""
-    return no_kernel_for(q.shape[3], v.shape[3])
-
-
-def no_kernel_for(d_state: int, headdim: int) -> str:
-    """Returns the same as `no_kernel`, from sizes."""
     if max(d_state, headdim) > LARGEST_WIDTH:
         return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
     return ""
 
 
-def check_form(
-    op: str,
-    shift: bool,
-    combine: str,
-    self_term: str,
-    normalize: str | None,
-    eps: float,
-    gate_offset: int,
-    states: dict[str, Tensor | None],
-) -> None:
+def check_form(op: str, given: Any, normalize: str | None, gate_offset: int) -> None:
     """The options of the bidirectional scan, each and together."""
-    check_choice(op, "shift", shift, (True, False))
+    combine, eps = given.combine, given.eps
+    check_choice(op, "shift", given.shift, (True, False))
     check_choice(op, "combine", combine, ("add", "mult", "concat"))
-    check_choice(op, "self_term", self_term, ("sum", "mean"))
+    check_choice(op, "self_term", given.self_term, ("sum", "mean"))
     check_choice(op, "normalize", normalize, (None, "row_sum"))
     check_choice(op, "gate_offset", gate_offset, (0, 1))
-    if self_term == "mean" and combine != "add":
+    check_eps(op, eps)
+    if given.self_term == "mean" and combine != "add":
         raise ValueError(f'{op}: self_term is "mean" and combine {combine!r}; "mean" needs combine="add"')
-    if not isinstance(eps, int | float) or not (0 <= eps < math.inf):
-        raise ValueError(f"{op}: eps is {eps!r}; give a finite number that is not negative")
     if normalize is None:
         return
     if combine != "add":
         raise ValueError(f'{op}: normalize is {normalize!r} and combine {combine!r}; rows are summed with "add" only')
-    for name, state in states.items():
-        if state is not None:
+    for name in ("initial_state_forward", "initial_state_backward"):
+        if getattr(given, name) is not None:
             raise ValueError(f"{op}: {name} is given and normalize is {normalize!r}; a state has no row sum, use None")

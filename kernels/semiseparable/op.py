@@ -68,14 +68,11 @@ def semiseparable_scan(
         ValueError: a shape, dtype, device, bound or option does not fit.
     """
     op = "semiseparable_scan"
-    check_scan(
-        op, v, {"q": q, "k": k}, {"log_decay": log_decay}, {"input_scale": input_scale}, diagonal, {"initial_state":
-        initial_state}, cu_seqlens,
-    )  # fmt: skip
-    check_chunk_size(op, chunk_size)
     given = CausalInputs(
         v, q, k, log_decay, input_scale, diagonal, initial_state, cu_seqlens, return_final_state, chunk_size
     )
+    check_scan(op, given)
+    check_chunk_size(op, chunk_size)
     y, final = _semiseparable(given, backend)
     return (y, final) if return_final_state else y
 
@@ -89,7 +86,8 @@ def _causal_like(given: CausalInputs, _: bool) -> CausalOutputs:
 
 
 _semiseparable = register(
-    SEMISEPARABLE, "semiseparable.fused.launch", _causal_like, why_not=lambda given: no_kernel(given.v, given.q),
+    SEMISEPARABLE, "semiseparable.fused.launch", _causal_like,
+    why_not=lambda given: no_kernel(given.q.shape[3], given.v.shape[3]),
     flops=lambda given, backward: scan_flops(given.v, given.q, 1, ScanForm(), given.chunk_size, backward=backward),
 )  # fmt: skip
 
@@ -147,24 +145,16 @@ def quasiseparable_scan(
         y typed and (but for "concat") shaped like v.
     """
     op = "quasiseparable_scan"
-    vectors = {
-        "q_forward": q_forward,
-        "k_forward": k_forward,
-        "q_backward": q_backward,
-        "k_backward": k_backward,
-    }
-    decays = {"log_decay_forward": log_decay_forward, "log_decay_backward": log_decay_backward}
-    scales = {"input_scale_forward": input_scale_forward, "input_scale_backward": input_scale_backward}
-    states = {"initial_state_forward": initial_state_forward, "initial_state_backward": initial_state_backward}
-    check_form(op, shift, combine, self_term, normalize, eps, gate_offset, states)
-    check_scan(op, v, vectors, decays, scales, diagonal, states, cu_seqlens)
-    check_chunk_size(op, chunk_size)
-    log_decay_backward = move_gates(log_decay_backward, gate_offset, cu_seqlens)
     given = TwoSidedInputs(
-        v, *vectors.values(), log_decay_forward, log_decay_backward, *scales.values(), diagonal, *states.values(),
-        cu_seqlens, shift, combine, self_term, normalize is not None, float(eps), chunk_size,
+        v, q_forward, k_forward, q_backward, k_backward, log_decay_forward, log_decay_backward, input_scale_forward,
+        input_scale_backward, diagonal, initial_state_forward, initial_state_backward, cu_seqlens, shift, combine,
+        self_term, normalize is not None, eps, chunk_size,
     )  # fmt: skip
-    return _quasiseparable(given, backend).y
+    check_form(op, given, normalize, gate_offset)
+    check_scan(op, given)
+    check_chunk_size(op, chunk_size)
+    gates = move_gates(log_decay_backward, gate_offset, cu_seqlens)
+    return _quasiseparable(given._replace(log_decay_backward=gates, eps=float(eps)), backend).y
 
 
 def _two_sided_like(given: TwoSidedInputs, _: bool) -> TwoSidedOutputs:
@@ -182,5 +172,5 @@ def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
 
 _quasiseparable = register(
     QUASISEPARABLE, "semiseparable.fused.launch", _two_sided_like, flops=_two_sided_flops,
-    why_not=lambda given: no_kernel(given.v, given.q_forward),
+    why_not=lambda given: no_kernel(given.q_forward.shape[3], given.v.shape[3]),
 )  # fmt: skip

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from matmix.kernels.checks import check_at_most, check_finite, check_floating, check_same_dtype, check_shape
 from matmix.kernels.functions import Form, working_dtype
 from matmix.kernels.registration import register_step
 from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs, step_forward
-from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
+from matmix.kernels.semiseparable.form import check_scan
 
 
 def semiseparable_step(
@@ -49,35 +48,13 @@ def semiseparable_step(
         ValueError: a shape, dtype, device, bound or option does not fit.
     """
     op = "semiseparable_step"
-    given = {"v": v, "q": q, "k": k, "state": state}
-    for name, tensor in given.items():
-        if tensor is None:
-            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
-    given |= {"log_decay": log_decay, "input_scale": input_scale, "diagonal": diagonal}
-    check_floating(op, **given)
-    check_same_dtype(op, v=v, q=q, k=k)
-    if v.dim() != 3 or 0 in v.shape:
-        raise ValueError(f"{op}: v has shape {tuple(v.shape)}; expected (batch, nheads, headdim), none of them 0")
-    batch, heads, headdim = v.shape
-    if q.dim() != 3 or 0 in q.shape:
-        raise ValueError(f"{op}: q has shape {tuple(q.shape)}; expected (batch, ngroups, d_state)")
-    groups, d_state = q.shape[1:]
-    if heads % groups:
-        raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
-    for name in ("q", "k"):
-        check_shape(op, name, given[name], (batch, groups, d_state))
-    for name in ("log_decay", "diagonal"):
-        if given[name] is not None:
-            check_shape(op, name, given[name], (batch, heads), (heads,))
-    if input_scale is not None:
-        check_shape(op, "input_scale", input_scale, (batch, heads))
-    check_shape(op, "state", state, (batch, heads, d_state, headdim))
-    wanted = working_dtype(v)
-    if state.dtype != wanted:
-        raise ValueError(f"{op}: state has dtype {state.dtype}; for v of {v.dtype} it is {wanted}: convert it")
-    check_at_most(op, LARGEST_LOG_DECAY, log_decay=log_decay)
-    check_finite(op, below=("log_decay",), **given)
-    return _step(ScanStepInputs(v, q, k, log_decay, state, input_scale, diagonal), in_place, backend)
+    given = ScanStepInputs(v, q, k, log_decay, state, input_scale, diagonal)
+    check_scan(op, given)
+    if state.dtype != working_dtype(v):
+        raise ValueError(
+            f"{op}: state has dtype {state.dtype}; for v of {v.dtype} it is {working_dtype(v)}: convert it"
+        )
+    return _step(given, in_place, backend)
 
 
 def _flops(given: ScanStepInputs, *, backward: bool) -> int:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_given, check_shape
 from matmix.kernels.functions import Form
 from matmix.kernels.registration import register, register_step
 from matmix.kernels.short_conv.chunked import (
@@ -62,15 +62,9 @@ def short_conv(
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, d), none of them 0")
     width = weight.shape[-1]
-    check_shape(op, "weight", weight, (x.shape[2], width))
-    if not 2 <= width <= 9:
-        raise ValueError(f"{op}: weight has {width} taps; give 2 to 9")
+    _check_taps(op, x.shape[2], weight, bias, activation)
     if not causal and width % 2 == 0:
         raise ValueError(f"{op}: a centred convolution needs an odd number of taps, got {width}; or use causal=True")
-    if bias is not None:
-        check_shape(op, "bias", bias, (x.shape[2],))
-    if activation not in (None, "silu"):
-        raise ValueError(f'{op}: activation is {activation!r}; use None or "silu"')
     check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
     if initial_state is not None or return_final_state:
         what = "return_final_state" if initial_state is None else "initial_state"
@@ -121,23 +115,26 @@ def short_conv_step(
         ValueError: a shape, dtype, device or option does not fit.
     """
     op = "short_conv_step"
-    for name, tensor in {"x": x, "state": state, "weight": weight}.items():
-        if tensor is None:
-            raise ValueError(f"{op}: {name} is None; give a floating-point tensor")
+    check_given(op, x=x, state=state, weight=weight)
     given = {"x": x, "state": state, "weight": weight, "bias": bias}
     check_floating(op, **given)
     if x.dim() != 2 or 0 in x.shape:
         raise ValueError(f"{op}: x has shape {tuple(x.shape)}; expected (batch, d), none of them 0")
     width = weight.shape[-1]
-    check_shape(op, "weight", weight, (x.shape[1], width))
+    _check_taps(op, x.shape[1], weight, bias, activation)
+    check_shape(op, "state", state, (*x.shape, width - 1))
+    check_finite(op, **given)
+    return _step(ConvStepInputs(x, state, weight, bias, activation), in_place, backend)
+
+
+def _check_taps(op: str, channels: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    width = weight.shape[-1]
+    check_shape(op, "weight", weight, (channels, width))
     if not 2 <= width <= 9:
         raise ValueError(f"{op}: weight has {width} taps; give 2 to 9")
     if bias is not None:
-        check_shape(op, "bias", bias, (x.shape[1],))
-    check_shape(op, "state", state, (*x.shape, width - 1))
+        check_shape(op, "bias", bias, (channels,))
     check_choice(op, "activation", activation, (None, "silu"))
-    check_finite(op, **given)
-    return _step(ConvStepInputs(x, state, weight, bias, activation), in_place, backend)
 
 
 def _flops(given: ConvInputs | StateConvInputs, *, backward: bool) -> int:
