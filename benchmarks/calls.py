@@ -208,12 +208,13 @@ def _layer(
     form = LayerForm(heads, 64, 1, 64, directions, shift, 0.0, high)
     projected = _empty(*_rows(1 if packed else BATCH), sum(form.widths), dtype=dtype)
     steps = (heads,) if shared else (2, heads)
-    given = LayerInputs(
-        projected, None, None, None, _empty(form.conv_width, 7 if directions == 2 else 4), _empty(form.conv_width),
-        _empty(*steps), _empty(*steps), None if diagonal is None else _empty(heads),
-        _empty(heads, form.inner, dtype=dtype) if diagonal == "projected" else None,
-        _empty(heads, 64, 64) if states else None, _empty(form.inner), _documents(packed), heads, 1, 64, directions,
-        shift, 0.0, None if high == math.inf else high, None, 1e-5, None, norm_first, True,
+    given = LayerInputs.of(
+        projected, _empty(form.conv_width, 7 if directions == 2 else 4), _empty(form.conv_width), _empty(*steps),
+        _empty(*steps), _empty(form.inner), heads, 1, 64, directions, shift,
+        D=None if diagonal is None else _empty(heads),
+        diagonal_weight=_empty(heads, form.inner, dtype=dtype) if diagonal == "projected" else None,
+        initial_states=_empty(heads, 64, 64) if states else None, dt_limits=(0.0, high), norm_first=norm_first,
+        cu_seqlens=_documents(packed),
     )  # fmt: skip
     scanned, mixed, product = module.forward_scan(given)
     given = given._replace(scanned=scanned, mixed=mixed, product=product)

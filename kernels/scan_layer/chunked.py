@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.kernels.functions import Function
+from matmix.kernels.functions import Function, working, working_dtype
 from matmix.kernels.gated_norm.chunked import gated_norm_torch
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
 from matmix.kernels.semiseparable.form import ScanForm, ScanSide
@@ -95,38 +95,46 @@ class LayerForm(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """The arguments of matmix::conv_and_scan, and of matmix::scan_layer, which takes the results of that too; see
-    `scan_layer`. Both run in Triton only."""
+    """The arguments of `scan_layer`, of matmix::conv_and_scan, and of matmix::scan_layer, which takes the results of
+    that too. Both operations run in Triton only."""
 
     projected: Tensor
-    scanned: Tensor | None
-    """The scan's output. It has no gradient; what it is made of has."""
-    mixed: Tensor | None
-    """The convolution's output, or None to compute it again for the backward pass."""
-    product: Tensor | None
     conv_weight: Tensor
     conv_bias: Tensor | None
     dt_bias: Tensor
     A_log: Tensor
-    D: Tensor | None
-    diagonal_weight: Tensor | None
-    """Typed like the projection."""
-    initial_states: Tensor | None
     norm_weight: Tensor
-    cu_seqlens: Tensor | None
     nheads: int
     ngroups: int
     d_state: int
-    directions: int
-    shift: bool
-    low: float
-    high: float | None
-    chunk_size: int | None
-    eps: float
-    group_size: int | None
-    norm_first: bool
-    keep: bool
+    directions: int = 2
+    shift: bool = True
+    D: Tensor | None = None
+    diagonal_weight: Tensor | None = None
+    """Typed like the projection; in PyTorch also a function."""
+    initial_states: Tensor | None = None
+    low: float = 0.0
+    high: float | None = None
+    eps: float = 1e-5
+    group_size: int | None = None
+    norm_first: bool = True
+    cu_seqlens: Tensor | None = None
+    chunk_size: int | None = None
+    scanned: Tensor | None = None
+    """The scan's output. It has no gradient; what it is made of has."""
+    mixed: Tensor | None = None
+    """The convolution's output, or None to compute it again for the backward pass."""
+    product: Tensor | None = None
+    keep: bool = True
     """Whether conv_and_scan returns what the backward pass would have to compute again."""
+
+    @classmethod
+    def of(
+        cls, *tensors: Tensor | None, dt_limits: tuple[float, float] = (0.0, math.inf), **options: Any
+    ) -> LayerInputs:
+        """From the arguments of `scan_layer`."""
+        low, high = dt_limits
+        return cls(*tensors, low=float(low), high=None if high == math.inf else float(high), **options)
 
     @property
     def form(self) -> LayerForm:
@@ -153,8 +161,7 @@ class LayerScan(NamedTuple):
 def free_step_sizes(raw: Tensor, dt_bias: Tensor, directions: int) -> tuple[Tensor, Tensor]:
     """Returns biased raw step sizes (..., directions, nheads) and their softplus, in float32 at least: bfloat16 would
     round the decay of long memories to 1."""
-    exact = torch.promote_types(raw.dtype, torch.float32)
-    biased = raw.to(exact).unflatten(-1, (directions, -1)) + dt_bias.to(exact)
+    biased = working(raw).unflatten(-1, (directions, -1)) + dt_bias.to(working_dtype(raw))
     return biased, F.softplus(biased)
 
 
@@ -216,8 +223,7 @@ class ValuesAndVectors(Function):
         diagonal (..., nheads) in float32 at least."""
         parts = mixed.split(sizes, -1)
         diagonal = F.linear(parts[0], weight)
-        exact = torch.promote_types(diagonal.dtype, torch.float32)
-        return *parts, diagonal.to(exact) + D.to(exact)
+        return *parts, working(diagonal) + D.to(working_dtype(diagonal))
 
     @staticmethod
     def setup_context(ctx, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -271,8 +277,7 @@ def scan_arguments(
         if diagonal_weight is not None:
             assert D is not None
             diagonal = diagonal_weight(parts[0])
-            exact = torch.promote_types(diagonal.dtype, torch.float32)
-            diagonal = diagonal.to(exact) + D.to(exact)
+            diagonal = working(diagonal) + D.to(working_dtype(diagonal))
     v, q, k = form.by_head(tuple(parts))
     dt, log_decay = StepSizes.apply(raw, dt_bias, A_log, form.directions, form.low, form.high)
     return ScanArguments(v, form.sides(q, k, dt, log_decay, state), diagonal)
@@ -291,8 +296,7 @@ def norm_and_gate(
     (..., width), the weight (width,)."""
     if norm_first:
         return norm(y, weight, z, eps=eps, group_size=group_size)
-    exact = torch.promote_types(y.dtype, torch.float32)
-    gated = (y.to(exact) * F.silu(z.to(exact))).unflatten(-1, (-1, group_size or y.shape[-1]))
+    gated = (working(y) * F.silu(z.to(working_dtype(y)))).unflatten(-1, (-1, group_size or y.shape[-1]))
     scale = torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return ((gated * scale).flatten(-2) * weight).to(y.dtype)
 
@@ -306,55 +310,35 @@ class LayerParts(NamedTuple):
     norm: Callable
 
 
-def compose_layer(
-    parts: LayerParts,
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    norm_weight: Tensor,
-    *,
-    nheads: int,
-    ngroups: int,
-    d_state: int,
-    directions: int = 2,
-    shift: bool = True,
-    combine: str = "add",
-    D: Tensor | None = None,
-    diagonal_weight: Tensor | Callable[[Tensor], Tensor] | None = None,
-    initial_states: Tensor | None = None,
-    dt_limits: tuple[float, float] = (0.0, math.inf),
-    eps: float = 1e-5,
-    group_size: int | None = None,
-    norm_first: bool = True,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
-) -> Tensor:
+def compose_layer(parts: LayerParts, given: LayerInputs, combine: str = "add") -> Tensor:
     """`scan_layer` by these operations, one after the other; see there."""
-    joined = norm_weight.shape[0] // (2 if combine == "concat" else 1)
-    form = LayerForm(nheads, joined // nheads, ngroups, d_state, directions, shift, *dt_limits)
-    z, channels, raw = form.split(projected)
-    packing = {"cu_seqlens": cu_seqlens}
-    mixed = parts.conv(channels, conv_weight, conv_bias, causal=directions == 1, activation="silu", **packing)
-    documents = projected.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-    state = form.scan_states(initial_states, documents)
-    v, sides, diagonal = scan_arguments(form, mixed, raw, dt_bias, A_log, D, diagonal_weight, state)
+    form = given.form_of(given.norm_weight.shape[0] // (2 if combine == "concat" else 1))
+    z, channels, raw = form.split(given.projected)
+    causal, cu_seqlens = given.directions == 1, given.cu_seqlens
+    mixed = parts.conv(
+        channels, given.conv_weight, given.conv_bias, causal=causal, activation="silu", cu_seqlens=cu_seqlens
+    )
+    documents = z.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    state = form.scan_states(given.initial_states, documents)
+    v, sides, diagonal = scan_arguments(
+        form, mixed, raw, given.dt_bias, given.A_log, given.D, given.diagonal_weight, state
+    )
     first, second = sides[0], sides[-1]
-    options = {"diagonal": diagonal, "chunk_size": chunk_size, **packing}
-    if directions == 1:
+    options = {"diagonal": diagonal, "chunk_size": given.chunk_size, "cu_seqlens": cu_seqlens}
+    if causal:
         y = parts.causal_scan(
             v, first.q, first.k, first.log_decay, input_scale=first.input_scale, initial_state=state, **options
         )
     else:
         y = parts.two_sided_scan(
             v, first.q, first.k, second.q, second.k, first.log_decay, second.log_decay,
-            input_scale_forward=first.input_scale, input_scale_backward=second.input_scale,
-            initial_state_forward=state, initial_state_backward=state, shift=shift, combine=combine, **options,
+            input_scale_forward=first.input_scale, input_scale_backward=second.input_scale, shift=given.shift,
+            initial_state_forward=state, initial_state_backward=state, combine=combine, **options,
         )  # fmt: skip
     if combine == "concat":
-        z = both_halves(z, nheads)
-    return norm_and_gate(parts.norm, y.flatten(-2).to(z.dtype), z, norm_weight, eps, group_size, norm_first)
+        z = both_halves(z, given.nheads)
+    y = y.flatten(-2).to(z.dtype)
+    return norm_and_gate(parts.norm, y, z, given.norm_weight, given.eps, given.group_size, given.norm_first)
 
 
 def both_halves(z: Tensor, nheads: int) -> Tensor:
@@ -362,7 +346,7 @@ def both_halves(z: Tensor, nheads: int) -> Tensor:
     return z.unflatten(-1, (nheads, -1)).repeat(*[1] * z.dim(), 2).flatten(-2)
 
 
-def scan_layer_torch(*arguments: Tensor | None, recompute: bool = False, **options) -> Tensor:
+def scan_layer_torch(*tensors: Tensor | None, combine: str = "add", recompute: bool = False, **options: Any) -> Tensor:
     """`scan_layer` in PyTorch, without argument checks; see there. `recompute` changes nothing here."""
     parts = LayerParts(short_conv_torch, semiseparable_chunked, quasiseparable_chunked, gated_norm_torch)
-    return compose_layer(parts, *arguments, **options)
+    return compose_layer(parts, LayerInputs.of(*tensors, **options), combine)

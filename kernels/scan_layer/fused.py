@@ -56,10 +56,10 @@ class Gradients(NamedTuple):
     conv_bias: Tensor | None
     dt_bias: Tensor
     A_log: Tensor
+    norm_weight: Tensor
     D: Tensor | None
     diagonal_weight: Tensor | None
     initial_states: Tensor | None
-    norm_weight: Tensor
 
 
 @outside_autocast
@@ -96,7 +96,7 @@ def backward(given: LayerInputs, _: Output, cotangents: Output) -> Gradients:
         dstates = sum(side.initial_state.sum(0) for side in side_gradients)
         dstates = dstates.mT.to(given.initial_states.dtype).contiguous()
     dD = dD if projects else ddiagonal
-    return Gradients(dprojected, dconv, dconv_bias, dbias, dA_log, dD, dweight, dstates, dnorm)
+    return Gradients(dprojected, dconv, dconv_bias, dbias, dA_log, dnorm, dD, dweight, dstates)
 
 
 def _norm_inputs(given: LayerInputs, projected: Tensor) -> NormInputs:

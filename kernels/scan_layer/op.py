@@ -149,21 +149,15 @@ def scan_layer(
     why_not = no_kernel(d_state, form.headdim)
     check_backend(op, backend, projected, why_not)
     one_operation = combine == "add" and (diagonal_weight is None or product_weight is not None) and not why_not
-    if not one_operation or not takes_triton(backend, projected):
-        parts = LayerParts(*(partial(part, backend=backend) for part in _PARTS))
-        return compose_layer(
-            parts, projected, conv_weight, conv_bias, dt_bias, A_log, norm_weight, nheads=nheads, ngroups=ngroups,
-            d_state=d_state, directions=directions, shift=shift, combine=combine, D=D, diagonal_weight=diagonal_weight,
-            initial_states=initial_states, dt_limits=dt_limits, eps=eps, group_size=group_size, norm_first=norm_first,
-            cu_seqlens=cu_seqlens, chunk_size=chunk_size,
-        )  # fmt: skip
-    if product_weight is not None:
-        product_weight = product_weight.to(projected.dtype)
-    given = LayerInputs(
-        projected, None, None, None, conv_weight, conv_bias, dt_bias, A_log, D, product_weight, initial_states,
-        norm_weight, cu_seqlens, nheads, ngroups, d_state, directions, shift, float(low),
-        None if high == math.inf else float(high), chunk_size, float(eps), group_size, norm_first, not recompute,
+    given = LayerInputs.of(
+        projected, conv_weight, conv_bias, dt_bias, A_log, norm_weight, nheads, ngroups, d_state, directions, shift, D,
+        diagonal_weight, initial_states, dt_limits=dt_limits, eps=float(eps), group_size=group_size,
+        norm_first=norm_first, cu_seqlens=cu_seqlens, chunk_size=chunk_size, keep=not recompute,
     )  # fmt: skip
+    if not one_operation or not takes_triton(backend, projected):
+        return compose_layer(LayerParts(*(partial(part, backend=backend) for part in _PARTS)), given, combine)
+    if product_weight is not None:
+        given = given._replace(diagonal_weight=product_weight.to(projected.dtype))
     with torch.no_grad():
         y, mixed, product = _conv_and_scan(given)
     given = given._replace(scanned=y)
