@@ -1,11 +1,9 @@
-"""Chooses the implementation of an op.
+"""Chooses the implementation of an op: "auto" takes Triton kernels, where there are some, for CUDA (or ROCm) tensors
+and the PyTorch form for everything else. The answer is the same, to rounding.
 
-Every op has a PyTorch form that runs on any device; most have Triton kernels too. "auto" takes the kernels for
-CUDA (or ROCm) tensors and the PyTorch form for everything else. The answer is the same, to rounding.
-
-Triton is imported only when its kernels are first needed, so that `import matmix` stays quick and works where
-Triton does not exist. With TRITON_INTERPRET=1 in the environment, `backend="triton"` runs the kernels in
-Triton's interpreter on CPU tensors: slow, but enough to check them without a GPU.
+Triton is imported only when its kernels are first needed, so that `import matmix` stays quick and works where Triton
+does not exist. With TRITON_INTERPRET=1 in the environment, `backend="triton"` runs the kernels in Triton's interpreter
+on CPU tensors: slow, but enough to check them without a GPU.
 """
 
 from __future__ import annotations

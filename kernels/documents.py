@@ -1,14 +1,12 @@
 """Boundaries of packed documents, and chunks that a sequence is cut into.
 
-A packed layout is one row (batch 1) of `seqlen` tokens holding several documents; `cu_seqlens` (int32, first
-0, last `seqlen`, one entry more than there are documents) gives the boundaries. Two ways of cutting it into
-chunks are used:
+A packed layout is one row (batch 1) of `seqlen` tokens holding several documents; `cu_seqlens` (int32, first 0, last
+`seqlen`, one entry more than there are documents) gives the boundaries. Two ways of cutting it into chunks are used:
 
-- dense: chunks of equal size over the whole row, whatever they contain; masks keep the documents apart. It
-  costs what an unpacked row of the same length costs, and is what training uses.
-- aligned: every document starts a chunk of its own and its last chunk is filled up. Needed when documents
-  bring states of their own or give them back, because a state can then only enter and leave at a chunk's
-  edge.
+- dense: chunks of equal size over the whole row; masks keep the documents apart. It costs what an unpacked row of the
+  same length costs, and is what training uses.
+- aligned: every document starts a chunk of its own and its last chunk is filled up. Needed when documents bring states
+  or give them back, because a state can only enter and leave at a chunk's edge.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Gated RMSNorm in Triton, forward and backward; only the inputs are stored for the backward pass.
 
-A program holds a tile of rows by the channels of one group, padded to a power of two, so that one read serves
-the root mean square and the result. Groups wider than a tile are cut: `_statistics` first reduces every row over
-the group's tiles, then the same kernels as for narrow groups read what it found. Backward walks along rows and
-sums the gradient of the weight in registers; PyTorch adds the programs' sums in a fixed order. Nothing is added
-atomically: the same inputs give the same bits.
+A program holds a tile of rows by the channels of one group, padded to a power of two, so that one read serves the root
+mean square and the result. Groups wider than a tile are cut: `_statistics` first reduces every row over the group's
+tiles, then the same kernels as for narrow groups read its results. Backward walks along rows and sums the gradient of
+the weight in registers; PyTorch adds the programs' sums in a fixed order.
 """
 
 from __future__ import annotations

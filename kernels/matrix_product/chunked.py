@@ -1,17 +1,16 @@
 """Matrix-product scan in chunks, in PyTorch, with a hand-written backward pass.
 
-H_t = H_{t-1} X_t is sequential in t, and multiplying o x o matrices one at a time is slow. Cutting the
-sequence into chunks makes (batch x chunks x heads) independent lanes. All chunks at once multiply their
-matrices one after the other into products P_t since the chunk's start; a short scan over the chunks' whole
-products gives the state E that enters each. Then H_t = E P_t no longer waits for H_{t-1}: the P_t of several
-steps lie side by side in memory, and E [P_1 | P_2 | ...] is one wide product, far cheaper than one each.
+Multiplying o x o matrices one at a time is slow. Cutting the sequence into chunks makes (batch x chunks x heads)
+independent lanes: all chunks at once multiply their matrices into products P_t since the chunk's start, and a short
+scan over the chunks' whole products gives the state E that enters each. Then H_t = E P_t no longer waits for H_{t-1}:
+the P_t of several steps lie side by side in memory, and E [P_1 | P_2 | ...] is one wide product, far cheaper than one
+each.
 
-The backward pass is B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t. What a chunk sends to the one on its
-left is the sum of G_t P_t^T, wide products again, plus what it gets from its right times its whole product.
-With that known at every chunk, the recurrence runs in all of them at once. Kept for it are the input, the
-output and the P_t, float32. A packed document restarts the product: its first state is written over whatever
-reached it and the states after it are the P_t as they are, so nothing of its neighbour, not even an overflow,
-comes through.
+The backward pass is B_t = G_t + B_{t+1} X_{t+1}^T, dX_t = H_{t-1}^T B_t. What a chunk sends to the one on its left is
+the sum of G_t P_t^T, wide products again, plus what it gets from its right times its whole product. With that known,
+the recurrence runs in all chunks at once. Kept for it are the input, the output and the P_t, float32. A packed document
+restarts the product: its first state is written over whatever reached it and the states after it are the P_t as they
+are, so nothing of its neighbour, not even an overflow, comes through.
 
 Matrices of order 16 and more gain nothing from lying side by side and would only be moved about more. For them both
 second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
@@ -215,25 +214,19 @@ class ProductGradient:
         self.span, self.dfinal = span, dfinal
         self.dh = None if dh is None else span.view(dh)
 
-    def load(self, block: range, out: Tensor) -> Tensor:
-        given = self.dh is not None
-        out = self.span.load(self.dh, block.start, block.stop, out) if given else out[: len(block)].zero_()
-        if self.dfinal is not None:
-            for step in self.span.ends.keys() & set(block):
-                rows, documents = self.span.ends[step]
-                out[step - block.start][0, rows] += self.dfinal[documents]
-        return out
-
-    def load_wide(self, block: range, out: Tensor) -> Tensor:
-        """Loads the cotangents of a block as (batch, count, nheads, o, steps, o)."""
+    def load(self, block: range, out: Tensor, wide: bool = False) -> Tensor:
+        """Loads the cotangents of a block as (steps, *lanes), or `wide` as (batch, count, nheads, o, steps, o)."""
+        out = out if wide else out[: len(block)]
         if self.dh is None:
             out.zero_()
-        else:
+        elif wide:
             out.copy_(self.dh[:, :, block.start : block.stop].permute(0, 1, 3, 4, 2, 5))
-        if self.dfinal is not None:
-            for step in self.span.ends.keys() & set(block):
-                rows, documents = self.span.ends[step]
-                out[0, rows, :, :, step - block.start] += self.dfinal[documents]
+        else:
+            self.span.load(self.dh, block.start, block.stop, out)
+        for step in self.span.ends.keys() & set(block) if self.dfinal is not None else ():
+            rows, documents = self.span.ends[step]
+            number, every = step - block.start, slice(None)
+            out[(0, rows, every, every, number) if wide else (number, 0, rows)] += self.dfinal[documents]
         return out
 
 
@@ -311,7 +304,7 @@ def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) ->
     local = span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.wide(products, block)
-        sums = gradient.load_wide(block, torch.empty_like(rights))
+        sums = gradient.load(block, torch.empty_like(rights), wide=True)
         restarted = span.restarted(block)
         if restarted is not None:
             rows, steps = restarted

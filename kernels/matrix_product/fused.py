@@ -5,10 +5,7 @@ tile of 16 x 16 (o = 4, 8, 16) or 32 x 32: small products only fit tensor cores 
 numbers stay apart under multiplication (a NaN times the zeros between blocks is NaN). Long sequences take three steps:
 the product of every chunk; the states at the chunks' edges, by the same scan over those products; all chunks from their
 edges. The backward pass goes the same way from the right with pairs: what a chunk adds to the cotangent, and the
-product that passes through it.
-
-Chunks start at document boundaries, numbered as in slots.py, so that nothing is read back and
-documents cannot touch. Matrices are float32 inside whatever the inputs are.
+product that passes through it. Chunks are numbered as in slots.py. Matrices are float32 inside whatever the inputs are.
 """
 
 from __future__ import annotations
@@ -140,21 +137,13 @@ def products_like(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def carry_back(
-    level: Product,
-    dh: Tensor | None,
-    dh_strides: tuple[int, int],
-    x: Tensor,
-    strides: tuple[int, int],
-    out: Tensor,
-    *,
-    tokens: bool,
-    write: bool,
-    h: Tensor | None = None,
-    initial: Tensor | None = None,
-    dfinal: Tensor | None = None,
-    arriving: Tensor | None = None,
-    dinitial: Tensor | None = None,
-) -> Tensor:
+    level: Product, dh: Tensor | None, x: Tensor, strides: tuple[int, int], out: Tensor, *,
+    tokens: bool, write: bool, **given: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Launches `suffix_pass` over one level; `given` are those of its other tensors that are there."""
+    names = ("h", "initial", "dfinal", "arriving", "dinitial")
+    h, initial, dfinal, arriving, dinitial = (given.get(name) for name in names)
+    dh_strides = (0, 0) if dh is None else dh.stride()[:2] if tokens else strides
     launch(
         suffix_pass, level.grid, dh, *dh_strides, x, *strides, h, initial, dfinal, arriving, out, dinitial,
         *level.place, TOKENS=tokens, WRITE=write,
@@ -172,10 +161,10 @@ def arriving_cotangents(level: Product, sums: Tensor, products: Tensor) -> Tenso
     arriving = None
     if level.longest > CHUNK:
         added = level.empty(level.slots, products)
-        carry_back(level, sums, strides, products, strides, added, tokens=False, write=False)
+        carry_back(level, sums, products, strides, added, tokens=False, write=False)
         arriving = arriving_cotangents(level.chunks(), added, chunk_products(level, products, strides))
     out = torch.empty_like(products)
-    return carry_back(level, sums, strides, products, strides, out, tokens=False, write=True, arriving=arriving)
+    return carry_back(level, sums, products, strides, out, tokens=False, write=True, arriving=arriving)
 
 
 def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs) -> tuple[Tensor, Tensor | None]:
@@ -185,18 +174,17 @@ def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductO
     dh, dfinal, _ = cotangents
     level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
     dh = None if dh is None else blocks_in_place(dh, 3)
-    dh_strides = (0, 0) if dh is None else dh.stride()[:2]
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
     arriving = None
     if level.longest > CHUNK:
         sums = level.empty(level.slots, x)
-        carry_back(level, dh, dh_strides, x, x.stride()[:2], sums, tokens=True, write=False, dfinal=dfinal)
+        carry_back(level, dh, x, x.stride()[:2], sums, tokens=True, write=False, dfinal=dfinal)
         arriving = arriving_cotangents(level.chunks(), sums, products)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dinitial = None if initial is None else torch.empty_like(initial)
     carry_back(
-        level, dh, dh_strides, x, x.stride()[:2], dx, tokens=True, write=True, h=h, initial=initial, dfinal=dfinal,
+        level, dh, x, x.stride()[:2], dx, tokens=True, write=True, h=h, initial=initial, dfinal=dfinal,
         arriving=arriving, dinitial=dinitial,
     )  # fmt: skip
     return dx, None if dinitial is None else dinitial.to(initial_state.dtype)

@@ -65,8 +65,8 @@ def token_places(head, row, column, inside, heads, h0, d_c, C: tl.constexpr):
         written = read
     else:
         places = element_offsets(head, row, column, C)
-        read = loaded_places(row, column, inside, C)
-        written = stored_places(row, column, inside, C)
+        read = element_places(row, column, inside, False, C)
+        written = element_places(row, column, inside, True, C)
     return places, read, written
 
 
@@ -144,7 +144,7 @@ def build(elements, row, column, same, C: tl.constexpr):
 
 @triton.jit
 def build_gradient(dx, x, elements, row, column, same, C: tl.constexpr):
-    """The gradient of the elements, at the places that `stored_places` names."""
+    """The gradient of the elements, at the places that `element_places` names."""
     if C.CONSTRUCTION == "cayley":
         # (I - S)^-1 = (X + I) / 2 =: R, dL/dS = 2 R^T dX R^T, and an element stands in S twice, with both signs.
         plus = tl.trans(x + identity(C.TILE))
@@ -170,22 +170,10 @@ def build_gradient(dx, x, elements, row, column, same, C: tl.constexpr):
 
 
 @triton.jit
-def loaded_places(row, column, inside, C: tl.constexpr):
-    """The places of a tile that have an element."""
+def element_places(row, column, inside, STORED: tl.constexpr, C: tl.constexpr):
+    """The places of a tile that have an element, or with STORED those that stand for one element each."""
     if C.CONSTRUCTION == "cayley":
-        places = inside & (row != column)
-    elif C.CONSTRUCTION == "affine":
-        places = inside & (column < C.ORDER // 2)
-    else:
-        places = inside
-    return places
-
-
-@triton.jit
-def stored_places(row, column, inside, C: tl.constexpr):
-    """The places of a tile that stand for one element each."""
-    if C.CONSTRUCTION == "cayley":
-        places = inside & (row > column)
+        places = inside & (row > column if STORED else row != column)
     elif C.CONSTRUCTION == "affine":
         places = inside & (column < C.ORDER // 2)
     else:

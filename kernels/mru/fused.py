@@ -3,19 +3,16 @@
 Forward: the product of every chunk; the states at the chunks' edges, by the matrix-product scan over those products;
 then all chunks from their edges, each state projected at once, so that neither X nor H is ever in memory. A single
 chunk needs the last step alone. Only `cayley` comes first with kernels of its own (`orthogonal.py`), once forward and
-once backward, and the others read X from memory.
+once backward, and the others read X from memory. Elements that come from chunks of the tokens (`w_up`) are made in
+registers too.
 
-Where elements come from chunks of the tokens (`w_up`), they are made in registers too, and nothing else of a token is
-read. The gradients of both weights are sums of one share per chunk, added up in one order.
+Backward: from the left, every chunk's own products at every eighth token, and what the chunk adds to the cotangent of
+the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right, eight
+tokens at a time: states again from the kept products, gradients of elements and weights (sums of one share per chunk,
+in one order). The elements are read twice forward and twice backward (by ldu three times), and what is kept between the
+two is a state and a product per chunk.
 
-Backward: from the left, every chunk's own products at every eighth token, and what the chunk adds to the cotangent
-of the state before it; what arrives at each chunk from its right, by the scan over those sums; then from the right,
-eight tokens at a time: states again from the kept products, gradients of elements and weights. The elements are
-read twice forward and twice backward (by ldu three times), and what is kept between the two is a state and a product
-per chunk.
-
-Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`). Documents cannot touch each
-other, whatever they hold; the heads of a tile can by a NaN, as it times the zeros between blocks is NaN.
+Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`).
 """
 
 from __future__ import annotations

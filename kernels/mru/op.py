@@ -85,15 +85,28 @@ def mru_mixer(
     Raises:
         ValueError: a shape, dtype, device or option does not fit.
     """
-    order = check_mixer(elements, w_down, w_up, construction, initial_state)
-    check_cu_seqlens("mru_mixer", cu_seqlens, elements.shape[0], elements.shape[1], elements)
+    op = "mru_mixer"
+    check_floating(op, elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
+    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
+        allowed = ", ".join(map(str, ORDERS))
+        raise ValueError(f"{op}: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}")
+    heads, order, _ = w_down.shape
+    expected = token_shape(op, heads, order, w_up, construction)
+    if tuple(elements.shape[2:]) != expected or 0 in elements.shape:
+        raise ValueError(
+            f"{op}: elements have shape {tuple(elements.shape)}; expected (batch, seqlen, "
+            f"{', '.join(map(str, expected))}), as w_down is {tuple(w_down.shape)} and "
+            + (f"the construction {construction}" if w_up is None else f"w_up {tuple(w_up.shape)}")
+        )
+    check_cu_seqlens(op, cu_seqlens, elements.shape[0], elements.shape[1], elements)
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_state("mru_mixer", initial_state, elements, (rows, elements.shape[2], order, order))
-    check_finite("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
+    check_state(op, initial_state, elements, (rows, elements.shape[2], order, order))
+    check_finite(op, elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
     why_not = no_kernel(elements, w_down, construction, w_up)
-    check_backend("mru_mixer", backend, elements, why_not)
+    check_backend(op, backend, elements, why_not)
     if construction in FUSED:
-        tell_fallback("mru_mixer", backend, elements, why_not)
+        tell_fallback(op, backend, elements, why_not)
     given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction)
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
     if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
@@ -124,28 +137,6 @@ def no_kernel(elements: Tensor, w_down: Tensor, construction: str, w_up: Tensor 
     if w_up is not None and w_up.shape[1] != width:
         return f"takes chunks of {width} numbers, as many as it projects to, not {w_up.shape[1]}"
     return ""
-
-
-def check_mixer(
-    elements: Tensor, w_down: Tensor, w_up: Tensor | None, construction: str, initial_state: Tensor | None
-) -> int:
-    """Check what needs no boundaries; returns the order."""
-    check_floating("mru_mixer", elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
-    check_choice("mru_mixer", "construction", construction, CONSTRUCTIONS)
-    if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
-        allowed = ", ".join(map(str, ORDERS))
-        raise ValueError(
-            f"mru_mixer: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}"
-        )
-    heads, order, _ = w_down.shape
-    expected = token_shape("mru_mixer", heads, order, w_up, construction)
-    if tuple(elements.shape[2:]) != expected or 0 in elements.shape:
-        raise ValueError(
-            f"mru_mixer: elements have shape {tuple(elements.shape)}; expected (batch, seqlen, "
-            f"{', '.join(map(str, expected))}), as w_down is {tuple(w_down.shape)} and "
-            + (f"the construction {construction}" if w_up is None else f"w_up {tuple(w_up.shape)}")
-        )
-    return order
 
 
 def token_shape(op: str, heads: int, order: int, w_up: Tensor | None, construction: str) -> tuple[int, ...]:

@@ -87,10 +87,8 @@ def backward(given: LayerInputs, _: Output, cotangents: Output) -> Gradients:
         dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2))
         more = torch.mm(rows, given.diagonal_weight, out=dy.view(-1, form.inner)).view_as(dy)
     conv_sums, _ = conv.gradients(dmixed, _conv_inputs(projected, given), dx, more_dy=more)
-    dnorm, dconv, dconv_bias, dbias, dA_log, dD = parameter_gradients(
-        norm_sums, conv_sums, step_sums, form.directions, given.norm_weight, given.conv_weight, given.conv_bias,
-        given.dt_bias, given.A_log, given.D if projects else None,
-    )  # fmt: skip
+    small = parameter_gradients(norm_sums, conv_sums, step_sums, given)
+    dnorm, dconv, dconv_bias, dbias, dA_log, dD = small
     dstates = None
     if given.initial_states is not None:
         dstates = sum(side.initial_state.sum(0) for side in side_gradients)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from matmix.kernels.launching import launch
+from matmix.kernels.scan_layer.chunked import LayerInputs
 from matmix.kernels.slots import log_one_plus
 
 SUMMED_COLUMNS = 32
@@ -193,32 +194,25 @@ def add_programs(
 
 
 def parameter_gradients(
-    norm_sums: Tensor,
-    conv_sums: Tensor,
-    step_sums: Tensor,
-    directions: int,
-    norm_weight: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
-    """The gradients of the last six from sums over tokens (programs, inner), (programs, taps and bias, channels) and
-    (programs, 3, directions nheads), each shaped and typed like its parameter and contiguous."""
-    parameters = (norm_weight, conv_weight, conv_bias, dt_bias, A_log, D)
+    norm_sums: Tensor, conv_sums: Tensor, step_sums: Tensor, given: LayerInputs
+) -> list[Tensor | None]:
+    """The gradients of norm_weight, conv_weight, conv_bias, dt_bias, A_log and, with `diagonal_weight`, D, each like
+    its parameter and contiguous, from sums over tokens (programs, inner), (programs, taps and bias, channels) and
+    (programs, 3, directions nheads)."""
+    D = None if given.diagonal_weight is None else given.D
+    parameters = (given.norm_weight, given.conv_weight, given.conv_bias, given.dt_bias, given.A_log, D)
     gradients = [None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in parameters]
     dnorm, dweight, dconv_bias, ddt_bias, dA_log, dD = gradients
-    inner, (channels, width) = norm_sums.shape[1], conv_weight.shape
-    columns = step_sums.shape[2]
+    inner, (channels, width) = norm_sums.shape[1], given.conv_weight.shape
+    columns, directions = step_sums.shape[2], given.directions
     blocks = [triton.cdiv(n, SUMMED_COLUMNS) for n in (inner, channels, columns)]
-    bias, diagonal = conv_bias is not None, D is not None
+    bias, diagonal = given.conv_bias is not None, D is not None
     programs = blocks[0] + blocks[1] * (width + bias) + blocks[2] * (2 + diagonal)
     launch(
         add_programs, (programs,),
         norm_sums, dnorm, conv_sums, dweight, dconv_bias, step_sums, ddt_bias, dA_log, dD,
         norm_sums.shape[0], inner, conv_sums.shape[0], channels, step_sums.shape[0], columns // directions,
-        DIRECTIONS=directions, SHARED=dt_bias.numel() < columns or directions == 1, DIAGONAL=diagonal, WIDTH=width,
-        BIAS=bias, PROGRAMS=SUMMED_PROGRAMS, COLUMNS=SUMMED_COLUMNS, num_warps=4, num_stages=1,
+        DIRECTIONS=directions, SHARED=given.dt_bias.numel() < columns or directions == 1, DIAGONAL=diagonal,
+        WIDTH=width, BIAS=bias, PROGRAMS=SUMMED_PROGRAMS, COLUMNS=SUMMED_COLUMNS, num_warps=4, num_stages=1,
     )  # fmt: skip
-    return tuple(gradients)
+    return gradients

@@ -1,14 +1,13 @@
 """Short depthwise convolution in Triton, forward and backward, one launch each.
 
-A program takes some channels and walks along the tokens of a document, one row after the other, with the rows that the
-taps reach in registers: each row is read once and moves through the window. Rows outside of the document are zero where
-they are read, so that nothing, not even a NaN, passes from one document to another. Only with STATE the rows before a
-causal document are those of a state; then the last program of a document writes the state that it leaves.
+A program takes some channels and walks along the tokens of a document with the rows that the taps reach in registers:
+each row is read once and moves through the window. Rows outside of the document are zero where they are read, so that
+nothing, not even a NaN, passes from one document to another; with STATE the rows before a causal document are those of
+a state.
 
-Backward, the same walk computes the pre-activation again and from it g, the gradient of the pre-activation. Two sums
-follow at once: g convolved with the taps in reverse is the gradient of x, and g times x, for every tap, that of the
-weights. Programs begin some rows before their own, to have the window filled, and PyTorch adds their sums of weights in
-a fixed order. Nothing is added atomically: the same inputs give the same bits.
+Backward, the same walk computes the pre-activation again and from it g, its gradient. Two sums follow at once: g
+convolved with the taps in reverse is the gradient of x, and g times x, for every tap, that of the weights. Programs
+begin some rows before their own, to have the window filled, and PyTorch adds their sums of weights in a fixed order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One token of the causal short convolution in Triton, in one launch.
 
-A program takes a block of channels of one batch row: it sums the taps over what the channel still remembers and the new
-token, and moves the memory on by one token. All of the memory is read before any is written, so the new one may lie
-where the old one was.
+A program takes a block of channels of one batch row. All of the memory is read before any is written, so the new one
+may lie where the old one was.
 """
 
 from __future__ import annotations

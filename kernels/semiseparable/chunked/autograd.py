@@ -1,13 +1,11 @@
 """Semiseparable and quasiseparable scans in chunks, in PyTorch, with hand-written backward passes.
 
-Within a chunk the mixer is a small matrix (scores q k^T times decays, lower triangle from the forward
-direction, upper triangle from the backward one); between chunks only states of size d_state x headdim travel,
-one direction each way. Nothing is flipped and no batch is doubled: the backward direction is the same
-arithmetic under the mirrored mask, and Hydra's shift reads row t with q[t - 1] and the decays up to t - 1.
-The backward pass keeps only the inputs and computes states and chunk matrices again.
+Within a chunk the mixer is a small matrix (scores q k^T times decays, lower triangle from the forward direction, upper
+triangle from the backward one); between chunks only states of size d_state x headdim travel, one direction each way.
+Nothing is flipped and no batch is doubled: the backward direction is the same arithmetic under the mirrored mask, and
+Hydra's shift reads row t with q[t - 1] and the decays up to t - 1. The backward pass keeps only the inputs.
 
-Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked form; "Hydra" (arXiv
-2407.09941).
+Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked form; "Hydra" (arXiv 2407.09941).
 """
 
 from __future__ import annotations

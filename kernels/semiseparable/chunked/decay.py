@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import ChunkLayout
-from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanSide
 
 SMALLEST_LOG_DECAY = -1000.0
 """exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is
@@ -66,20 +66,11 @@ def widest_dtype(device: torch.device) -> torch.dtype:
 
 
 def side_decay(
-    log_decay: Tensor | None,
-    layout: ChunkLayout,
-    heads: int,
-    reverse: bool,
-    exclusive: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    same_document: Tensor | None,
+    side: ScanSide, layout: ChunkLayout, heads: int, exclusive: bool, dtype: torch.dtype, same_document: Tensor | None
 ) -> SideDecay:
-    """Cumulative decays of one direction.
-
-    log_decay (nheads,), (batch, seqlen, nheads) or None; `exclusive`: rows read before their own token's
-    decay. same_document (M, chunk, chunk) in the dense layout of packed documents.
-    """
+    """Cumulative decays of one direction. `exclusive`: rows read before their own token's decay. same_document (M,
+    chunk, chunk) in the dense layout of packed documents."""
+    log_decay, reverse, device = side.log_decay, side.reverse, side.q.device
     wide = widest_dtype(device)
     if log_decay is None:
         log_decay = torch.zeros(heads, dtype=wide, device=device)
@@ -126,12 +117,7 @@ def split_precision(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
 
 
 def side_decay_backward(
-    decay: SideDecay,
-    drow: Tensor,
-    dcol: Tensor,
-    dleave: Tensor | None,
-    dtotal: Tensor | None,
-    exclusive: bool,
+    decay: SideDecay, drow: Tensor, dcol: Tensor, dleave: Tensor | None, dtotal: Tensor | None, exclusive: bool
 ) -> Tensor:
     """Gradient of the log-decays, (M, chunk, nheads), from those of the exponents.
 

@@ -72,7 +72,7 @@ def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
             q = shift_left(q, cu_seqlens) if side.reverse else shift_right(q, cu_seqlens)
         chunks.append(side._replace(q=layout.split(q), k=layout.split(side.k)))
         scales.append(None if side.input_scale is None else layout.split(side.input_scale).to(dtype))
-        decays.append(side_decay(side.log_decay, layout, heads, side.reverse, exclusive, dtype, v.device, same))
+        decays.append(side_decay(side, layout, heads, exclusive, dtype, same))
         mask = lower.mT if side.reverse else lower
         if exclusive or both:
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)

@@ -5,17 +5,14 @@ Tokens of different chunks meet through states only.
 
 Exponents are sums of log-decays in units of log 2 over a chunk. They stand in a table that sums.py makes once, FACTORS
 rows of CHUNK numbers for each slot, head and direction. For float32 inputs sums are two float32 numbers: a difference
-of two long sums of strong decays, rounded once, would lose the weak decays between them. (For half precision the
-rounding of those sums is far below that of the inputs.)
+of two long sums of strong decays, rounded once, would lose the weak decays between them.
 
 Indices of tokens count from the tile's first token, which pointers stand at: `place` tokens of the document come before
-it, `left` tokens are left from it on. Sums of a tile are read at `sums + r0`, r0 being its place in the chunk.
+it, `left` tokens are left from it on. Sums of a tile are read at `sums + r0`, r0 being its place in the chunk. With
+WHOLE all chunks are full, and no token is looked for.
 
-What a kernel knows when it is compiled takes no registers and instructions: the distance between rows of each tensor
-(rows of a tile then stand at constant distances), and with WHOLE that all chunks are full (no token is looked for).
-
-Two tiles of a chunk, writers in one and readers in the other, meet across the edge between them, so that the decay of
-a pair is the product of two numbers, one of its writer and one of its reader. These go to values and cotangents before
+Two tiles of a chunk, writers in one and readers in the other, meet across the edge between them, so that the decay of a
+pair is the product of two numbers, one of its writer and one of its reader. These go to values and cotangents before
 they are multiplied, and no matrix of pairs has to be weighted.
 """
 

@@ -2,10 +2,8 @@
 pairs of tokens of one chunk give to those of log-decays and input scales.
 
 One program takes one tile and some heads of a group, over which the gradient of the scores is added up: vectors.py
-multiplies it with q and k. Pairs with the chunk's other tile, to which the program's tokens write, are crossing.py's.
-What goes through states to other chunks is vectors.py's; for v it is added here, where the gradient is at hand.
-
-Matrices have writers in their rows and readers in their columns, so that the product with dy needs no transposition.
+multiplies it with q and k. What goes through states to other chunks is vectors.py's; for v it is added here. Matrices
+have writers in their rows and readers in their columns, so that the product with dy needs no transposition.
 """
 
 from __future__ import annotations

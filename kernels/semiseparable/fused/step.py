@@ -1,8 +1,8 @@
 """One token of the semiseparable scan in Triton, in one launch.
 
 A program holds a block of columns of one head's state: it decays them, adds the outer product, stores them and sums
-them up with q. Every element of the state is read and written once, by the program that it belongs to, so the new state
-may lie in the memory of the old one. Nothing is added atomically and nothing is read back.
+them up with q. Every element is read and written once, by the program that it belongs to, so the new state may lie in
+the memory of the old one.
 """
 
 from __future__ import annotations
