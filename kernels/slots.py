@@ -2,10 +2,9 @@
 crosses, and a function of single numbers.
 
 Every document starts a chunk of its own, so documents cannot touch each other and states enter and leave at chunk
-edges. Document d gets the slots from cu_seqlens[d] // span + d on; as
-floor(b / s) + 1 >= floor(a / s) + ceil((b - a) / s), the slots of neighbours never overlap, and
-total // span + documents slots are enough. Nothing is read back to the host. A program finds its document by bisection,
-or reads it from a table where many programs share a slot.
+edges. Document d gets the slots from cu_seqlens[d] // span + d on; as floor(b / s) + 1 >= floor(a / s) + ceil((b - a) /
+s), the slots of neighbours never overlap, and total // span + documents slots are enough. Nothing is read back to the
+host. A program finds its document by bisection, or reads it from a table where many programs share a slot.
 """
 
 from __future__ import annotations

@@ -28,21 +28,19 @@ def matrix_product_scan(
 
     Args:
         x: (batch, seqlen, nheads, o, o), o one of 4, 8, 16, 32.
-        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the
-            identity.
+        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the identity.
         return_final_state: also return the state after the last token (of each document).
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
-            starts anew at each. On an accelerator the PyTorch form reads them back to the host; the Triton form,
-            which "auto" takes there, does not.
-        reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first
-            token's.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product starts
+            anew at each. On an accelerator the PyTorch form reads them back to the host; the Triton form, which "auto"
+            takes there, does not.
+        reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first token's.
         chunk_size: steps per chunk of the PyTorch form, any positive number; None lets it choose. The Triton form has
             its own.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        H shaped and typed like x; with `return_final_state` also the states, float32 (float64 for float64
-        inputs). The recurrence itself runs in that precision whatever the inputs are.
+        H shaped and typed like x; with `return_final_state` also the states, float32 (float64 for float64 inputs). The
+        recurrence itself runs in that precision whatever the inputs are.
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.

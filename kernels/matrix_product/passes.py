@@ -1,6 +1,5 @@
 """Triton kernels of the matrix-product scan, and products of small tiles, as exact as float32 and with few instructions
-around them.
-"""
+around them."""
 
 from __future__ import annotations
 

@@ -68,19 +68,18 @@ def mru_mixer(
         w_up: (nheads, d_chunk, o), what makes elements of chunks, as `chunks.elements_from_chunks` says; None where
             elements are given.
         construction: one of `CONSTRUCTIONS`; see `build_state_matrices`.
-        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the
-            identity.
+        initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the identity.
         return_final_state: also return the state after the last token (of each document), float32.
-        return_log_norms: also return (2,) float32, the largest and the mean natural log of the states' Frobenius
-            norms, over heads and a sample of positions that holds each document's last: infinite or NaN as soon as
-            a state is. No gradient.
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product
-            starts anew at each.
+        return_log_norms: also return (2,) float32, the largest and the mean natural log of the states' Frobenius norms,
+            over heads and a sample of positions that holds each document's last: infinite or NaN as soon as a state is.
+            No gradient.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product starts
+            anew at each.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        y (batch, seqlen, nheads, o, d_c) typed like the elements, then what was asked for. States are float32
-        (float64 for float64 elements) whatever the inputs are.
+        y (batch, seqlen, nheads, o, d_c) typed like the elements, then what was asked for. States are float32 (float64
+        for float64 elements) whatever the inputs are.
 
     Raises:
         ValueError: a shape, dtype, device or option does not fit.

@@ -213,8 +213,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 class ValuesAndVectors(Function):
     """Splits the convolution's output and computes the diagonal v weight^T + D from its first part.
 
-    The gradients of the parts and of the diagonal meet in one buffer, which the product with `weight` adds to
-    in place.
+    The gradients of the parts and of the diagonal meet in one buffer, which the product with `weight` adds to in place.
     """
 
     @staticmethod

@@ -1,9 +1,8 @@
 """The layer around a scan as an op: checks, backend choice, registration with PyTorch.
 
-Where it runs in Triton kernels, two registered ops are behind the function. `conv_and_scan` computes what stands
-before the gate and has no gradient of its own; `scan_layer` takes its output, gates it, and has the backward pass of
-the whole. So selective checkpointing can keep the output of the scan, by the name of its op, and compute the rest
-again.
+Where it runs in Triton kernels, two registered ops are behind the function. `conv_and_scan` computes what stands before
+the gate and has no gradient of its own; `scan_layer` takes its output, gates it, and has the backward pass of the
+whole. So selective checkpointing can keep the output of the scan, by the name of its op, and compute the rest again.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from matmix.kernels.checks import (
 )
 
 LARGEST_LOG_DECAY = 0.01
-"""Bound of a log-decay per token: states may grow this fast and no faster, so that no product inside a chunk
-overflows.
+"""Bound of a log-decay per token: states may grow this fast and no faster, so that no product inside a chunk overflows.
 """
 
 

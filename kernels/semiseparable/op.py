@@ -38,31 +38,29 @@ def semiseparable_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal scan h_t = exp(log_decay_t) h_{t-1} + input_scale_t k_t v_t^T, y_t = q_t^T h_t + diagonal_t v_t.
 
-    "Transformers are SSMs" (arXiv 2405.21060): with log_decay = dt A and input_scale = dt it is the core of
-    the SSD layer; without decays it is linear attention, with constant ones RetNet.
+    "Transformers are SSMs" (arXiv 2405.21060): with log_decay = dt A and input_scale = dt it is the core of the SSD
+    layer; without decays it is linear attention, with constant ones RetNet.
 
     Args:
         v: values (batch, seqlen, nheads, headdim).
-        q: (batch, seqlen, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share
-            a group.
+        q: (batch, seqlen, ngroups, d_state), typed like v; nheads a multiple of ngroups, consecutive heads share a
+            group.
         k: shaped and typed like q.
         log_decay: (batch, seqlen, nheads), (nheads,) or None for no decay; -inf forgets everything. At most
-            LARGEST_LOG_DECAY = 0.01: more is a ValueError on the CPU and taken as 0.01 on accelerators, where
-            nobody waits to look (see `matmix.kernels.checks`).
+            LARGEST_LOG_DECAY = 0.01: more is a ValueError on the CPU and taken as 0.01 on accelerators, where nobody
+            waits to look (see `matmix.kernels.checks`).
         input_scale: (batch, seqlen, nheads) or None for 1.
         diagonal: (batch, seqlen, nheads), (nheads,) or None for no skip.
-        initial_state: (batch, nheads, d_state, headdim), or (documents, ...) with `cu_seqlens`; None for
-            zero.
+        initial_state: (batch, nheads, d_state, headdim), or (documents, ...) with `cu_seqlens`; None for zero.
         return_final_state: also return the state after the last token (of each document).
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1). A
-            document's output does not depend on its neighbours. A document without tokens passes its state
-            through.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1). A document's output
+            does not depend on its neighbours. A document without tokens passes its state through.
         chunk_size: 16, 32, 64, 128 or 256; None lets the backend choose.
         backend: "auto", "torch" or "triton".
 
     Returns:
-        y shaped and typed like v; with `return_final_state` also the states, float32 (float64 for float64
-        inputs). Sums and states are float32 throughout whatever the inputs are (float64 for float64).
+        y shaped and typed like v; with `return_final_state` also the states, float32 (float64 for float64 inputs). Sums
+        and states are float32 throughout whatever the inputs are (float64 for float64).
 
     Raises:
         ValueError: a shape, dtype, device, bound or option does not fit.
@@ -118,28 +116,27 @@ def quasiseparable_scan(
 ) -> Tensor:
     """Bidirectional scan y = shift(SS_f(v)) + flip(shift(SS_b(flip v))) + diagonal v, without any flips.
 
-    "Hydra" (arXiv 2407.09941); with shift=False, self_term="mean", normalize="row_sum" and gate_offset=1 it is
-    LION (arXiv 2502.16249), Y = (Q K^T * M) V over its row sums. The backward direction's tensors are indexed
-    by position like all others: nothing is flipped by the caller. Both directions may be given the same q or
-    k, which is not copied.
+    "Hydra" (arXiv 2407.09941); with shift=False, self_term="mean", normalize="row_sum" and gate_offset=1 it is LION
+    (arXiv 2502.16249), Y = (Q K^T * M) V over its row sums. The backward direction's tensors are indexed by position
+    like all others: nothing is flipped by the caller. Both directions may be given the same q or k, which is not
+    copied.
 
-    Tensors, packing, chunks, backends and errors are those of `semiseparable_scan`;
-    `initial_state_backward` is the state beyond the document's last token.
+    Tensors, packing, chunks, backends and errors are those of `semiseparable_scan`; `initial_state_backward` is the
+    state beyond the document's last token.
 
     Args:
-        shift: move each direction's output one token on in its own sense and put zero at the document's first
-            (last) token, so that a token meets itself only through `diagonal`; else the scans are taken as
-            they are.
-        combine: "add"; "mult", SS_f(v) * SS_b(v) + diagonal v; or "concat", [SS_f(v) + diagonal v | SS_b(v) +
-            diagonal v], which is 2 * headdim wide.
-        self_term: without shift, a token's own terms q_t . k_t count in full in both directions ("sum") or
-            half in each ("mean", "add" only).
-        normalize: None, or "row_sum" to divide each output by the sum of its row of the mixer, diagonal
-            included, plus `eps` ("add" only, without initial states).
+        shift: move each direction's output one token on in its own sense and put zero at the document's first (last)
+            token, so that a token meets itself only through `diagonal`; else the scans are taken as they are.
+        combine: "add"; "mult", SS_f(v) * SS_b(v) + diagonal v; or "concat", [SS_f(v) + diagonal v | SS_b(v) + diagonal
+            v], which is 2 * headdim wide.
+        self_term: without shift, a token's own terms q_t . k_t count in full in both directions ("sum") or half in each
+            ("mean", "add" only).
+        normalize: None, or "row_sum" to divide each output by the sum of its row of the mixer, diagonal included, plus
+            `eps` ("add" only, without initial states).
         eps: added to the row sums, not negative.
-        gate_offset: the backward direction decays between token t and a later token s by log_decay_backward
-            at t .. s - 1 (0, a flipped causal scan) or at t + 1 .. s (1, LION: each step's gate acts between
-            it and its left neighbour in both directions).
+        gate_offset: the backward direction decays between token t and a later token s by log_decay_backward at t .. s -
+            1 (0, a flipped causal scan) or at t + 1 .. s (1, LION: each step's gate acts between it and its left
+            neighbour in both directions).
 
     Returns:
         y typed and (but for "concat") shaped like v.

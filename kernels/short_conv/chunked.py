@@ -118,9 +118,7 @@ def conv_canvas(given: ConvInputs) -> ConvCanvas:
 
 
 def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Correlate (batch, rows, d) with (d, width) along the rows: (batch, rows - width + 1, d), channels
-    innermost.
-    """
+    """Correlate (batch, rows, d) with (d, width) along the rows: (batch, rows - width + 1, d), channels innermost."""
     out = conv2d(x.transpose(1, 2).unsqueeze(2), weight[:, None, None], bias, groups=weight.shape[0])
     return out.squeeze(2).transpose(1, 2)
 

@@ -33,16 +33,15 @@ def short_conv(
     return_final_state: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias,
-    activated.
+    """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias, activated.
 
     Args:
         x: (batch, seqlen, d).
         weight: (d, width), width 2 to 9; `left` is width - 1 if `causal`, else width // 2 (width then odd).
         bias: (d,) or None.
         activation: None or "silu".
-        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond
-            them, as beyond the sequence's ends, x counts as zero.
+        cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); beyond them, as
+            beyond the sequence's ends, x counts as zero.
         initial_state: the inputs of the width - 1 tokens before the first, the oldest first, (batch, d, width - 1);
             None for zeros. With `causal=True` and without `cu_seqlens` only. The PyTorch form puts it before a copy of
             x; the Triton form copies nothing.

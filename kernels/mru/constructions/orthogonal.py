@@ -1,6 +1,5 @@
 """Constructions from factors: the Cayley transform, by itself and times a triangle, the product of two triangles, and
-the orthogonal matrix next to that.
-"""
+the orthogonal matrix next to that."""
 
 from __future__ import annotations
 
@@ -45,10 +44,9 @@ CACHED_TOKENS = 2048
 class CayleyTransform(Construction):
     """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
 
-    The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S
-    has a positive definite symmetric part, so no pivot is below 1. In float64, because large elements cancel
-    in it (in float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as
-    batched LAPACK.
+    The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S has a
+    positive definite symmetric part, so no pivot is below 1. In float64, because large elements cancel in it (in
+    float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as batched LAPACK.
     """
 
     keeps = ("output",)

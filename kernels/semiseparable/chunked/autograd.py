@@ -25,8 +25,7 @@ from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, Side
 
 def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | None) -> Tensor | None:
     """The backward direction's log-decays where each step's gate acts between a token and its left neighbour
-    (`gate_offset` 1): one token to the left inside its document, no decay at the last one.
-    """
+    (`gate_offset` 1): one token to the left inside its document, no decay at the last one."""
     if gate_offset == 0 or log_decay is None or log_decay.dim() == 1:
         return log_decay
     return shift_left(log_decay, cu_seqlens)

@@ -11,9 +11,7 @@ from matmix.kernels.documents import ChunkLayout
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanSide
 
 SMALLEST_LOG_DECAY = -1000.0
-"""exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is
-given.
-"""
+"""exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
 
 
 class SideDecay(NamedTuple):
@@ -37,16 +35,13 @@ class SideDecay(NamedTuple):
     total: Tensor
     """(M, nheads): decay of the entering state until it leaves; 0 where a document ends in between."""
     cumulate: Tensor
-    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's
-    sum.
-    """
+    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's sum."""
     strict: Tensor
     """The same without the row's own decay."""
 
     def log_matrix(self, at: slice) -> Tensor:
         """(m, nheads, chunk, chunk) log-decay from column to row, without `growth`: at most 0 in the direction's
-        triangle and, inside a document, at least 0 outside it.
-        """
+        triangle and, inside a document, at least 0 outside it."""
         matrix = self.row_hi[at].unsqueeze(-1) - self.col_hi[at].unsqueeze(-2)
         if self.row_lo is not None:
             matrix += self.row_lo[at].unsqueeze(-1)

@@ -82,8 +82,7 @@ def multiply_by_group(x: Tensor, factor: Tensor) -> Tensor:
 
 def own_terms(setup: ScanSetup, pairs: list[tuple[Tensor, Tensor]], heads: int) -> list[Tensor] | None:
     """Returns each side's own terms q_t . k_t, weighted, (m, nheads, chunk) before input scales; None where the masks
-    hold them or nothing does.
-    """
+    hold them or nothing does."""
     if not setup.own_weight:
         return None
     share = heads // setup.groups

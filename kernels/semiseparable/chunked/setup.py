@@ -1,6 +1,5 @@
 """Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes, carries
-states between chunks, and counts the FLOPs of both.
-"""
+states between chunks, and counts the FLOPs of both."""
 
 from __future__ import annotations
 
@@ -40,9 +39,7 @@ class ScanSetup(NamedTuple):
 
 
 def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
-    """Chunk length where the work inside chunks and the work on states balance; short sequences are one
-    chunk.
-    """
+    """Chunk length where the work inside chunks and the work on states balance; short sequences are one chunk."""
     if seqlen <= 128:
         return max(16, 1 << (seqlen - 1).bit_length())
     return 64
@@ -124,10 +121,9 @@ def pass_states(
 ) -> Tensor | None:
     """Carry states over chunks, in place: entering_{c+1} = total_c entering_c + local_c.
 
-    local (M, ngroups, d_state, width) holds what each chunk adds and is overwritten by the state that enters
-    it; total (M, nheads); boundary (rows or documents, nheads, d_state, headdim) is the state at the start,
-    None for zero. Returns the states at the end, shaped like `boundary` (in the dense layout of packed
-    documents: None).
+    local (M, ngroups, d_state, width) holds what each chunk adds and is overwritten by the state that enters it; total
+    (M, nheads); boundary (rows or documents, nheads, d_state, headdim) is the state at the start, None for zero.
+    Returns the states at the end, shaped like `boundary` (in the dense layout of packed documents: None).
     """
     rows, count = (1, local.shape[0]) if layout.aligned else (layout.rows, layout.per_row)
     groups, d_state = local.shape[1:3]
@@ -171,9 +167,7 @@ def from_chunk_state(state: Tensor) -> Tensor:
 
 
 def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | None, Tensor | None]:
-    """State entering each chunk, (M, ngroups, d_state, width), and the state at the end, for one
-    direction.
-    """
+    """State entering each chunk, (M, ngroups, d_state, width), and the state at the end, for one direction."""
     scan, decay, scale = setup.sides[side], setup.decays[side], setup.scales[side]
     m, _, heads, headdim = v.shape
     groups, d_state = scan.k.shape[2:]
