@@ -14,14 +14,13 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from matmix.kernels.functions import Form, Operation
 
-Backend = Literal["auto", "torch", "triton"]
 BACKENDS = ("auto", "torch", "triton")
 
 # Found out once: torch.compile cannot trace the search.

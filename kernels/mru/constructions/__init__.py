@@ -122,6 +122,9 @@ BOUNDED_CONSTRUCTIONS = ("affine", *NORMED_CONSTRUCTIONS)
 """Constructions whose products cannot leave the range of numbers; affine ones grow linearly at worst."""
 
 
+OF_ELEMENTS = {"affine": AffineMap, "cayley": CayleyTransform, "householder": ReflectionProduct}
+OF_MATRICES = {"qr": OrthogonalTimesUpper, "ldu": UnitDeterminantProduct, "ldu_newton_schulz": NearestOrthogonal}
+
 TRIANGLES = ("cayley", "householder")
 """Constructions whose elements are a strictly lower triangle."""
 
@@ -156,18 +159,10 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     "qr": Q R, Q = cayley of M's lower triangle, R = triu(M) with exp(diag - mean diag) as its diagonal; determinant 1.
     "ldu_newton_schulz": ldu, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     """
-    if construction == "affine":
-        return AffineMap.apply(elements, order)
-    if construction == "cayley":
-        return CayleyTransform.apply(elements, order)
-    if construction == "householder":
-        return ReflectionProduct.apply(elements, order)
+    if construction in OF_ELEMENTS:
+        return OF_ELEMENTS[construction].apply(elements, order)
     matrices = elements.unflatten(-1, (order, order))
-    if construction == "qr":
-        return OrthogonalTimesUpper.apply(matrices)
-    if construction == "ldu":
-        return UnitDeterminantProduct.apply(matrices)
-    if construction == "ldu_newton_schulz":
-        return NearestOrthogonal.apply(matrices)
+    if construction in OF_MATRICES:
+        return OF_MATRICES[construction].apply(matrices)
     assert construction == "identity_plus", construction
     return matrices + torch.eye(order, dtype=matrices.dtype, device=matrices.device)

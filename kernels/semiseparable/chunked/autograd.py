@@ -129,6 +129,8 @@ def two_sided_backward(
     """The gradients by a form whose `backward` is that of a linear scan."""
     v, diagonal, call, dy = given.v, given.diagonal, given.call, cotangents.y
     exact = working_dtype(v)
+    if dy is None:
+        dy = v.new_zeros(*v.shape[:3], v.shape[3] * (2 if given.combine == "concat" else 1))
     if given.normalize:
         # y = n / s, so dn = dy / s and ds = -dy . y / s.
         y, row_sum, rest = outputs

@@ -59,15 +59,11 @@ class SideSums(NamedTuple):
     """(M, chunk, nheads): of the exponents from columns to the chunk's edge."""
     total: Tensor | None
     """(M, nheads): of the exponent over the whole chunk."""
+    states: SideStates | None
 
 
 @outside_autocast
-def scan_backward(
-    dy: Tensor,
-    drow_sum: Tensor | None,
-    dfinal: Tensor | None,
-    call: ScanCall,
-) -> ScanGradients:
+def scan_backward(dy: Tensor, drow_sum: Tensor | None, dfinal: Tensor | None, call: ScanCall) -> ScanGradients:
     """Returns the gradients of the linear scan, combined by "add" or "concat".
 
     dy: cotangent of the output before any normalisation; drow_sum (batch, seqlen, nheads): of the sums of the
@@ -95,19 +91,18 @@ def linear_backward(dy: Tensor, dfinal: Tensor | None, call: ScanCall) -> ScanGr
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
     states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
-    sums = [side_sums(setup, number, states[number], v.shape[2]) for number in range(len(sides))]
+    sums = [side_sums(setup, number, of_side, v.shape[2]) for number, of_side in enumerate(states)]
     spread = spread_heads(diagonal, layout, dtype)
     ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
     dv = torch.empty_like(chunks, memory_format=torch.contiguous_format)
     for at in chunk_blocks(setup):
         values, grad = chunks[at].to(dtype), dout[at].to(dtype)
-        dv[at], along = block_backward(setup, at, values, grad, spread, states, sums)
+        dv[at], along = block_backward(setup, at, values, grad, spread, sums)
         if ddiagonal is not None:
             ddiagonal[at] = along.transpose(1, 2)
 
     gradients = tuple(
-        side_gradients(setup, side, setup.decays[number], states[number], sums[number], cu_seqlens)
-        for number, side in enumerate(sides)
+        side_gradients(setup, side, setup.decays[number], sums[number], cu_seqlens) for number, side in enumerate(sides)
     )
     if ddiagonal is not None:
         ddiagonal = reduce_like(layout.join(ddiagonal), diagonal)
@@ -146,17 +141,12 @@ def side_sums(setup: ScanSetup, number: int, states: SideStates | None, heads: i
         zeros(*shape, dtype=wide),
         None if states is None else zeros(*shape),
         None if states is None else zeros(shape[0], heads),
+        states,
     )
 
 
 def block_backward(
-    setup: ScanSetup,
-    at: slice,
-    values: Tensor,
-    grad: Tensor,
-    diagonal: Tensor | None,
-    states: list[SideStates | None],
-    sums: list[SideSums],
+    setup: ScanSetup, at: slice, values: Tensor, grad: Tensor, diagonal: Tensor | None, sums: list[SideSums]
 ) -> tuple[Tensor, Tensor | None]:
     """Some chunks: their part of dv, (m, chunk, nheads, headdim), and dy . v per token where it is needed.
 
@@ -195,9 +185,8 @@ def block_backward(
             dq.addcmul_(down, k, value=setup.own_weight)
             dk.addcmul_(down, q, value=setup.own_weight)
         block_exponents(setup, at, number, exponents, sums[number])
-        if states[number] is not None:
-            gradients = dq, dk, dvalues
-            block_states(setup, at, number, (q, k), gradients, values, grad, states[number], sums[number])
+        if sums[number].states is not None:
+            block_states(setup, at, number, (q, k, values, grad), (dq, dk, dvalues), sums[number])
         sums[number].q[at] = dq.transpose(1, 2)
         sums[number].k[at] = dk.transpose(1, 2)
     return dvalues, along
@@ -226,21 +215,13 @@ def block_exponents(setup: ScanSetup, at: slice, number: int, exponents: Tensor,
 
 
 def block_states(
-    setup: ScanSetup,
-    at: slice,
-    number: int,
-    pair: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor],
-    values: Tensor,
-    grad: Tensor,
-    states: SideStates,
-    sums: SideSums,
+    setup: ScanSetup, at: slice, number: int, given: tuple[Tensor, ...], gradients: tuple[Tensor, ...], sums: SideSums
 ) -> None:
     """One direction's gradients through states that enter and leave chunks, added to those in `gradients`."""
-    (q, k), (dq, dk, dvalues) = pair, gradients
+    (q, k, values, grad), (dq, dk, dvalues) = given, gradients
     decay, scale = setup.decays[number], setup.scales[number]
     heads, groups = values.shape[2], setup.groups
-    entering, leaving = states.entering[at], states.leaving[at]
+    entering, leaving = sums.states.entering[at], sums.states.leaving[at]
 
     read = ungrouped_rows(q @ entering, heads)
     weighted = grad * decay.enter[at].unsqueeze(-1)
@@ -262,12 +243,7 @@ def block_states(
 
 
 def side_gradients(
-    setup: ScanSetup,
-    side: ScanSide,
-    decay: SideDecay,
-    states: SideStates | None,
-    sums: SideSums,
-    cu_seqlens: Tensor | None,
+    setup: ScanSetup, side: ScanSide, decay: SideDecay, sums: SideSums, cu_seqlens: Tensor | None
 ) -> SideGradients:
     """Converts the gradients that were summed over chunks to the shapes and dtypes of the op's arguments."""
     layout = setup.layout
@@ -283,5 +259,5 @@ def side_gradients(
     if side.input_scale is not None:
         dscale = layout.join(sums.scale).to(side.input_scale.dtype)
     if side.initial_state is not None:
-        dinitial = states.initial.to(side.initial_state.dtype)
+        dinitial = sums.states.initial.to(side.initial_state.dtype)
     return SideGradients(dq, layout.join(sums.k), dlog, dscale, dinitial)
