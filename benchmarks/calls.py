@@ -56,7 +56,6 @@ class Call(NamedTuple):
 
 
 def form_of(call: Call) -> ModuleType:
-    """Returns the module that is the Triton form of the call's op."""
     return importlib.import_module(TRITON_FORMS[call.op])
 
 

@@ -232,7 +232,6 @@ def _note_resources(backend, stages: dict, options, language, capability) -> Non
 
 
 def ptxas_report(log: str) -> dict[str, int]:
-    """Reads registers and spills from what `ptxas -v` prints."""
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not spills:

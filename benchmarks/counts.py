@@ -97,13 +97,11 @@ class Count(NamedTuple):
 
 
 def counted_calls(dtype: torch.dtype = torch.bfloat16) -> Iterator[Call]:
-    """Yields the calls to count."""
     mine = [call for call in calls() if call.dtype == dtype]
     yield from (call for title in COUNTED for call in mine if f"{call.title},".startswith(title))
 
 
 def count(call: Call, number: int, launch: Launch, kernel: Resources) -> Count:
-    """Returns what one launch costs."""
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
     loops = LOOPS.get(kernel.kernel, lambda _: ())(arguments)
     issued = sum(n * math.prod(loops[:depth]) for depth, n in enumerate(kernel.instructions))
@@ -136,7 +134,6 @@ def moved_bytes(launch: Launch) -> int:
 
 
 def read() -> list[Count]:
-    """Returns the counts that are kept."""
     return [Count(**row) for row in json.loads(COUNTS.read_text())["launches"]]
 
 
@@ -193,7 +190,6 @@ class Counts:
 
 
 def _table(counts: list[Count]) -> str:
-    """Returns a table with the sums of each call."""
     head = "call", "kernel", "warp-instr./token", "bytes/token", "registers", "spills", "warps", "in float64"
     rows: list[tuple] = [head]
     for (op, title), group in itertools.groupby(counts, key=lambda x: (x.op, x.call)):

@@ -159,7 +159,6 @@ class Cpu:
         return 0
 
     def measure(self, title: str) -> dict[str, dict[str, float]]:
-        """Returns the best seconds and peak bytes of every candidate of a case."""
         torch.manual_seed(0)
         candidates = CASES[title]()
         times = best_times(candidates, 2)

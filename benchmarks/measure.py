@@ -63,7 +63,6 @@ class Speed:
     """Draw nothing."""
 
     def check(self) -> None:
-        """Raises ValueError, one line, for what cannot be."""
         if not re.fullmatch(r"\d+(,\d+)*", self.lengths):
             raise ValueError(f"--lengths {self.lengths}: give whole numbers, such as 128,512")
         for name, value in (("tokens", self.tokens), ("rounds", self.rounds), ("lengths", min(self.seqlens))):
@@ -78,7 +77,6 @@ class Speed:
 
     @property
     def like(self) -> dict[str, Any]:
-        """Device and dtype of new tensors."""
         return {"device": device_of(self.device), "dtype": getattr(torch, self.dtype)}
 
     def batch(self, seqlen: int) -> int:
@@ -374,7 +372,6 @@ def floor_of(inputs: Iterable[Tensor], output: Tensor, *, output_read: bool = Fa
 
 
 def both_passes(candidate: Candidate) -> tuple[Tensor, ...]:
-    """Returns output and gradients."""
     y = candidate.run()
     return y.detach(), *torch.autograd.grad(y, candidate.leaves, candidate.cotangent)
 

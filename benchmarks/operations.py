@@ -137,7 +137,6 @@ def flash_only(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Runs bidirectional attention, (batch, heads, seqlen, 64)."""
     with flash_only(q.device):
         return scaled_dot_product_attention(q, k, v)
 

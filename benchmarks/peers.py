@@ -103,7 +103,6 @@ def flipped(causal: CausalScan) -> Op:
 
 
 def our_causal(v: Tensor, q: Tensor, k: Tensor, dt: Tensor, decay: Tensor) -> Tensor:
-    """Runs our own one-sided scan."""
     return semiseparable_scan(v, q, k, dt * decay, input_scale=dt)
 
 

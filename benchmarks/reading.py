@@ -138,7 +138,6 @@ class Images(Dataset):
                     yield 1
 
     def loaded(self, data: DataConfig, *, one_pass: bool) -> Iterator[int]:
-        """Reads pictures by the loader, over and over."""
         with contextlib.closing(self.loader(data, one_pass=one_pass)) as loader:
             while True:
                 yield from (batch.n_tokens for batch in loader)

@@ -34,7 +34,6 @@ def environment_of(device: torch.device, dtype: str = "float32") -> dict[str, An
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the GPU's name, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -60,7 +59,6 @@ def digits(value: float | None, unit: float = 1.0) -> str:
 
 
 def opening(record: dict[str, Any]) -> str:
-    """Returns what the tables are about and how they are read."""
     where = record["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items() if version)
     head = f"{record['command']} on {where['device']}, {where['dtype']}, {record['tokens']:,} tokens a case"
@@ -96,7 +94,6 @@ def case_text(case: dict[str, Any]) -> str:
 
 
 def small_text(small: dict[str, Any]) -> str:
-    """Returns the table of the case for which CUDA graphs are compared."""
     rows = [["", "one by one ms", "graph ms", "kernels ms", "graph / kernels", ""]]
     for record in small["candidates"]:
         cells = [digits(record.get(key), 1e-3) for key in ("one_by_one", "graph", "kernels")]
@@ -125,7 +122,6 @@ def per_token(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def per_token_text(costs: list[dict[str, Any]]) -> str:
-    """Returns a table of `per_token` for each kind."""
     texts = [f"\nnanoseconds per token, forward and backward; constant: dearest / cheapest at most {ALLOWED:g}"]
     for kind, group in itertools.groupby(costs, key=lambda cost: cost["kind"]):
         mine = list(group)
@@ -148,7 +144,6 @@ def save(record: dict[str, Any], out: Path) -> None:
 
 
 def write(record: dict[str, Any], out: Path | None, plot: Path | None, drawn: bool) -> None:
-    """Writes JSON and, if it is to be drawn, the picture."""
     out = out or RESULTS / f"{record['command']}-{slug(record['environment']['device'])}.json"
     save(record, out)
     if drawn:

@@ -178,7 +178,6 @@ def drop_from_cache(directory: Path) -> None:
 
 
 def table(rows: list[dict[str, float]]) -> str:
-    """Returns rows of `measure` as text."""
     heads = {"stall": "stall", "first_stall": "first stall", "background": "in background", "blocking": "blocking"}
     heads |= {"verify": "verify", "load": "load", "copy_stall": "copy's stall", "copy": "copy"}
     lines = [["parameters", "size", "stall/blocking", *heads.values()]]

@@ -136,7 +136,6 @@ def run_part(part: str, device: torch.device, out: Path, seconds: float, only: s
 
 
 def run_here(part: str, device: torch.device, out: Path, seconds: float, only: str) -> int:
-    """Runs a part in this process; returns the exit status."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("--here --device cpu: set TRITON_INTERPRET=1, so that kernels are interpreted")
     end_with(os.getppid(), signal.SIGKILL)  # nothing is to run on alone on the device
@@ -187,7 +186,6 @@ def run_tests(path: Path, record: Record) -> dict[str, Any]:
 
 
 def kernels(record: Record) -> list[str]:
-    """Times every launch of the main calls alone."""
     bandwidth = copy_bandwidth(Clock(record.device), 1 << 20 if record.toy else None)
     print(f"copy bandwidth {bandwidth / 1e9:,.0f} GB/s, read + written", flush=True)
     pieces = []
@@ -235,7 +233,6 @@ def peers(record: Record) -> list[str]:
 
 
 def compared(words: str, record: Record) -> dict[str, Any]:
-    """Returns the record of a command, or what it ended with."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "record.json")
         command = [*COMMAND, *words.split(), "--device", str(record.device), "--out", str(out)]

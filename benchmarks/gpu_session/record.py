@@ -92,7 +92,6 @@ class Record:
         write_atomic(self.path, json.dumps(self.content, indent=1) + "\n")
 
     def left(self) -> float:
-        """Returns the seconds that are left."""
         return self.end - time.monotonic()
 
     def wrong(self) -> list[str]:

@@ -160,7 +160,6 @@ def wrong(got: list[Tensor], wanted: list[Tensor], dtype: torch.dtype) -> str:
 
 
 def again(launched: Launch) -> None:
-    """Makes the same launch once more."""
     options = {"num_warps": launched.num_warps, "num_stages": launched.num_stages, **launched.constants}
     launch(launched.kernel, launched.grid, *launched.arguments, **options)
 
@@ -171,8 +170,6 @@ def seconds_of(launches: list[Launch], record: Record) -> float:
 
 
 class Sweep:
-    """The sweep of one dtype."""
-
     def __init__(self, record: Record, dtype: torch.dtype):
         self.record, self.dtype = record, dtype
         self.name, self.itemsize = str(dtype).removeprefix("torch."), dtype.itemsize
@@ -186,21 +183,18 @@ class Sweep:
         return {f"{self.name}, {group.name}: {text}": fields for text, fields in zip(words, candidates, strict=True)}
 
     def pieces(self) -> Iterator[Piece]:
-        """Yields all candidates of all kernels."""
         for group in GROUPS:
             for name, fields in self.candidates(group).items():
                 dry = partial(self.dry, fitting(fields, self.itemsize), (MAIN,))
                 yield Piece(name, partial(self.measure, group, fields), dry)
 
     def dry(self, config: ScanConfig, titles: tuple[str, ...]) -> None:
-        """Makes the launches alone."""
         with force_configuration(config), on_device(torch.device("meta"), TOKENS):
             for call in calls():
                 if call.title in titles and call.dtype == self.dtype:
                     call.run(triton_scan)
 
     def fault(self, got: list[Tensor]) -> str:
-        """Returns what is wrong with the results of the main call."""
         self.wanted = self.wanted or wanted(MAIN, self.dtype, self.record)
         return wrong(got, self.wanted, self.dtype)
 
@@ -237,7 +231,6 @@ class Sweep:
             return {**kept, "total": seconds_of(forward + backward, self.record)}
 
     def whole_piece(self, what: str, config: ScanConfig, titles: tuple[str, ...]) -> Piece:
-        """Returns this measurement as a piece."""
         dry = partial(self.dry, config, (MAIN, *titles))
         return Piece(f"{self.name}, as a whole: {what}", partial(self.whole, config, titles), dry)
 

@@ -74,7 +74,6 @@ class Study:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Returns names of the variants."""
         return tuple(MRU_VARIANTS) if self.variants == ("mru",) else self.variants
 
     @property
@@ -83,7 +82,6 @@ class Study:
         return tuple(map(int, self.shard.split("/")))
 
     def run(self) -> int:
-        """Does the part and returns the exit code."""
         getattr(self, self.part)(Results(self.work))
         return 0
 
@@ -140,7 +138,6 @@ def record_of(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Does the part that the arguments name and returns the exit code."""
     prog = "python -P -m matmix.studies.mru"
     return guarded(lambda: parse_arguments(Study, arguments, prog=prog).run())
 

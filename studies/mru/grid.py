@@ -53,7 +53,6 @@ class Results:
         return result
 
     def read(self, part: str) -> dict[str, Result]:
-        """Returns all results of a part, by key."""
         files = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob(f"{part}-*.json")))
         return {result.pop("key"): result for result in files}
 
@@ -92,7 +91,6 @@ def loss_of(result: Result) -> float:
 
 
 def share(items: Sequence[T], shard: Shard) -> list[T]:
-    """Returns the items of a shard."""
     return list(items[shard[0] - 1 :: shard[1]])
 
 

@@ -40,7 +40,6 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def table_of_grid(grid: Grid, data: str, beyond: dict[str, Result]) -> str:
-    """Returns the table of the losses and gains of all variants on a dataset."""
     control = grid.best.get((data, NONE))
     rows = []
     for variant in grid.ranked(data):
@@ -81,7 +80,6 @@ def beyond_text(result: Result | None) -> str:
 
 
 def table_of_growth(results: dict[str, Result]) -> str:
-    """Returns the table of the norms along random tokens."""
     rows = []
     for name, result in results.items():
         construction = name.partition(",")[0]

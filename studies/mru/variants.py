@@ -34,7 +34,6 @@ def mru(construction: str, *, rule: bool = False, **options: Any) -> dict[str, A
 
 
 def peer(name: str, **options: Any) -> dict[str, Any]:
-    """Overrides of another mixer."""
     return {"model": {"layers": [name], "mixers": {name: options}}}
 
 

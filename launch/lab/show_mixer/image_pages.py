@@ -94,12 +94,10 @@ def patch_page(
 
 
 def place_label(place: tuple[int, int] | None) -> str:
-    """Returns the chosen position as a part of a file's name."""
     return "class" if place is None else f"patch-{place[0]}-{place[1]}"
 
 
 def mixer_notes(subject: Subject, mixer: Mixer) -> list[str]:
-    """Returns notes that explain the page of a layer with this mixer."""
     image = subject.image
     place = image.class_place(subject.side**2)
     inside = image.class_token != "none" and not image.class_outside
@@ -163,7 +161,6 @@ class PatchHead(Heat):
         return float((sizes * away).sum() / sizes.sum())
 
     def words(self) -> str:
-        """Returns the line above its panel."""
         _, _, own, span = self.colours()
         words = [span]
         if self.place is not None:

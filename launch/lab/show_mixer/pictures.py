@@ -22,8 +22,6 @@ BOX = "□"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fonts:
-    """Fonts for some texts."""
-
     families: list[str]
     """In the order in which a letter is looked for."""
     lacking: frozenset[str]
@@ -155,11 +153,9 @@ class Page:
     """The source of the page, kept in the file; a page with another source is not replaced."""
 
     def words(self) -> list[str]:
-        """Returns the paragraphs above the panels."""
         return self.notes
 
     def fonts(self) -> Fonts:
-        """Fonts for all that stands on it."""
         return Fonts.for_texts([self.subtitle, *self.words(), *map(_readable, getattr(self, "pieces", ()))])
 
     def save(self, path: Path) -> Path:
@@ -264,7 +260,6 @@ class Sheet:
                 place += 1.9
 
     def axes(self, x: float, y: float, width: float, height: float) -> Any:
-        """Returns axes in this place, in inches."""
         sizes = x / self.width, y / self.height, width / self.width, height / self.height
         return self.figure.add_axes(sizes)
 
@@ -305,7 +300,6 @@ def _draw_head(axes: Any, head: Head, labels: list[str] | None, left: bool, lowe
 
 
 def _readable(piece: str) -> str:
-    """Returns a token's name on one line."""
     # What byte-level tokenizers call a space and a line break, and sentencepiece a byte.
     name = piece.translate(str.maketrans("ĠĊ", "▁\n"))
     name = re.sub(r"^<0x([2-7].)>$", lambda code: chr(int(code[1], 16)), name)

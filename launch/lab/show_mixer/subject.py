@@ -183,7 +183,6 @@ def _dataset_reader(config: RunConfig) -> TextReader | None:
 
 
 def _limit(model: Backbone, max_tokens: int | None) -> int:
-    """Returns the most tokens of a text to take."""
     config = model.config
     if config.fixed_length_mixers():
         return config.max_seqlen
