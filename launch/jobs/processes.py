@@ -150,7 +150,8 @@ def _ranks_of(agent: int) -> list[psutil.Process]:
 
 def _end_marked(mark: str) -> None:
     """Kills what bears this mark: an agent or a rank that was killed leaves what it has started."""
-    left = [found for found in psutil.process_iter(["environ"]) if (found.info["environ"] or {}).get(_MARK) == mark]
+    running = psutil.process_iter(["environ"])
+    left = [process for process in running if (process.info["environ"] or {}).get(_MARK) == mark]
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
