@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 Keep = Callable[[Iterable[int]], set[int]]
 """Returns which of these steps, valid ones in order, stay."""
+Complete = Callable[[RankState, dist.ProcessGroup | None], bool]
+"""Does the rest of a save, in the background; returns whether there is a checkpoint now."""
 
 
 class Store:
@@ -178,14 +180,7 @@ class CheckpointManager:
         elif copies.has_room(engine.host.size):
             self._begin(state, engine, copies.complete, local=True)
 
-    def _begin(
-        self,
-        state: RankState,
-        engine: Engine,
-        complete: Callable[[RankState, dist.ProcessGroup | None], bool],
-        *,
-        local: bool = False,
-    ) -> None:
+    def _begin(self, state: RankState, engine: Engine, complete: Complete, *, local: bool = False) -> None:
         self._group = self._group or distributed.make_side_group()
         work = functools.partial(complete, state, self._group)
         self._running = BackgroundSave.begin(state.step, work, engine.device, local=local)
