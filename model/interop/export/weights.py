@@ -49,7 +49,7 @@ def write_weights(
         kept = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
         nbytes = tensor.numel() * kept.itemsize
         if pending and size + nbytes > max_shard_bytes:
-            parts.append(_save(directory / f"part-{len(parts)}", pending))
+            parts.append(_save(directory / f"part-{len(parts) + 1:05d}.safetensors", pending))
             size = 0
         converted = tensor.detach().to("cpu", kept).contiguous()
         if converted.untyped_storage().nbytes() > nbytes:
@@ -59,7 +59,7 @@ def write_weights(
     if missing:
         first = next(iter(missing))
         raise ValueError(f"the weights lack {first!r} ({len(missing)} of {len(expected)} tensors are missing)")
-    parts.append(_save(directory / f"part-{len(parts)}", pending))
+    parts.append(_save(directory / f"part-{len(parts) + 1:05d}.safetensors", pending))
     # The names that transformers expects hold the number of files, known only now.
     if len(parts) == 1:
         parts[0][0].rename(directory / "model.safetensors")
