@@ -137,13 +137,10 @@ class Manifest:
         """
         try:
             values = parse_json(raw, "its manifest.json")
+            if not fits(values, {"version": object}):
+                raise ValueError("its manifest.json has no version, it is damaged; prepare the data again")
         except ValueError as error:
             raise ValueError(f"{where} is not a prepared dataset: {error}") from None
-        if not isinstance(values, dict) or "version" not in values:
-            raise ValueError(
-                f"{where} is not a prepared dataset: its manifest.json has no version, it is damaged; prepare the data "
-                "again"
-            )
         version = values["version"]
         if type(version) is not int or version != MANIFEST_VERSION:
             raise ValueError(

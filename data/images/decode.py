@@ -4,6 +4,7 @@ Transparent pixels show the background, 16 bits of grey become 8, CMYK and palet
 its Exif data calls turned is turned back. What has no known range or colours (floats, LAB, HSV) is refused.
 """
 
+import contextlib
 import io
 import warnings
 
@@ -28,13 +29,6 @@ def decode(
 ) -> Image.Image:
     """Returns the picture in the bytes of a file, of mode RGB or, for one channel, L. background: brightness (0 to 255)
     behind transparent pixels. Raises UnreadablePicture for what is no whole picture, or larger than `megapixels`."""
-    image = _opaque(open_picture(data, megapixels), background)
-    mode = "RGB" if channels == 3 else "L"
-    return image if image.mode == mode else image.convert(mode)
-
-
-def open_picture(data: bytes | memoryview, megapixels: float = MEGAPIXELS) -> Image.Image:
-    """Returns the picture in the bytes of a file, in its own mode, decoded and the right way up. Raises as `decode`."""
     if not len(data):
         raise UnreadablePicture("it is empty (0 bytes)")
     try:
@@ -47,7 +41,9 @@ def open_picture(data: bytes | memoryview, megapixels: float = MEGAPIXELS) -> Im
             if width * height > megapixels * 1e6:
                 raise UnreadablePicture(f"it has {width * height / 1e6:.1f} megapixels, more than {megapixels:g}")
             image.load()
-            return _upright(image)
+            with contextlib.suppress(Exception):  # damaged metadata beside a good picture
+                if image.getexif().get(_ORIENTATION, 1) != 1:
+                    image = ImageOps.exif_transpose(image)
     except UnreadablePicture:
         raise
     except Image.UnidentifiedImageError:
@@ -55,14 +51,9 @@ def open_picture(data: bytes | memoryview, megapixels: float = MEGAPIXELS) -> Im
     except Exception as error:  # of a damaged file, which has many kinds
         reason = str(error).partition("\n")[0][:200] or type(error).__name__
         raise UnreadablePicture(f"it is truncated or damaged ({reason})") from None
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        turned = image.getexif().get(_ORIENTATION, 1) != 1
-        return ImageOps.exif_transpose(image) if turned else image
-    except Exception:  # damaged metadata beside a good picture
-        return image
+    image = _opaque(image, background)
+    mode = "RGB" if channels == 3 else "L"
+    return image if image.mode == mode else image.convert(mode)
 
 
 def _opaque(image: Image.Image, background: int) -> Image.Image:
