@@ -1,11 +1,9 @@
-"""Writes one self-contained Python module with the given classes and functions and everything of this project that they
-need.
+"""Writes one self-contained Python module with the given definitions and everything of this project that they need.
 
-An exported model must run where matmix is not installed. Its modelling file is not a second implementation: it consists
-of the definitions of the real sources that the model needs. They are found by following every name through the
-project's imports, and are written one module after the other, imported modules first. A definition stands as in its
-source, except that imports of the project inside it are left out, and that a name which two modules define bears the
-name of its module in the second.
+An exported model must run where matmix is not installed. Its modelling file is no second implementation: it consists of
+definitions of the real sources, found by following every name through the project's imports, one module after the
+other. A definition stands as in its source, but for imports of the project inside it, which are left out, and a name
+which two modules define, which bears the name of its module in the second.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class MatmixConfig(PretrainedConfig):
 class MatmixEncoderConfig(MatmixConfig):
     """Configuration of an exported encoder.
 
-    The values that start with `classifier_` shape the heads of classifiers, as `HeadConfig` in `ModelConfig` does.
-    Where a pretrained encoder gets a new head, it is a linear layer on the mean of all tokens unless these say
-    otherwise.
+    The values that start with `classifier_` shape the heads of classifiers, as `HeadConfig` does. A new head of a
+    pretrained encoder is a linear layer on the mean of all tokens unless these say otherwise.
     """
 
     model_type = "matmix-encoder"

@@ -1,10 +1,8 @@
-"""Generation state of a language model for transformers' `generate`: what the layers carry from token to
-token.
+"""Generation state of a language model for transformers' `generate`: what the layers carry from token to token.
 
-Rows of a padded batch have different lengths, and padding must not enter a state. So the prompt is read
-in groups of rows of one length, without the padding, and a group keeps a state of its own; groups whose
-states have the same shape (all layers recurrent) are joined, so that each further token is one step for
-the whole batch.
+Rows of a padded batch have different lengths, and padding must not enter a state. So the prompt is read in groups of
+rows of one length, without the padding, each with a state of its own; groups whose states have the same shape (all
+layers recurrent) are joined, so that each further token is one step for the whole batch.
 """
 
 from __future__ import annotations
@@ -39,12 +37,9 @@ def state_shapes(state: Any) -> tuple:
 
 
 class CarriedState:
-    """Carries a model's state through `generate` as `past_key_values`: for each group of rows, their numbers and their
-    state.
-
-    What transformers asks of its own caches is here under its names. Continuing leaves a state as it is and gives a new
-    one, so that a state of a beginning can be continued in many ways.
-    """
+    """Carries a model's state through `generate` as `past_key_values`: numbers and state of each group of rows, under
+    what names transformers asks its own caches. Continuing leaves a state as it is and gives a new one, so that a
+    beginning can be continued in many ways."""
 
     is_compileable = False
     is_croppable = False

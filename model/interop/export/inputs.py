@@ -34,10 +34,9 @@ def documents(
     """Says how the positions of a batch of `shape` make up documents: attention_mask and cu_seqlens of
     `Backbone.forward`.
 
-    position_ids: (B or 1, L), which in each document count from 0 on; a row may hold several documents, one after the
-    other, if there is no padding. keywords: cu_seq_lens_q and cu_seq_lens_k (ndocs + 1,), the boundaries of documents
-    in one row, and max_length_q and _k, which follow from them, are taken out of it.
-    Raises ValueError (one line) for all others, as models find positions themselves.
+    position_ids: (B or 1, L), which count each document from 0 on; without padding a row may hold several. keywords:
+    cu_seq_lens_q and _k (ndocs + 1,), the boundaries of documents in one row, and max_length_q and _k, which follow
+    from them, are taken out of it. Raises ValueError (one line) for all others: models find positions themselves.
     """
     given, also = (keywords.pop(f"cu_seq_lens_{side}", None) for side in "qk")
     for side in "qk":

@@ -95,10 +95,9 @@ class MatmixForCausalLM(PredictsTokens, MatmixLanguageModelBase, GenerationMixin
     ) -> CausalLMOutputWithPast | tuple:
         """Logits (B, L, vocab_size), or of the columns only that `columns_to_keep` takes logits_to_keep for.
 
-        labels (B, L): the input ids again, -100 where a token shall not count; the loss is the mean over
-        predictions of labels[:, 1:]. The keyword shift_labels (B, L) has in their place what follows each position.
-        attention_mask (B, L): 0 at padding. position_ids (B, L): as of `documents`. With a carried state, hidden states
-        are those of the new tokens.
+        labels (B, L): the input ids again, -100 where a token shall not count, or the keyword shift_labels (B, L), what
+        follows each position. attention_mask (B, L): 0 at padding. position_ids (B, L): as of `documents`. With a
+        carried state, hidden states are those of the new tokens.
         """
         inputs = tokens_or_embeddings(input_ids, inputs_embeds)
         shape = tuple(inputs.shape[:2])

@@ -124,10 +124,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Removes the prefixes that wrappers add to every name (compile, DDP, Composer), and the "state." of golden files.
-
-    Tensors outside of the prefix (inputs, gradients, metrics beside the weights) are not the model's.
-    """
+    """Removes the prefixes that wrappers add to every name (compile, DDP, Composer), and the "state." of golden files;
+    tensors without (inputs, gradients, metrics beside the weights) are not the model's."""
     for prefix in ("_orig_mod.", "module.", "model.", "state."):
         if any(name.startswith(prefix) for name in state):
             return strip_prefixes(

@@ -45,11 +45,8 @@ class Layout:
     def renamed(
         self, expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Returns their tensors by our names; a scalar has one entry here.
-
-        expected: our parameters by name (on any device, meta too), for their shapes. Raises ValueError (one line) for a
-        missing key, an unexpected one or a shape that differs.
-        """
+        """Returns their tensors by our names; a scalar has one entry here. expected: our parameters, also on meta, for
+        their shapes. Raises ValueError (one line) for a missing key, an unexpected one or a shape that differs."""
         renamed, left = {}, {name: tensor for name, tensor in state.items() if name not in self.ignored}
         for ours, parameter in expected.items():
             name = self.theirs(ours)

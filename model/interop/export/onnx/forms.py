@@ -1,8 +1,7 @@
 """Models of texts in forms that ONNX can express, for texts of any length.
 
 The fast algorithms choose blocks by the length, write in place and read boundaries of documents. Here each mixer is its
-definition instead, `combine(mix(matrix(x), values(x)), x)`, whose matrices take memory that grows with the square of
-the length; the MRU's states are products by doubling, which does not.
+matrix instead, whose memory grows with the square of the length; the MRU's states are products by doubling.
 """
 
 from __future__ import annotations
