@@ -6,8 +6,6 @@ does not exist. With TRITON_INTERPRET=1 in the environment, `backend="triton"` r
 on CPU tensors: slow, but enough to check them without a GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

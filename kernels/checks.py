@@ -7,8 +7,6 @@ floating-point input, on any device, is also checked for NaN and infinity, and b
 accelerators too. Each call then waits for the device, so use this only to find where a NaN comes from.
 """
 
-from __future__ import annotations
-
 import math
 import os
 

@@ -9,8 +9,6 @@ A packed layout is one row (batch 1) of `seqlen` tokens holding several document
   or give them back, because a state can only enter and leave at a chunk's edge.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

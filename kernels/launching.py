@@ -4,8 +4,6 @@ Launches can be recorded instead of run. A record has the exact signatures and c
 configuration can be compiled ahead of time for hardware that this machine does not have.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

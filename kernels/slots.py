@@ -7,8 +7,6 @@ s), the slots of neighbours never overlap, and total // span + documents slots a
 host. A program finds its document by bisection, or reads it from a table where many programs share a slot.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

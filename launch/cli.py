@@ -1,7 +1,5 @@
 """The `matmix` command: a tree of verbs, each a dataclass of its options in the module that does the work."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 

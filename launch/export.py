@@ -1,8 +1,6 @@
 """`matmix export RUN --out DIR` and `matmix import --from KIND FILE OUT`: write directories that transformers
 loads."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Draws what pictures of comparisons, studies and scores share: panels beside each other, and confusion matrices."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from typing import Any

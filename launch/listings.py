@@ -1,7 +1,5 @@
 """Lists what there is: `matmix recipes`, and `matmix checkpoints RUN`, which also converts a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import textwrap

@@ -5,8 +5,6 @@ matmix prepare-images INPUT ... --out DIR [--option value ...]
 matmix prepare --merge --out DIR
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, ClassVar

@@ -1,7 +1,5 @@
 """Prints the scores of `matmix evaluate`, and writes them into files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

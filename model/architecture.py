@@ -1,8 +1,6 @@
 """The base class of architectures, with the facts that each states before a model is built, and the registry of all of
 them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType

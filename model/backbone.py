@@ -1,7 +1,5 @@
 """The base class of all architectures: it packs padded inputs, runs the blocks and applies the output projection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Residual blocks: a mixer, an MLP, or both, before or after a LayerNorm."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds a model from its configuration, and counts its parameters."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

@@ -1,7 +1,5 @@
 """The configuration of a model: frozen dataclasses, validated when made, the same for training and export."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable, Mapping

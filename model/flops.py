@@ -1,7 +1,5 @@
 """Counts the floating-point operations of a model per token."""
 
-from __future__ import annotations
-
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 

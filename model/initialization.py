@@ -5,8 +5,6 @@ copied into the parameter, sharded or not. Hence one and the same model for 1 or
 DeepSpeed, with or without torch.compile, and layers that differ from each other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from functools import partial

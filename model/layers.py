@@ -1,7 +1,5 @@
 """Mixers as layers of any PyTorch model: y = layer(x), both of shape (batch, seqlen, d_model)."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Checks of options that a dataclass declares with a list of allowed values."""
 
-from __future__ import annotations
-
 import typing
 from typing import Any, Literal
 

@@ -5,8 +5,6 @@ A module states them in a method `parameter_rules(seqlen)`, as it states initial
 name of a parameter, relative to that module, to a `ParameterRule`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Positions of tokens in their documents, conversion of padded batches to packed ones and back, one row for each
 document, and rotary positions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple

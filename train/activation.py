@@ -5,8 +5,6 @@ stay the same, and hooks that an engine puts on a block (gathering its weights) 
 replaced here.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

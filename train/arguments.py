@@ -6,8 +6,6 @@ A verb is a dataclass whose fields are its options, and whose `run(rest, typed)`
 code: `rest` are the words that the verb does not know, fields of a recipe, and `typed` all words after `matmix`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

@@ -1,8 +1,6 @@
 """The configuration of a run: frozen dataclasses whose field docstrings are the command line's help. Defaults < recipe
 (TOML) < command line. Validation lives in ``__post_init__`` only, so that a config that exists is a valid one."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from typing import Annotated, Any, Literal

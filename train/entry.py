@@ -1,8 +1,6 @@
 """`matmix train RECIPE [--key value ...]`, also `torchrun -m matmix.train RECIPE ...`: the part that runs before torch
 is imported."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence

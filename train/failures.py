@@ -1,7 +1,5 @@
 """Turns errors of libraries and the system into one line with advice, if a person can do something about them."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import re

@@ -1,7 +1,5 @@
 """Makes the loaders of a run, and sets the parts of the model's config that depend on the data."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """The training loop. `train(config)` reads top to bottom: set up, restore, step, evaluate, save, finish."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

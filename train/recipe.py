@@ -1,7 +1,5 @@
 """Reads run configurations (defaults < recipe TOML < command line) and writes them back so that they can run again."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

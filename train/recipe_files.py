@@ -1,7 +1,5 @@
 """The files of recipes: where they are, and the tables in them. To read them needs no torch."""
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from importlib import resources

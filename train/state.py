@@ -1,7 +1,5 @@
 """The counters of a run, which its checkpoints hold, and the result of a call of `train`."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Formats numbers and durations for people."""
 
-from __future__ import annotations
-
 
 def short_number(value: float) -> str:
     """Writes 1234567 as "1.23M"."""

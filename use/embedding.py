@@ -1,7 +1,5 @@
 """Embeds texts: one vector for every text, by an encoder."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path

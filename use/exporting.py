@@ -1,7 +1,5 @@
 """Writes models in other forms: directories that transformers loads, and runs that any engine goes on with."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Collection, Sequence

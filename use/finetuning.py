@@ -1,7 +1,5 @@
 """Makes the config of a run that fine-tunes a trained model: on labelled examples, or on other pictures."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Generates text: continues prompts with a language model, and fills in the masks of a text with an encoder."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """Writes the part of an export's model card that tells of the run: data, optimizer, losses, controls and scores."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Classifies pictures with an image classifier, and scores it on prepared ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores models: texts by their likelihood under a language model, and an encoder on labelled examples."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

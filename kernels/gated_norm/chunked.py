@@ -1,7 +1,5 @@
 """Gated RMSNorm in PyTorch, with a hand-written backward pass that stores the inputs only."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

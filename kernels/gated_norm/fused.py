@@ -6,8 +6,6 @@ tiles, then the same kernels as for narrow groups read its results. Backward wal
 the weight in registers; PyTorch adds the programs' sums in a fixed order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

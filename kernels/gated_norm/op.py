@@ -1,7 +1,5 @@
 """The gated RMSNorm as an op: checks, backend choice, registration with PyTorch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """LION's feature maps, and its mixing in PyTorch on any device."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

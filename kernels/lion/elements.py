@@ -6,8 +6,6 @@ offset of 1): then it is read at the neighbour's place in the document, and ther
 neighbour.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ The gradients of q, k and v go into one buffer, that of the projection. Nothing 
 waits for it, so both passes can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 from torch import Tensor

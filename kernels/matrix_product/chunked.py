@@ -16,8 +16,6 @@ Matrices of order 16 and more gain nothing from lying side by side and would onl
 second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

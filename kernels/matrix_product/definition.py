@@ -1,7 +1,5 @@
 """The definition of the matrix-product scan in float64, with which the fast forms are compared."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """The matrix-product scan (MRU) as an op: checks, backend choice, registration with PyTorch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,8 +1,6 @@
 """Triton kernels of the matrix-product scan, and products of small tiles, as exact as float32 and with few instructions
 around them."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

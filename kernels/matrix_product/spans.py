@@ -1,7 +1,5 @@
 """Cuts a sequence of matrices into chunks that are multiplied side by side, a few steps at a time."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,8 +1,6 @@
 """State matrices in registers: a tile whose diagonal blocks are the matrices of neighbouring heads, from their
 elements or a token's chunks, and the gradient of these from that of the tile."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

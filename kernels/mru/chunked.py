@@ -8,8 +8,6 @@ elements of a construction are M row by row, or, where it takes a triangle, the 
 sqrt(2), so that every weight counts and the elements are as large as those of M.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ two is a state and a product per chunk.
 Chunks, slots and tiles are those of the matrix-product scan (`matrix_product/fused.py`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """The MRU mixer as an op: from the elements of state matrices to the projected states."""
 
-from __future__ import annotations
-
 import math
 
 import torch

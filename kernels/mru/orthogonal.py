@@ -8,8 +8,6 @@ The elimination loses digits where elements are large. X is orthogonal whatever 
 is made third order by X (1 + E / 2 + 3 E^2 / 8), E = 1 - X^T X: the first terms of X (X^T X)^(-1/2).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Triton kernels of the fused MRU mixer: one chunk of one document, for the heads of one tile."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The definition of the layer in float64, with which the fast forms are compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

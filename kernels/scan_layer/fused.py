@@ -5,8 +5,6 @@ own columns of it. Nothing here reads values from the device or waits for it, so
 graph.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

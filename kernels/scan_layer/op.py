@@ -5,8 +5,6 @@ the gate and has no gradient of its own; `scan_layer` takes its output, gates it
 whole. So selective checkpointing can keep the output of the scan, by the name of its op, and compute the rest again.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

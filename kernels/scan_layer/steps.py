@@ -4,8 +4,6 @@ and for the gradients of its small parameters.
 A program takes some tokens and a block of columns; a column is a head of one direction. All of it is float32.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ Shapes, names and meaning of the arguments are those of `matmix.kernels.semisepa
 `quasiseparable_scan`. Everything here is plain differentiable PyTorch, slow and quadratic in the length.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The options of a scan, the inputs and outputs of its passes, and the checks of its arguments."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """The semiseparable (SSD, causal) and quasiseparable (Hydra, LION, bidirectional) scans as ops: checks, backend choice,
 registration with PyTorch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The semiseparable scan for a single token, which generation uses: checks, backend choice, registration."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from matmix.kernels.functions import Form, working_dtype

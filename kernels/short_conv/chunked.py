@@ -5,8 +5,6 @@ reach from one document into another. Channels stay innermost, which is what dep
 are fast at. Only the inputs are kept for the backward pass; what the activation needs is computed again.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

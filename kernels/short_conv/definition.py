@@ -1,7 +1,5 @@
 """Short depthwise convolution by its definition, in float64: the specification of the fast form."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

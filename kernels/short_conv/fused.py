@@ -10,8 +10,6 @@ convolved with the taps in reverse is the gradient of x, and g times x, for ever
 begin some rows before their own, to have the window filled, and PyTorch adds their sums of weights in a fixed order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

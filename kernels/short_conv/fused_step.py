@@ -4,8 +4,6 @@ A program takes a block of channels of one batch row. All of the memory is read 
 may lie where the old one was.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

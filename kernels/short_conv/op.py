@@ -1,8 +1,6 @@
 """The short depthwise convolution as ops, over a sequence, from a state to a state and for a single token: checks,
 backend choice, registration with PyTorch."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -6,8 +6,6 @@ Under the name of an operation stand its configurations, one for each size of th
 files are written by `benchmarks gpu-session`, are committed, and are never changed while anything runs.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

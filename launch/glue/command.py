@@ -1,7 +1,5 @@
 """`matmix glue SOURCE DIR`: fine-tunes an encoder on the tasks of GLUE, and tabulates the scores."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ OUT/RTE/seed-0                one that begins with the weights of OUT/MNLI/seed-
 OUT/RTE-without-MNLI/seed-0   the same from the source itself, where there is no run on MNLI
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """Trains the runs of `matmix glue` and reads their scores: OUT/table.md, OUT/table.csv, OUT/glue.json."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

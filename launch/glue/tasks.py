@@ -1,7 +1,5 @@
 """The eight tasks of GLUE (arXiv 1804.07461, without WNLI): files, recipes, published settings, and scores."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Sequence

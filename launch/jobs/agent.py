@@ -1,7 +1,5 @@
 """Runs torch's agent as `torchrun` does, with its arguments, and says in one line how it ended."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,8 +1,6 @@
 """Decides whether a run is started again: `python -m matmix.launch.jobs.attempts RUN --attempt A --code N`. It runs
 between two attempts, while the nodes wait, and imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import signal

@@ -1,7 +1,5 @@
 """`matmix launch status`, `cancel` and `resubmit`. What needs torch imports it late, so that --help does not."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import signal

@@ -1,8 +1,6 @@
 """Records the launches of a run in RUN/launch/jobs.jsonl, and in RUN/launch/<launch id>/ all that one start depends on
 (config, code, revision, packages), so that a job requeued weeks later runs the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import importlib.util

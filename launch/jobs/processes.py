@@ -1,7 +1,5 @@
 """Runs ranks as children, directly or by torchrun's agent, and passes signals on so that they can save."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

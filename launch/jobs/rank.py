@@ -1,8 +1,6 @@
 """Starts one rank, `python -m matmix.launch.jobs.rank RECIPE [--key value ...]`: what must be right before torch is
 imported, then `matmix train`."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

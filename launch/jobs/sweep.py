@@ -1,7 +1,5 @@
 """Sweeps: one run for each combination of values, in a directory with a name a person can read."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

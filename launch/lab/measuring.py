@@ -1,7 +1,5 @@
 """Tools to measure training steps: what the machine is, how much memory a process takes, a prepared engine, a batch."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import platform

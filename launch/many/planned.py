@@ -1,7 +1,5 @@
 """One of the runs that are trained side by side: whether it is finished, or lies there with other settings."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

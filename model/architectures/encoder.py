@@ -1,7 +1,5 @@
 """Bidirectional encoders with a masked-LM head, in the shape of BERT and of the published Hydra."""
 
-from __future__ import annotations
-
 from types import MappingProxyType
 from typing import Any
 

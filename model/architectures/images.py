@@ -1,7 +1,5 @@
 """Holds the models of images: patches, blocks, and a residual stream with one vector for each patch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Causal language models: next-token logits, and generation with carried state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any

@@ -1,7 +1,5 @@
 """The last layers of classifiers: what makes features and logits of the residual stream."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The options of models that read images."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

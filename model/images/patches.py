@@ -1,7 +1,5 @@
 """From images to one vector for each patch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 All are permutations of the numbers that patches have row by row, computed on the device from arithmetic alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

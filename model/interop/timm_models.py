@@ -9,8 +9,6 @@ EXPORT is the folder of an export, or its model.safetensors. Without pretrained 
 `checkpoint_path` takes other weights of the same model, an export's or timm's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

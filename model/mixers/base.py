@@ -2,8 +2,6 @@
 several kinds of mixers share.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """MRU, the matrix recurrent unit (mru-lm): H_t = H_{t-1} X_t per head, causal, O(1) memory per generated
 token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

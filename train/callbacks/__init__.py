@@ -1,7 +1,5 @@
 """Callbacks: side effects of training, such as progress, records and pictures."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from matmix.train.arguments import find_part, read_options

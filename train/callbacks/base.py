@@ -1,7 +1,5 @@
 """The base class of callbacks, which see a run at certain moments, have side effects only, and never end the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Callbacks of few lines: progress, slow data, a profiler's trace, garbage collection, a launcher that is gone."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

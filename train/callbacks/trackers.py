@@ -1,7 +1,5 @@
 """Trackers of experiments: TensorBoard, Weights & Biases (the extra `wandb`) and MLflow (the extra `mlflow`)."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

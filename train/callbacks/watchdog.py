@@ -1,7 +1,5 @@
 """A rank that hangs would hold the job until its limit: it ends itself, and leaves what all its threads were doing."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -1,7 +1,5 @@
 """Finds what is wrong with a checkpoint: files and checksums, tensors that its layout does not name, another model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from matmix.train.checkpoint.manifest import OF_DAMAGE, check_sizes, matches, read_manifest

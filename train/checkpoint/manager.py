@@ -1,8 +1,6 @@
 """Checkpoints of a run: RUN/checkpoints/step-00001000/, written whole or not at all. Each holds model and optimizer
 (every rank its part), every rank's random generators, and `checkpoint.json` with all else."""
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -5,8 +5,6 @@ the file holds the SHA-256 of every other one, and begins with one over all that
 accidents; who can write to a checkpoint can also write hashes that fit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

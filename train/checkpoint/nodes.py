@@ -1,7 +1,5 @@
 """Nodes of a run: files sent from one to another over the process group of the ranks, and the room that they have."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

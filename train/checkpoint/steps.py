@@ -1,7 +1,5 @@
 """Names of checkpoints, step-00001000, and which of them a folder holds. (Standard library only, for launchers.)"""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The interface of an engine to the training loop, and snapshots: what a rank writes into a checkpoint."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import copy

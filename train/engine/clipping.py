@@ -5,8 +5,6 @@ The norm that clips a step, or drops it, must be the same on every copy of the m
 changes bits: a copy that saw a NaN alone would drop its step alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

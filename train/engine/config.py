@@ -1,7 +1,5 @@
 """Configuration of the engine."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 """A whole training state as full tensors, independent of the files it lies in and of how it is sharded. Keys are
 `model.<name>` for parameters and persistent buffers, `optimizer.<name>.<entry>` for what the optimizer keeps."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import math

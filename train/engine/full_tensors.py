@@ -6,8 +6,6 @@
 Each file stands alone; which one holds a tensor does not matter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The two kinds of engines, without making one: who reads their checkpoints, what they hold on a rank, what they send.
 As ring algorithms do, an all-gather or reduce-scatter of S elements over n ranks sends (n - 1) / n S from each."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Reads the shards that the ranks of `sharded_writer` wrote, at any number of ranks. What is believed is `index.json`,
 not torch's index, a pickle: only tensors are taken that the layout names, whole, in files that are there."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys

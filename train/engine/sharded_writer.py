@@ -1,8 +1,6 @@
 """Writes tensors through torch.distributed.checkpoint, every rank its own shards, and `index.json` beside torch's own
 index. To import that library takes half a second, which a start has no use for."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

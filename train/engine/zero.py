@@ -6,8 +6,6 @@ multiplying the loss with the number of ranks; micro-batches are counted here. W
 on every rank, as `deepspeed.zero.Init` around the construction of a model would draw them in another order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

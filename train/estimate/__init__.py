@@ -1,8 +1,6 @@
 """Estimates the memory that a training step takes at its peak by running one step, the real one, on fake tensors. After
 every op the bytes that live are split into gradients and the rest (activations and temporaries)."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Plans a run without data and without memory: `matmix train RECIPE --dry-run`, and `matmix plan`."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

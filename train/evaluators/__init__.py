@@ -1,7 +1,5 @@
 """Evaluators: measurements of a model between steps. Each is one file and one line in `EVALUATORS`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

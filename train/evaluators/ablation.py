@@ -1,8 +1,6 @@
 """Measures the benefit of mixing: compares the model's loss with that of the model whose mixers give the same output
 for every token, or every patch."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The base class of evaluators, and one evaluation, which all evaluators that are due share."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Measures whether a model uses its context: the loss by position in the document, and a sentence about it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

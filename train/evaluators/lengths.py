@@ -1,7 +1,5 @@
 """Generated tasks at several lengths: how many answers are right at 1, 2, 4 and 8 times the length of training."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

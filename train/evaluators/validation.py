@@ -1,7 +1,5 @@
 """The loss on the validation split: every target once, the same result for any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

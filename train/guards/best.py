@@ -1,7 +1,5 @@
 """Remembers which evaluation was the best, and ends a run that gets no better."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import math

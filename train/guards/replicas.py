@@ -1,8 +1,6 @@
 """Compares the bits of tensors that several ranks hold copies of, which a faulty device or memory may change. A part
 that one rank alone holds, such as the shards of FSDP2 and ZeRO-3, has no copy to be compared with."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

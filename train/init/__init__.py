@@ -1,7 +1,5 @@
 """Finds trained weights and reads them by our names: of a run, an export, or a checkpoint of the papers' code."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Fills a new model with the weights of `init.from`: what is taken, what is new, what is left."""
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import logging

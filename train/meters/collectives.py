@@ -5,8 +5,6 @@ that has begun the fewest. Of ranks that go on, a step takes the same time on al
 collectives it spends on its own work or waiting for its data, so the one that waits least is slow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

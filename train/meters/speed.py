@@ -1,7 +1,5 @@
 """Measures what the interval between two records did, the states of mixers in it, and where the run's time went."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

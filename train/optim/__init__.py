@@ -1,7 +1,5 @@
 """Optimizers, the rules of parameters, and learning-rate schedules."""
 
-from __future__ import annotations
-
 from matmix.train.arguments import find_part
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.base import Optimizer

@@ -1,7 +1,5 @@
 """AdamW (arXiv 1711.05101)."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, Self
 

@@ -2,8 +2,6 @@
 (1 - d) w_t after step t. The optimizer holds it as one more entry of its state, so that nobody else need know what it
 is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tables [optimizer], [schedule] and [ema] of a recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,8 +1,6 @@
 """Makes the groups of parameters that are updated alike. Their rules come, in this order, from the shapes (matrices and
 embeddings are decayed, vectors are not), from mixers for their own parameters, and from the recipe."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import difflib

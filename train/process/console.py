@@ -1,7 +1,5 @@
 """How processes begin and how commands end: the user's mistakes are one line and exit code 2, never a traceback."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """Finds out which rank has stopped when no rank makes progress, and is not one that only waits for it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

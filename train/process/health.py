@@ -1,7 +1,5 @@
 """Asks before the first step whether every node is fit to train on; a bad one is named while it is cheap to replace."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Records when this process last made progress and what it was doing; the watchdog reads it."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Holds what a launcher tells each process, and ends that with the launcher. (Standard library only, for launchers.)"""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

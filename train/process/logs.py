@@ -1,7 +1,5 @@
 """Sets up where messages of the logger "matmix" go. Rank 0 speaks for all; what others must say is EVERY_RANK."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -1,8 +1,6 @@
 """Chooses this user's folders on the disk of this node: for compiled kernels, which are this user's alone because
 whoever can write there can run code, and one of each process for temporary files of libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

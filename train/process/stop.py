@@ -1,7 +1,5 @@
 """Notes signals that ask a run to stop, from the first moment of the process on; the loop saves and ends."""
 
-from __future__ import annotations
-
 import _thread
 import contextlib
 import os

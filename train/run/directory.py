@@ -1,7 +1,5 @@
 """The run directory: config.toml, tokenizer/, checkpoints/, metrics.jsonl, messages.log, summary.json and others."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -7,8 +7,6 @@
 A process that was killed leaves no outcome, only the step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Runs at URLs, such as `matmix train RECIPE --run-dir s3://bucket/runs/a`, for those who train them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator

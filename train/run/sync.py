@@ -1,8 +1,6 @@
 """A run at a URL, and the folder of this node that stands for it while ranks run. What they wrote there is uploaded
 afterwards by the node's first rank, a checkpoint's manifest after all files of all nodes, which makes it whole."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Runs for those who look at, export or convert what was trained, as one of their checkpoints has them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Tasks: what a model is trained on. Each task is one file and one line in `TASKS`."""
 
-from __future__ import annotations
-
 from matmix.data.modalities import MODALITIES
 from matmix.model.config import ModelConfig
 from matmix.train.arguments import find_part

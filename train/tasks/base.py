@@ -4,8 +4,6 @@ Sums instead of means keep gradient accumulation, packing, masking and uneven ra
 number of targets of the whole global batch, wherever its pieces were computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 

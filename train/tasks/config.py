@@ -1,7 +1,5 @@
 """The table [objective] of a recipe: which task a model is trained on, and its options."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ On CUDA this is Liger's fused kernel; elsewhere the rows are taken in chunks who
 gradient is known (the gradient of a sum is linear in the incoming scalar, so it can be formed in the forward pass).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

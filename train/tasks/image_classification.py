@@ -1,7 +1,5 @@
 """Classes of images: one for each image, or shares of several, as mixing and smoothing make them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Prediction of the pixels of masked parts of images, to pretrain on pictures without labels (arXiv 2111.09886)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """The numbers of an evaluation in words, and beside them what trivial answers score: a score alone does not say whether
 anything was learned."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 

@@ -1,7 +1,5 @@
 """Prediction of tokens: cross-entropy sums of causal and masked language modelling alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ repository's list of constructions; Cayley 1846; Householder 1958, with vectors 
 Newton-Schulz: Higham, "Functions of Matrices", 2008, section 8.3.
 """
 
-from __future__ import annotations
-
 import torch
 
 from matmix.kernels.mru.constructions.orthogonal import (

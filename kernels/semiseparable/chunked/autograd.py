@@ -8,8 +8,6 @@ Hydra's shift reads row t with q[t - 1] and the decays up to t - 1. The backward
 Sources: "Transformers are SSMs" (arXiv 2405.21060), section 6, for the chunked form; "Hydra" (arXiv 2407.09941).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

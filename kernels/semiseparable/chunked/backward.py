@@ -1,7 +1,5 @@
 """Backward pass of the chunked scans, for one direction or two."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

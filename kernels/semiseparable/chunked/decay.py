@@ -1,7 +1,5 @@
 """Decays of one scan direction inside chunks: cumulative log-decays, and how their gradients come back."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

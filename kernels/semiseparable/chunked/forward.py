@@ -1,7 +1,5 @@
 """The matrices of chunks, the forward pass of the chunked scans, for one direction or two, and a single token."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 """Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes, carries
 states between chunks, and counts the FLOPs of both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

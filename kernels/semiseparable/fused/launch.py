@@ -3,8 +3,6 @@
 Nothing here reads values from the device or waits for it, so both passes can be captured in a CUDA graph.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

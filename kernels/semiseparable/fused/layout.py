@@ -16,8 +16,6 @@ pair is the product of two numbers, one of its writer and one of its reader. The
 they are multiplied, and no matrix of pairs has to be weighted.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

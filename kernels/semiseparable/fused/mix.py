@@ -11,8 +11,6 @@ in registers, which then is neither written to memory nor read from there.
 Heads vary fastest over programs: those of a group read the same q and k at the same time.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ multiplies it with q and k. What goes through states to other chunks is vectors.
 have writers in their rows and readers in their columns, so that the product with dy needs no transposition.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ those below are taken. There is no tuning at run time: another process could cho
 and a resumed run would not give the same losses. `force_configuration` tries others.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ Few long documents would leave most of a GPU idle. They are cut into spans: a fi
 zero, `combine_spans` passes the results along the spans, and a second launch runs each span from its true start.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ them up with q. Every element is read and written once, by the program that it b
 the memory of the old one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -4,8 +4,6 @@ Both take one chunk and some heads: tokens lie along one axis and heads along th
 about tokens lies in memory head by head, so that the tokens of a tile are neighbours.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ q and k are summed over. Readers meet the state that enters the chunk, writers t
 and both the other tokens of the chunk by the gradient of the scores, which pairs.py has made.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

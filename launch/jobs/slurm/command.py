@@ -1,7 +1,5 @@
 """`matmix launch slurm`: what it takes, and what it says; the work is in `submit`."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import tyro

@@ -1,7 +1,5 @@
 """Holds the options of a Slurm job: defaults < site profile (the same for all jobs of a cluster) < command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os

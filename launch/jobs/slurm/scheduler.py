@@ -1,7 +1,5 @@
 """Slurm's commands, called with lists of words; what they say is read here and nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """Plans what goes to Slurm before anything is written: a run, a sweep, or the parts and the merge of a preparation, as
 batch scripts (jinja2) whose values all reach the shell through a filter that quotes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

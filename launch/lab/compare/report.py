@@ -1,7 +1,5 @@
 """The results of a comparison, read from its runs: COMPARISON/report/{table.md, table.csv, plot.png}."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -6,8 +6,6 @@ so that all meet the same conditions; the median over the rounds counts. A proce
     python -P -m matmix.launch.lab.compare.speed CONFIG.toml
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

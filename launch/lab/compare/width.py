@@ -1,8 +1,6 @@
 """Brings the entries of a comparison to equally many parameters by `d_model`, and `headdim` where it does not divide
 that; and says how they differ in more than mixers."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """`matmix plan RECIPE --gpus 512 --gpu h100 [--key value ...]`: what a person should know before submitting."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Describes a plan: memory, traffic, time, risk, warnings, and the fastest settings that fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

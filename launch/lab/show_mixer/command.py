@@ -1,8 +1,6 @@
 """`matmix show-mixer RUN_OR_RECIPE --text ...`: pictures of the matrices M that mix a text's tokens, and their ranks;
 with `--image FILE` what a patch takes from a picture. One page a layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

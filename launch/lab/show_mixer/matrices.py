@@ -4,8 +4,6 @@ What each mixer gets in the model's forward pass is recorded, and M is computed 
 ranks need.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence

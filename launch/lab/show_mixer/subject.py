@@ -1,7 +1,5 @@
 """Loads what is shown: a trained model or a recipe's initial weights, and a text or a picture as the model reads it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

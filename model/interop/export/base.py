@@ -1,7 +1,5 @@
 """The base class of all transformers classes, and what they share of their outputs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

@@ -6,8 +6,6 @@ other. A definition stands as in its source, but for imports of the project insi
 which two modules define, which bears the name of its module in the second.
 """
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The configuration classes of transformers: each holds a `ModelConfig` as plain values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

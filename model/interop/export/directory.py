@@ -1,8 +1,6 @@
 """Writes a model as a directory that transformers loads without matmix, if there are classes for its architecture;
 other architectures are written as weights and configuration."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

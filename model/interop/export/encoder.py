@@ -1,7 +1,5 @@
 """Encoders for transformers: AutoModel, AutoModelForMaskedLM, and classifiers."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -5,8 +5,6 @@ rows of one length, without the padding, each with a state of its own; groups wh
 layers recurrent) are joined, so that each further token is one step for the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

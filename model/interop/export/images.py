@@ -1,7 +1,5 @@
 """Image classifiers for transformers: AutoModel and AutoModelForImageClassification."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar

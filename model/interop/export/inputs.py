@@ -3,8 +3,6 @@
 What they have no meaning for is refused in one line, as it would otherwise be lost without a word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Language models for transformers: AutoModel and AutoModelForCausalLM."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

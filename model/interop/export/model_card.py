@@ -1,7 +1,5 @@
 """README.md of an export: what the model is, how it is loaded, and what its maker says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib.metadata import version
 

@@ -3,8 +3,6 @@
 Its first module runs transformers' AutoModel, the second one pools the features of a text as the model does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from matmix.model.architectures.encoder import EncoderTrunk

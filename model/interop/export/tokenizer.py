@@ -1,7 +1,5 @@
 """The tokenizer files of an export: one fast tokenizer that needs neither sentencepiece nor matmix."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Mapping

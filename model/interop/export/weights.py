@@ -1,7 +1,5 @@
 """Writes weights as safetensors files of bounded size, one tensor at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

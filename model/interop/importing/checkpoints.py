@@ -1,7 +1,5 @@
 """Reads whole Hydra and mru-lm models from checkpoints, as a configuration and a state of this project."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads exports of this project back as models."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 """Reads the files of checkpoints that others made: JSON, names of weight files, tensors. Every error is one line, and
 nothing in a file is executed. (`matmix.data.artifacts` does the same for data and runs.)"""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

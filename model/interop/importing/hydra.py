@@ -1,7 +1,5 @@
 """The published Hydra layer and encoder: constructor arguments, parameter names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

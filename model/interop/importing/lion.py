@@ -1,8 +1,6 @@
 """The published LION attention layer (timm-style, as in the authors' vision transformer): constructor arguments,
 parameter names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The matrix mixers of the Hydra paper's code, one block for all of them: constructor arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

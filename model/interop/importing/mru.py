@@ -5,8 +5,6 @@ mixer and MLP in one block (`first_ln`, `second_ln`), attention without position
 such blocks, all of them MRUs with chunked input, and no norm at the end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds modules of this project from the weights of the papers' own code."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 from collections.abc import Callable, Mapping

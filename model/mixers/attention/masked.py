@@ -6,8 +6,6 @@ for Toeplitz and Fourier masks. As in RetNet (arXiv 2307.08621) an RMS norm per 
 sums that grow with the length.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 Documents of a packed sequence attend within themselves.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

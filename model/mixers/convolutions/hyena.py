@@ -1,8 +1,6 @@
 """Hyena of order 2 (arXiv 2302.10866): gates before and after a long convolution whose filter is a small network's
 function of the offset."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

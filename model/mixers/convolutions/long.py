@@ -5,8 +5,6 @@ Kernels are `after` (d, L), whose tap l weighs the token l before, and for both 
 tap l weighs the token l + 1 ahead.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

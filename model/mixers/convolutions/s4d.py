@@ -1,8 +1,6 @@
 """S4D, the diagonal form of the state space model S4 (arXiv 2206.11893): one long convolution per channel, the same for
 all data."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ comparisons.
 The difference between a mixer with a convolution in front and this block shows what the mixer's matrix adds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

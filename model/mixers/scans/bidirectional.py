@@ -14,8 +14,6 @@ Hydra is shift and diagonal together. Only bidirectional_add_diagonal has a skip
 beside the scans, and whether M has one is what is compared.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

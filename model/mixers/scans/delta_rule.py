@@ -10,8 +10,6 @@ The systems are solved by substitution. The inverse by repeated squaring would b
 like binomial coefficients where keys repeat, and cancel.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """Gated DeltaNet (arXiv 2412.06464): a state that forgets by a gate and overwrites what a key held before. Without
 the gate it is DeltaNet (arXiv 2406.06484)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Causal linear attention (arXiv 2006.16236): attention whose exp(q . k) is phi(q) . phi(k), with a state of fixed
 size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -17,8 +17,6 @@ causal scan and its mirror image.
 Parameters have the names and shapes of the authors' attention layer (`qkv`, `proj`, `a_i`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -4,8 +4,6 @@ size; also with the same decay in both directions.
 Parameters have the names of torchscale's MultiScaleRetention.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

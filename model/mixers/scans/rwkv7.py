@@ -4,8 +4,6 @@ Two things differ from the authors' model, since a mixer sees neither other laye
 no residual from the first layer's values, and all layers start with the token shifts and decays of the first one.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Parameters have the names and shapes of the authors' modules, so that their checkpoints load by renaming only.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Parameters have the names and shapes of mamba_ssm's Mamba2 module.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Any

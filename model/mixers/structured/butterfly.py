@@ -1,8 +1,6 @@
 """Products of sparse factors with fixed permutations between them: Monarch (arXiv 2204.00595, 2310.12109) and butterfly
 (arXiv 1903.05895) matrices, in the shared block of the matrix mixers (arXiv 2407.09941)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Cauchy matrices in the shared block of the matrix mixers (arXiv 2407.09941)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Dense matrices in the shared block of the matrix mixers (arXiv 2407.09941): one of parameters per head, as in
 MLP-Mixer (arXiv 2105.01601), and the real part of the discrete Fourier transform, as in FNet (arXiv 2105.03824)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

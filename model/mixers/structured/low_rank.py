@@ -4,8 +4,6 @@ Those of low rank are linear attention without a normaliser (arXiv 2006.16236). 
 compared with the other matrices in that block; the usual attention layer is `attention`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ all of them, so that a comparison of them compares matrices.
 Parameters have the names and shapes of the authors' module; those of the matrix are below `matrix_mixer`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The token mixing of MLP-Mixer (arXiv 2105.01601): an MLP over the positions, the same for every channel."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

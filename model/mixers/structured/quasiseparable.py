@@ -1,8 +1,6 @@
 """Quasiseparable matrices in the shared block of the matrix mixers (arXiv 2407.09941): Hydra's mixer with one B and C
 for both directions and all heads, for comparison with the other matrices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

@@ -1,8 +1,6 @@
 """Toeplitz matrices: long convolutions (TNN, arXiv 2305.04749), in the shared block of the matrix mixers
 (arXiv 2407.09941)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Differences of two Vandermonde matrices in the shared block of the matrix mixers (arXiv 2407.09941)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

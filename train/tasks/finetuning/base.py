@@ -1,8 +1,6 @@
 """Holds what the tasks on labelled examples share: their loader, their targets, and scores of all predictions of a
 split."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

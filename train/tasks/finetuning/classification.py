@@ -1,7 +1,5 @@
 """Classes, choices and values of texts and of pairs of texts: one for each, or any number."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress

@@ -1,7 +1,5 @@
 """Vectors of texts that belong together come close, those of others do not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers that are a part of a text."""
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter, defaultdict

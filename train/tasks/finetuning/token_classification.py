@@ -1,7 +1,5 @@
 """Classes of words, such as parts of speech and names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Writes a model of texts as an ONNX file for batches of any size and texts of any length."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import logging

@@ -4,8 +4,6 @@ The fast algorithms choose blocks by the length, write in place and read boundar
 matrix instead, whose memory grows with the square of the length; the MRU's states are products by doubling.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
