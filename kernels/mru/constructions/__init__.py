@@ -8,17 +8,17 @@ Newton-Schulz: Higham, "Functions of Matrices", 2008, section 8.3.
 
 import torch
 
+from matmix.kernels.functions import Function
 from matmix.kernels.mru.constructions.orthogonal import (
     NEWTON_SCHULZ_STEPS,
     CayleyTransform,
-    Construction,
     NearestOrthogonal,
     OrthogonalTimesUpper,
     UnitDeterminantProduct,
 )
 
 
-class AffineMap(Construction):
+class AffineMap(Function):
     """X = [[A, 0], [B, I]] with k = o // 2: A (k x k) is I + M_1, each row divided by the sum of its absolute values
     where that is above 1, and B = M_2, for elements M = [M_1; M_2] (o x k). Keeps M only.
 
@@ -46,6 +46,14 @@ class AffineMap(Construction):
         return x
 
     @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return AffineMap.gradient(ctx.saved_tensors[0], grad), None
+
+    @staticmethod
     def gradient(elements: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         """The gradient of the elements from that of X."""
         order = grad.shape[-1]
@@ -55,15 +63,13 @@ class AffineMap(Construction):
         return torch.cat([(of_a - a.sign() * along) / sizes, of_b], dim=-2).flatten(-2)
 
 
-class ReflectionProduct(Construction):
+class ReflectionProduct(Function):
     """X = -H_1 H_2 ... H_o with H_k = I - 2 v_k v_k^T / |v_k|^2; keeps its input and X.
 
     v_k = e_k + elements below it, as LAPACK keeps them: the elements are the columns of the strictly lower triangle,
     given row by row like the Cayley transform's. No v_k can be 0, and all v_k = e_k give -I, hence the sign.
     H_k leaves rows and columns before k alone, so that the products only ever touch the trailing block.
     """
-
-    keeps = ("input", "output")
 
     @staticmethod
     def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
@@ -73,6 +79,10 @@ class ReflectionProduct(Construction):
         for k in reversed(range(order)):
             ReflectionProduct.reflect(x[k:, k:], vectors[k:, k], rates[k])
         return x.neg_().permute(2, 0, 1).contiguous().view(*elements.shape[:-1], order, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
     def vectors(elements: torch.Tensor, order: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,9 +101,10 @@ class ReflectionProduct(Construction):
         block.addcmul_(vector.unsqueeze(1), row.unsqueeze(0), value=-1)
 
     @staticmethod
-    def gradient(elements: torch.Tensor, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         # With K = G X^T - X G^T, skew, the gradient of v_1 is 2 K v_1 / |v_1|^2 =: y, and H_1 K H_1 = K + v y^T - y v^T
         # is the K of the product without H_1.
+        elements, x = ctx.saved_tensors
         order = x.shape[-1]
         vectors, rates = ReflectionProduct.vectors(elements, order)
         skew = (grad @ x.mT).view(-1, order, order).permute(1, 2, 0).contiguous()
@@ -107,7 +118,7 @@ class ReflectionProduct(Construction):
             skew = torch.addcmul(skew[1:, 1:], v[1:].unsqueeze(1), y[1:].unsqueeze(0))
             skew.addcmul_(y[1:].unsqueeze(1), v[1:].unsqueeze(0), value=-1)
         rows, columns = torch.tril_indices(order, order, -1, device=x.device)
-        return grad_vectors[rows, columns].mT.reshape(elements.shape)
+        return grad_vectors[rows, columns].mT.reshape(elements.shape), None
 
 
 CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
@@ -119,9 +130,6 @@ NORMED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
 BOUNDED_CONSTRUCTIONS = ("affine", *NORMED_CONSTRUCTIONS)
 """Constructions whose products cannot leave the range of numbers; affine ones grow linearly at worst."""
 
-
-OF_ELEMENTS = {"affine": AffineMap, "cayley": CayleyTransform, "householder": ReflectionProduct}
-OF_MATRICES = {"qr": OrthogonalTimesUpper, "ldu": UnitDeterminantProduct, "ldu_newton_schulz": NearestOrthogonal}
 
 TRIANGLES = ("cayley", "householder")
 """Constructions whose elements are a strictly lower triangle."""
@@ -157,10 +165,18 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     "qr": Q R, Q = cayley of M's lower triangle, R = triu(M) with exp(diag - mean diag) as its diagonal; determinant 1.
     "ldu_newton_schulz": ldu, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     """
-    if construction in OF_ELEMENTS:
-        return OF_ELEMENTS[construction].apply(elements, order)
+    if construction == "affine":
+        return AffineMap.apply(elements, order)
+    if construction == "cayley":
+        return CayleyTransform.apply(elements, order)
+    if construction == "householder":
+        return ReflectionProduct.apply(elements, order)
     matrices = elements.unflatten(-1, (order, order))
-    if construction in OF_MATRICES:
-        return OF_MATRICES[construction].apply(matrices)
+    if construction == "qr":
+        return OrthogonalTimesUpper.apply(matrices)
+    if construction == "ldu":
+        return UnitDeterminantProduct.apply(matrices)
+    if construction == "ldu_newton_schulz":
+        return NearestOrthogonal.apply(matrices)
     assert construction == "identity_plus", construction
     return matrices + torch.eye(order, dtype=matrices.dtype, device=matrices.device)

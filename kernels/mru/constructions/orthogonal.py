@@ -3,45 +3,15 @@ the orthogonal matrix next to that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from matmix.kernels.functions import Function
-
-
-class Construction:
-    """A way to make state matrices: a function `forward` whose gradient is `gradient`, from what it `keeps` and that of
-    the matrices. Both together are `apply`."""
-
-    keeps = ("input",)
-    """What `gradient` takes: the first argument of `forward` ("input"), its "output", or both."""
-    forward: Callable
-    gradient: Callable
-
-    def __init_subclass__(cls) -> None:
-        class Lean(Function):
-            @staticmethod
-            def forward(*inputs):
-                return cls.forward(*inputs)
-
-            @staticmethod
-            def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-                ctx.save_for_backward(*({"input": inputs[0], "output": output}[name] for name in cls.keeps))
-                ctx.options = len(inputs) - 1
-
-            @staticmethod
-            def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-                return cls.gradient(*ctx.saved_tensors, grad), *[None] * ctx.options
-
-        cls.apply = Lean.apply
-
 
 CACHED_TOKENS = 2048
 """Matrices that a CPU makes at a time: every pivot goes over all of them, which then lie in its cache."""
 
 
-class CayleyTransform(Construction):
+class CayleyTransform(Function):
     """Orthogonal X = (I - S)^-1 (I + S) = 2 (I - S)^-1 - I from the lower triangle of a skew S; keeps X only.
 
     The inverse is a Gauss-Jordan elimination without pivoting, with tokens as the fastest dimension: I - S has a
@@ -49,13 +19,24 @@ class CayleyTransform(Construction):
     float32 orthogonality is off by 1e-4 where elements reach 10); still several times as fast as batched LAPACK.
     """
 
-    keeps = ("output",)
-
     @staticmethod
     def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
+        return CayleyTransform.transform(elements, order)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return CayleyTransform.gradient(ctx.saved_tensors[0], grad), None
+
+    @staticmethod
+    def transform(elements: torch.Tensor, order: int) -> torch.Tensor:
+        """X from the elements."""
         if elements.device.type == "cpu" and elements.numel() > CACHED_TOKENS * elements.shape[-1]:
             parts = elements.reshape(-1, elements.shape[-1]).split(CACHED_TOKENS)
-            x = torch.cat([CayleyTransform.forward(part, order) for part in parts])
+            x = torch.cat([CayleyTransform.transform(part, order) for part in parts])
             return x.view(*elements.shape[:-1], order, order)
         flat = elements.reshape(-1, elements.shape[-1]).mT.double()
         rows, columns = torch.tril_indices(order, order, -1, device=elements.device)
@@ -87,7 +68,7 @@ class CayleyTransform(Construction):
         return grad_skew[..., rows * order + columns] / 2
 
 
-class OrthogonalTimesUpper(Construction):
+class OrthogonalTimesUpper(Function):
     """X = Q R: Q the Cayley transform of M's lower triangle, R = triu(M, 1) + D, D = exp(diag - mean diag), so that
     det X = 1; keeps M only and makes Q again in the backward."""
 
@@ -95,6 +76,10 @@ class OrthogonalTimesUpper(Construction):
     def forward(matrices: torch.Tensor) -> torch.Tensor:
         orthogonal, upper, _ = OrthogonalTimesUpper.factors(matrices)
         return orthogonal @ upper
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,7 +93,8 @@ class OrthogonalTimesUpper(Construction):
         return orthogonal, upper, scale
 
     @staticmethod
-    def gradient(matrices: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (matrices,) = ctx.saved_tensors
         order = matrices.shape[-1]
         orthogonal, upper, scale = OrthogonalTimesUpper.factors(matrices)
         grad_lower = CayleyTransform.gradient(orthogonal, grad @ upper.mT)
@@ -121,7 +107,7 @@ class OrthogonalTimesUpper(Construction):
         return result
 
 
-class UnitDeterminantProduct(Construction):
+class UnitDeterminantProduct(Function):
     """(tril(M, -1) + D)(triu(M, 1) + D) with D = exp((diag - mean diag) / 2); keeps M only."""
 
     @staticmethod
@@ -137,6 +123,14 @@ class UnitDeterminantProduct(Construction):
     def forward(matrices: torch.Tensor) -> torch.Tensor:
         lower, upper, _ = UnitDeterminantProduct.factors(matrices)
         return lower @ upper
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        return UnitDeterminantProduct.gradient(ctx.saved_tensors[0], grad)
 
     @staticmethod
     def gradient(matrices: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -161,7 +155,7 @@ LARGEST_LOG = 16.0
 far inside float32's range, and usual matrices are left as they are."""
 
 
-class NearestOrthogonal(Construction):
+class NearestOrthogonal(Function):
     """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf), with
     Y = L U the product of determinant 1.
 
@@ -180,6 +174,10 @@ class NearestOrthogonal(Construction):
         for _ in range(NEWTON_SCHULZ_STEPS):
             z = NearestOrthogonal.step(z, z.mT @ z)
         return z
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -220,7 +218,8 @@ class NearestOrthogonal(Construction):
         return torch.lerp(z @ gram, z, 1.5)
 
     @staticmethod
-    def gradient(matrices: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (matrices,) = ctx.saved_tensors
         (lower, shrink_lower), (upper, shrink_upper) = NearestOrthogonal.factors(matrices)
         y = lower @ upper
         bound = NearestOrthogonal.bound(y)
