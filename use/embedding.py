@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
+from torch import Tensor
 
 from matmix.model import build_model
 from matmix.use.opening import TrainedModel
 
 Pooling = Literal["mean", "cls"]
-Batches = Iterator[tuple[list[str], torch.Tensor]]
+Batches = Iterator[tuple[list[str], Tensor]]
 """Some texts at a time, and their vectors (n, d_model), float32 on the CPU."""
 _PACK = 1 << 14  # tokens in one forward pass, except for a single longer text
 
@@ -55,14 +56,12 @@ class Embedder:
             yield self._vectors(waiting)
 
     @torch.inference_mode()
-    def _vectors(self, encoded: Iterable[tuple[str, list[int]]]) -> tuple[list[str], torch.Tensor]:
+    def _vectors(self, encoded: Iterable[tuple[str, list[int]]]) -> tuple[list[str], Tensor]:
         texts, ids = zip(*encoded, strict=True)
         return list(texts), self.model(**self._packed(ids)).float().cpu()
 
 
-def embed(
-    opened: TrainedModel, texts: Iterable[str], *, pooling: Pooling = "mean", max_length: int = 0
-) -> torch.Tensor:
+def embed(opened: TrainedModel, texts: Iterable[str], *, pooling: Pooling = "mean", max_length: int = 0) -> Tensor:
     """Returns one vector for every text, float32 (texts, d_model) on the CPU; arguments and errors as of `Embedder`."""
     embedder = Embedder(opened, pooling=pooling, max_length=max_length)
     vectors = [vectors for _, vectors in embedder.batches(texts)]

@@ -73,10 +73,8 @@ def finetuning_config(
 
 
 def counted(config: RunConfig) -> RunConfig:
-    """Returns `config` with the steps of its epochs, which the number of examples decides.
-
-    Raises FileNotFoundError or ValueError (one line) for examples that cannot be used.
-    """
+    """Returns `config` with the steps of its epochs, which the number of examples decides. Raises FileNotFoundError or
+    ValueError (one line) for examples that cannot be used."""
     loader = make_loader(config, "train", 0, 1)
     try:
         return with_data_facts(config, loader)
@@ -86,20 +84,14 @@ def counted(config: RunConfig) -> RunConfig:
 
 def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the config of a run that fine-tunes a model which is yet to be trained, without its tokens and its number
-    of outputs; words: what messages call the model.
-
-    Raises FileNotFoundError or ValueError (one line) for a task or a model that cannot be used.
-    """
+    of outputs; words: what messages call the model. Raises FileNotFoundError or ValueError (one line)."""
     values, kind = read_task(task, overrides)
     _take_texts(values, on_examples(kind, values, words, model), model, words)
     return resolved_config(plain(values), task, overrides, values.get("run_dir", ""))
 
 
 def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type[Task]]:
-    """Returns the values in the recipe of a task, and the task.
-
-    Raises FileNotFoundError or ValueError (one line) where there is no such recipe or task.
-    """
+    """Returns the values in the recipe of a task, and the task. Raises FileNotFoundError or ValueError (one line)."""
     usual = {"image_classification": _OF_IMAGES}.get(task, _OF_TASKS)
     values = {"model": {}, "data": {}, "objective": {}, **read_toml(find_recipe(usual if task in TASKS else task))}
     objective = values["objective"]
@@ -112,11 +104,8 @@ def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type
 def on_examples(
     kind: type[Task], values: dict[str, Any], source: str, model: ModelConfig | None = None
 ) -> type[ExampleTask]:
-    """Returns the task that the recipe `values` names, which must be one on labelled examples. source, model: the model
-    to be fine-tuned on it, as far as that is known.
-
-    Raises ValueError (one line) where it is another task, and says which ones fit the model.
-    """
+    """Returns the task that the recipe `values` names. Raises ValueError (one line) where it is none on labelled
+    examples, which says what fits the model to be fine-tuned, as far as `source` and `model` are known."""
     if issubclass(kind, ExampleTask):
         return kind
     name = values["objective"]["name"]
@@ -152,10 +141,8 @@ def _tasks_of(model: ModelConfig, source: str) -> str:
 
 def judging_config(opened: TrainedModel, task: str) -> RunConfig:
     """Returns the config of a run that would have made this model by training on a task, without its examples. Any
-    encoder can be an embedder, by the mean of its features unless the recipe says otherwise.
-
-    Raises FileNotFoundError or ValueError (one line) for a model or a task that cannot be used, also together.
-    """
+    encoder can be an embedder, by the mean of its features unless the recipe says otherwise. Raises FileNotFoundError
+    or ValueError (one line) for a model or a task that cannot be used, also together."""
     start = opened.origin
     values, kind = read_task(task, [])
     kind = on_examples(kind, values, opened.name, start.model)

@@ -84,8 +84,7 @@ def _last(run: Path, kind: str, step: int) -> dict[str, Any]:
 
 
 def _numbers(config: RunConfig, measured: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    """Yields titles and values of a task's measures. A task from outside is not imported for a card: its measures have
-    their names for titles."""
+    """Yields titles and values of a task's measures; of a task from outside, which is not imported, their names."""
     if config.objective.name not in TASKS:
         numbers = {name: value for name, value in measured.items() if type(value) is float}
         yield from ((f"{name.replace('_', ' ')} ({where})", f"{value:.4f}") for name, value in numbers.items())

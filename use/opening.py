@@ -157,8 +157,7 @@ class TrainedModel:
 
     @functools.cached_property
     def image_inputs(self) -> ImageInputs:
-        """Says how pictures are resized and normalised for the model. Raises ValueError (one line) where that is
-        unknown."""
+        """Says how pictures are resized and normalised for the model. Raises ValueError where that is unknown."""
         kind = self.config.model_class
         if kind.inputs != "images":
             instead = "evaluate scores its task on texts" if kind.takes_head else "generate writes with it"
@@ -222,10 +221,8 @@ def _device(name: str | None) -> torch.device:
 
 
 def image_inputs(config: RunConfig) -> ImageInputs | None:
-    """Returns how the evaluation of a run reads pictures; None for a run that reads none.
-
-    Raises FileNotFoundError or ValueError (one line) where that depends on a dataset that is not there.
-    """
+    """Returns how the evaluation of a run reads pictures; None for a run that reads none. Raises FileNotFoundError or
+    ValueError (one line) where that depends on a dataset that is not there."""
     images = config.data.images
     if config.model.model_class.inputs != "images" or not images.datasets:
         return None

@@ -29,11 +29,8 @@ _KEPT = 5
 
 @torch.inference_mode()
 def classify(opened: TrainedModel, files: Sequence[str | Path], *, top: int = 5) -> Iterator[list[tuple[str, float]]]:
-    """Yields for each file the `top` likeliest classes and their probabilities, the likeliest first.
-
-    Raises FileNotFoundError or ValueError (one line) for a model that is no image classifier, and for a file that gives
-    no picture.
-    """
+    """Yields for each file the `top` likeliest classes and their probabilities, the likeliest first. Raises
+    FileNotFoundError or ValueError (one line) for a model that is no image classifier, and as `read_pictures` does."""
     inputs, classes = opened.image_inputs, opened.classes
     for start in range(0, len(files), _BATCH):
         pictures = read_pictures(files[start : start + _BATCH], inputs)
@@ -44,11 +41,8 @@ def classify(opened: TrainedModel, files: Sequence[str | Path], *, top: int = 5)
 
 
 def read_pictures(files: Sequence[str | Path], inputs: ImageInputs) -> Tensor:
-    """Reads the pictures in files as the evaluation of the training reads them: float32 (n, channels, size, size).
-
-    Pictures of any mode and size are read as `decode` describes. Raises FileNotFoundError or ValueError (one line) for
-    a file that is not there, or gives no picture.
-    """
+    """Reads the pictures in files, as `decode` describes, as the evaluation of the training does: float32
+    (n, channels, size, size). Raises FileNotFoundError or ValueError (one line) for a file that gives no picture."""
     channels, pictures = len(inputs.mean), []
     images = ImagesConfig(size=inputs.size, channels=channels, crop=inputs.crop, interpolation=inputs.interpolation)
     transform = make_transform(images, inputs.mean, inputs.std, training=False)
@@ -129,10 +123,8 @@ def classifies_images(opened: TrainedModel) -> bool:
 
 @torch.inference_mode()
 def score_images(opened: TrainedModel, dataset: str = "", *, split: str = "validation") -> ImageScores:
-    """Scores an image classifier on a split of a dataset that `matmix prepare-images` made; "" = the run's own.
-
-    Raises FileNotFoundError or ValueError (one line).
-    """
+    """Scores an image classifier on a split of a dataset that `matmix prepare-images` made; "" = the run's own. Raises
+    FileNotFoundError or ValueError (one line)."""
     inputs, classes, seed = opened.image_inputs, opened.classes, 0
     if opened.run is not None:
         data, seed = opened.run.config.data, opened.run.config.seed
@@ -160,16 +152,8 @@ def score_images(opened: TrainedModel, dataset: str = "", *, split: str = "valid
         columns = (batch.examples, batch.labels, likeliest.cpu(), shares.cpu())
         parts.append([values[kept].numpy() for values in columns])
     numbers, labels, likeliest, probabilities = (np.concatenate(values) for values in zip(*parts, strict=True))
-    return ImageScores(
-        where=opened.where,
-        pictures=f"{data.images.named}, {split} split",
-        classes=classes,
-        loss=losses / len(labels),
-        numbers=numbers,
-        labels=labels,
-        likeliest=likeliest,
-        probabilities=probabilities,
-    )
+    pictures, loss = f"{data.images.named}, {split} split", losses / len(labels)
+    return ImageScores(opened.where, pictures, classes, loss, numbers, labels, likeliest, probabilities)
 
 
 def _with_dataset(data: DataConfig, dataset: str) -> DataConfig:

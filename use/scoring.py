@@ -75,9 +75,7 @@ def windows_of(ids: Sequence[int], window: int, stride: int) -> Iterator[tuple[S
 @torch.inference_mode()
 def score_texts(opened: TrainedModel, texts: Iterable[str], *, window: int = 0, stride: int = 0) -> Score:
     """Scores each text in windows as `windows_of` cuts them, many in one forward pass as packed documents. A text
-    begins as documents began in training.
-
-    Without a token that starts documents, the first token of a text is not predicted.
+    begins as documents began in training; without a token that starts documents, its first token is not predicted.
 
     window: tokens that the model reads at a time, 0 = as many as in training; stride: tokens by which it moves on, 0 =
     half a window. Raises ValueError (one line) for a model that is no language model, sizes that it cannot have, and
@@ -185,8 +183,7 @@ class ExampleScores:
         return len(with_labels(self.predicted)[1]) > 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yields a JSON object for each example: its number in the file, from 0 on, the row that errors name it by, and
-        the prediction as the task shows it."""
+        """Yields a JSON object for each example: its number in the file, from 0 on, its row, and the prediction."""
         for number, shown in self.task.prediction_rows(self.predicted, self.examples):
             yield {"example": number, "row": self.examples.rows.lines[number], **shown}
 

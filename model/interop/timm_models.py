@@ -26,8 +26,7 @@ from matmix.model.interop.importing.exported import read_export, read_export_con
 
 
 class TimmImageClassifier(nn.Module):
-    """An image classifier with the methods that timm's training and feature extraction use. Parameters have the names
-    that they have in exports."""
+    """An image classifier with the methods that timm calls. Parameters have the names that they have in exports."""
 
     def __init__(self, model: ImageClassifier, inputs: ImageInputs | None):
         super().__init__()
@@ -79,8 +78,7 @@ class TimmImageClassifier(nn.Module):
 
 
 def timm_description(config: ModelConfig, inputs: ImageInputs | None) -> dict[str, Any]:
-    """Returns what `timm.data.resolve_model_data_config` reads; without the inputs of an export, timm's own
-    defaults."""
+    """Returns what `timm.data.resolve_model_data_config` reads; without `inputs`, timm has defaults of its own."""
     image = config.image
     size = image.size if inputs is None else inputs.size
     known = {

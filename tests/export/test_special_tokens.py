@@ -7,6 +7,7 @@ from tokenizer_kinds import FRAGMENTS, KINDS, OTHERS, SPECIAL, built
 from transformers import AutoTokenizer
 
 from matmix.data.tokenizer import Tokenizer
+from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
 
 TEXTS = [*FRAGMENTS, "one </s> two<mask>", "a<s><s>a", "<s", "<<s>/s>", "one two"]
@@ -20,16 +21,9 @@ def pair(request, tmp_path):
     built(request.param).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
     (tmp_path / "export").mkdir()
-    write_tokenizer(
-        tmp_path / "export",
-        load_fast_tokenizer(tokenizer.path, tokenizer.special),
-        special=tokenizer.special,
-        prefix=None,
-        suffix=None,
-        max_length=64,
-        padding_side="right",
-        token_types=False,
-    )
+    fast, model = load_fast_tokenizer(tokenizer.path, tokenizer.special), ModelConfig(vocab_size=64)
+    around = {"special": tokenizer.special, "prefix": "none", "suffix": "none"}
+    write_tokenizer(tmp_path / "export", fast, model, **around, max_length=64)
     return tokenizer, tmp_path / "export"
 
 

@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -22,7 +22,7 @@ SMOOTHING_COUNTS = "num_items_in_batch" in signature(LabelSmoother.__call__).par
 """Whether this version of transformers divides smoothed losses as others; it takes the labels from the model."""
 
 
-Texts = tuple[torch.Tensor | None, ...]
+Texts = tuple[Tensor | None, ...]
 """input_ids, inputs_embeds, attention_mask and position_ids."""
 
 
@@ -66,17 +66,12 @@ class MatmixPreTrainedModel(PreTrainedModel):
         owner, _, name = self.words.rpartition(".")
         setattr(self.model.get_submodule(owner), name, value)
 
-    def run(
-        self, inputs: torch.Tensor, keywords: dict[str, Any], **more: Any
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Returns the outputs of `self.model`, and the hidden states where keywords ask for them; others are
-        refused."""
+    def run(self, inputs: Tensor, keywords: dict[str, Any], **more: Any) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """Returns the outputs of `self.model`, and the hidden states where keywords, as of `streams`, ask for them."""
         streams = self.streams(keywords)
         return self.model(inputs, streams=streams, **more), self.hidden_states(streams)
 
-    def run_text(
-        self, texts: Texts, keywords: dict[str, Any], **more: Any
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+    def run_text(self, texts: Texts, keywords: dict[str, Any], **more: Any) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Does `run` on texts, each a row or, where positions say so, several in a row."""
         input_ids, inputs_embeds, attention_mask, position_ids = texts
         inputs = tokens_or_embeddings(input_ids, inputs_embeds)
@@ -86,12 +81,8 @@ class MatmixPreTrainedModel(PreTrainedModel):
         return self.run(inputs, keywords, **layout, **more)
 
     def loss(
-        self,
-        function: Callable[..., torch.Tensor],
-        outputs: torch.Tensor,
-        labels: torch.Tensor | None,
-        count: Count | None,
-    ) -> torch.Tensor | None:
+        self, function: Callable[..., Tensor], outputs: Tensor, labels: Tensor | None, count: Count | None
+    ) -> Tensor | None:
         """Returns function(outputs, labels, count=count); None without labels."""
         if labels is not None:
             return function(outputs, labels, count=count)
@@ -111,13 +102,12 @@ class MatmixPreTrainedModel(PreTrainedModel):
         named = {name for name, (_, rule) in rules.items() if rule.weight_decay == 0}
         return named | {name for name, parameter in self.named_parameters() if parameter.dim() < 2}
 
-    def streams(self, keywords: dict[str, Any]) -> list[torch.Tensor] | None:
+    def streams(self, keywords: dict[str, Any]) -> list[Tensor] | None:
         """Returns an empty list for the residual streams where hidden states are asked for, else None.
 
-        keywords: the arguments of `forward` that no class has a use of its own for: output_hidden_states and
-        output_attentions (None = as the configuration says), is_causal, as the model is, and num_items_in_batch, which
-        only losses need. skip_logits, with which Trainer allows models to leave them out, changes nothing. Raises
-        ValueError (one line) for others.
+        keywords: what `forward` has no use of its own for: output_hidden_states and output_attentions (None = as the
+        configuration says), is_causal, as the model is, num_items_in_batch, which only losses need, and skip_logits,
+        with which Trainer allows models to leave them out. Raises ValueError (one line) for others.
         """
         asked = {}
         for name in ("output_hidden_states", "output_attentions"):
@@ -137,7 +127,7 @@ class MatmixPreTrainedModel(PreTrainedModel):
             )
         return [] if asked["output_hidden_states"] else None
 
-    def hidden_states(self, streams: list[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    def hidden_states(self, streams: list[Tensor] | None) -> tuple[Tensor, ...] | None:
         """The streams (B, L, d_model) before the first layer and after each, the last one after the final norm."""
         return None if streams is None else (*streams[:-1], self.model.norm(streams[-1]))
 

@@ -213,10 +213,8 @@ class _Bundle:
         return "\n\n\n".join(section for section in sections if section) + "\n"
 
     def _module_order(self) -> list[str]:
-        """Returns imported modules before those that import them; imports may lead through modules that give
-        nothing."""
-        graph: dict[str, list[str]] = {}
-        waiting = list(self.wanted)
+        """Returns imported modules before those that import them, also by way of modules that give nothing."""
+        graph, waiting = {}, list(self.wanted)
         while waiting:
             if (name := waiting.pop()) not in graph:
                 imports = self.source(name).imports.values()

@@ -12,9 +12,8 @@ from matmix.model.config import ModelConfig
 class MatmixConfig(PretrainedConfig):
     """Configuration of an exported language model.
 
-    `matmix` is the whole `ModelConfig` as nested plain values; it is what the model is built from, except for
-    `vocab_size`, which `resize_token_embeddings` may change. `max_position_embeddings` is where other tools cut texts:
-    the length of the training, or of what bounds a text.
+    `matmix` is the whole `ModelConfig` as nested plain values, from which the model is built, except for `vocab_size`,
+    which `resize_token_embeddings` may change. `max_position_embeddings` is where other tools cut texts.
     """
 
     model_type = "matmix"
@@ -65,22 +64,15 @@ class MatmixEncoderConfig(MatmixConfig):
         super().__init__(**kwargs)
 
 
+def _of_images(name: str) -> property:
+    return property(lambda config: config.matmix.get("image", {}).get(name, 0))
+
+
 class MatmixImageConfig(MatmixConfig):
     """Configuration of an exported image classifier. num_labels is the number of its classes."""
 
     model_type = "matmix-image"
-
-    @property
-    def image_size(self) -> int:
-        return self.matmix.get("image", {}).get("size", 0)
-
-    @property
-    def patch_size(self) -> int:
-        return self.matmix.get("image", {}).get("patch", 0)
-
-    @property
-    def num_channels(self) -> int:
-        return self.matmix.get("image", {}).get("channels", 0)
+    image_size, patch_size, num_channels = map(_of_images, ("size", "patch", "channels"))
 
 
 # -- forms --------------------------------------------------------------------------------
@@ -137,8 +129,7 @@ def main_class(config: ModelConfig, outputs: Outputs) -> str:
 
 
 def head_fields(config: ModelConfig, outputs: Outputs) -> dict[str, Any]:
-    """Returns the fields of config.json for a head. Raises ValueError (one line) where the names do not fit the
-    outputs."""
+    """Returns the fields of config.json for a head. Raises ValueError where the names do not fit the outputs."""
     if not config.model_class.takes_head:
         return {}
     head, labels = config.head, outputs.labels or tuple(f"LABEL_{index}" for index in range(config.head.count))

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 from matmix.model.architecture import Outputs
-from matmix.model.architectures.encoder import EncoderTrunk
 from matmix.model.build import build_model
 from matmix.model.config import ModelConfig, model_config_to_dict, used_mixers
 from matmix.model.images.config import ImageInputs
@@ -113,18 +112,8 @@ def export_model(
             ids = {"pad": special.get("pad"), "bos": start, "eos": special.get("eos")}
             files["generation_config.json"] = _token_ids(ids)
         if fast is not None:
-            write_tokenizer(
-                folder,
-                fast,
-                special=special,
-                prefix=special.get(prefix),
-                # A prompt is a document that has not ended.
-                suffix=None if config.causal else special.get(suffix),
-                max_length=max_length,
-                # New tokens are appended on the right, so a batch of prompts must end there.
-                padding_side="left" if config.causal else "right",
-                token_types=issubclass(config.model_class, EncoderTrunk) and config.type_vocab_size > 1,
-            )
+            around = {"special": special, "prefix": prefix, "suffix": suffix}
+            write_tokenizer(folder, fast, config, **around, max_length=max_length)
             files |= layout_files(config, max_length) if takes_layout(config) else {}
         for name, content in files.items():
             _write_json(folder / name, content)
@@ -158,8 +147,7 @@ def check_target(out_dir: Path) -> None:
 
 
 def license_of_the_code() -> str:
-    """Returns the licence of the code in an export, which is that of this project: from the clone that this file lies
-    in, or what was installed."""
+    """Returns the licence of this project: from the clone that this file lies in, or what was installed."""
     if (path := Path(__file__).parents[3] / "LICENSE").is_file():
         return path.read_text(encoding="utf-8")
     # In the folder of a build several distributions have the name, of which some are without it.
@@ -204,8 +192,7 @@ def config_file(
 
 
 def longest_text(config: ModelConfig, max_length: int) -> int:
-    """Returns the tokens of a text that tools shall not go beyond: those of the training, or of what the model has
-    parameters for."""
+    """Returns how long a text may be for tools: as in the training, or as what the model has parameters for."""
     return config.max_seqlen if config.position_embeddings or config.fixed_length_mixers() else max_length
 
 
@@ -233,8 +220,7 @@ def write_code(directory: Path, config: ModelConfig) -> None:
 
 
 def write_image_processor(directory: Path, config: ModelConfig, images: ImageInputs) -> None:
-    """Writes preprocessor_config.json and image_processing_matmix.py. Raises ValueError (one line) where they do not
-    fit the model."""
+    """Writes preprocessor_config.json and image_processing_matmix.py. Raises ValueError where `images` do not fit."""
     image = config.image
     if len(images.mean) != image.channels or images.size % image.patch:
         raise ValueError(

@@ -2,17 +2,9 @@
 
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    MaskedLMOutput,
-    MultipleChoiceModelOutput,
-    QuestionAnsweringModelOutput,
-    SequenceClassifierOutput,
-    TokenClassifierOutput,
-)
+from torch import Tensor, nn
+from transformers import modeling_outputs
 from transformers.utils import ModelOutput, can_return_tuple
 
 from matmix.model.architectures.encoder import Encoder, EncoderTrunk
@@ -38,16 +30,16 @@ class MatmixEncoderModel(MatmixEncoderBase):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **keywords: Any,
-    ) -> BaseModelOutput | tuple:
+    ) -> modeling_outputs.BaseModelOutput | tuple:
         texts = input_ids, inputs_embeds, attention_mask, position_ids
         features, hidden = self.run_text(texts, keywords, token_type_ids=token_type_ids)
-        return BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
+        return modeling_outputs.BaseModelOutput(last_hidden_state=features, hidden_states=hidden)
 
 
 class MatmixLabelledEncoder(MatmixEncoderBase):
@@ -58,12 +50,12 @@ class MatmixLabelledEncoder(MatmixEncoderBase):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         num_items_in_batch: Count | None = None,
         **keywords: Any,
     ) -> ModelOutput | tuple:
@@ -73,7 +65,7 @@ class MatmixLabelledEncoder(MatmixEncoderBase):
         loss = self.loss(self.label_loss, logits, labels, num_items_in_batch)
         return self.output_class(loss=loss, logits=logits, hidden_states=hidden)
 
-    def label_loss(self, logits: torch.Tensor, labels: torch.Tensor, count: Count | None) -> torch.Tensor:
+    def label_loss(self, logits: Tensor, labels: Tensor, count: Count | None) -> Tensor:
         return class_loss(logits, labels, count)
 
 
@@ -81,7 +73,7 @@ class MatmixForMaskedLM(PredictsTokens, MatmixLabelledEncoder):
     """Logits (B, L, vocab_size), to fill in <mask>; labels (B, L) hold the token to find, -100 where there is none."""
 
     inner_class = Encoder
-    output_class = MaskedLMOutput
+    output_class = modeling_outputs.MaskedLMOutput
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str] | None] = [r"^model\.classifier\."]
 
     def __init__(self, config: MatmixEncoderConfig):
@@ -111,12 +103,8 @@ class MatmixEncoderWithHead(MatmixLabelledEncoder):
     """Outputs of the head; None = config.num_labels."""
 
     def __init__(self, config: MatmixEncoderConfig):
-        head = {
-            "outputs": self.outputs or config.num_labels,
-            "pooling": config.classifier_pooling,
-            "hidden": config.classifier_hidden,
-            "dropout": config.classifier_dropout,
-        }
+        head = {name: getattr(config, f"classifier_{name}") for name in ("pooling", "hidden", "dropout")}
+        head["outputs"] = self.outputs or config.num_labels
         config.matmix = {**config.matmix, "architecture": self.architecture, "head": head}
         super().__init__(config)
 
@@ -126,11 +114,11 @@ class MatmixForSequenceClassification(MatmixEncoderWithHead):
     config.problem_type."""
 
     inner_class = SequenceClassifier
-    output_class = SequenceClassifierOutput
+    output_class = modeling_outputs.SequenceClassifierOutput
     architecture = "sequence_classifier"
     one_text_a_row = True
 
-    def label_loss(self, logits: torch.Tensor, labels: torch.Tensor, count: Count | None) -> torch.Tensor:
+    def label_loss(self, logits: Tensor, labels: Tensor, count: Count | None) -> Tensor:
         return classification_loss(logits, labels, self.config.problem_type, count)
 
 
@@ -138,7 +126,7 @@ class MatmixForTokenClassification(MatmixEncoderWithHead):
     """Logits (B, L, num_labels) of single tokens; labels (B, L) classes, -100 where there is none."""
 
     inner_class = TokenClassifier
-    output_class = TokenClassifierOutput
+    output_class = modeling_outputs.TokenClassifierOutput
     architecture = "token_classifier"
 
 
@@ -146,14 +134,14 @@ class MatmixForMultipleChoice(MatmixEncoderWithHead):
     """Logits (B, choices) of inputs (B, choices, L); labels (B,) say which choice is right."""
 
     inner_class = SequenceClassifier
-    output_class = MultipleChoiceModelOutput
+    output_class = modeling_outputs.MultipleChoiceModelOutput
     architecture = "sequence_classifier"
     one_text_a_row = True
     outputs = 1
 
     def run_text(
-        self, texts: Texts, keywords: dict[str, Any], *, token_type_ids: torch.Tensor | None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        self, texts: Texts, keywords: dict[str, Any], *, token_type_ids: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Reads choices as rows."""
         inputs = next((values for values in texts[:2] if values is not None), None)
         *texts, types = (None if values is None else values.flatten(0, 1) for values in (*texts, token_type_ids))
@@ -172,18 +160,17 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        start_positions: torch.Tensor | None = None,
-        end_positions: torch.Tensor | None = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
         num_items_in_batch: Count | None = None,
         **keywords: Any,
-    ) -> QuestionAnsweringModelOutput | tuple:
-        """start_positions and end_positions (B,) are tokens of the row. Behind its end they have no loss: the answer
-        was cut off."""
+    ) -> modeling_outputs.QuestionAnsweringModelOutput | tuple:
+        """start_positions and end_positions (B,) are tokens of the row; behind its end they have no loss."""
         texts = input_ids, inputs_embeds, attention_mask, position_ids
         logits, hidden = self.run_text(texts, keywords, token_type_ids=token_type_ids)
         starts, ends = (part.squeeze(-1).contiguous() for part in logits.split(1, dim=-1))
@@ -191,4 +178,6 @@ class MatmixForQuestionAnswering(MatmixEncoderWithHead):
         if start_positions is not None and end_positions is not None:
             loss = span_loss(starts, start_positions, num_items_in_batch)
             loss = (loss + span_loss(ends, end_positions, num_items_in_batch)) / 2
-        return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends, hidden_states=hidden)
+        return modeling_outputs.QuestionAnsweringModelOutput(
+            loss=loss, start_logits=starts, end_logits=ends, hidden_states=hidden
+        )

@@ -10,19 +10,20 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.inputs import Columns, take_columns
 
 
-def map_state(function: Callable[..., torch.Tensor], *states: Any) -> Any:
+def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
     """Apply a function to the tensors of nested lists and tuples of the same form; None stays None."""
     if isinstance(states[0], list | tuple):
         return type(states[0])(map_state(function, *parts) for parts in zip(*states, strict=True))
     return None if states[0] is None else function(*states)
 
 
-def picked_rows(state: Any, rows: torch.Tensor) -> Any:
+def picked_rows(state: Any, rows: Tensor) -> Any:
     """The state of some rows (n,) int64 of a batch; layers, and so their states, may be on several devices."""
     return map_state(lambda tensor: tensor[rows.to(tensor.device)], state)
 
@@ -35,9 +36,8 @@ def state_shapes(state: Any) -> tuple:
 
 
 class CarriedState:
-    """Carries a model's state through `generate` as `past_key_values`: numbers and state of each group of rows, under
-    what names transformers asks its own caches. Continuing leaves a state as it is and gives a new one, so that a
-    beginning can be continued in many ways."""
+    """Carries a model's state through `generate` as `past_key_values`: numbers and state of each group of rows.
+    Continuing leaves a state as it is and gives a new one, so that a beginning can be continued in many ways."""
 
     is_compileable = False
     is_croppable = False
@@ -45,7 +45,7 @@ class CarriedState:
     # is new.
     is_linear = (True,)
 
-    def __init__(self, groups: list[tuple[torch.Tensor, Any]], seen: int):
+    def __init__(self, groups: list[tuple[Tensor, Any]], seen: int):
         self.groups = groups
         self.seen = seen
 
@@ -57,7 +57,7 @@ class CarriedState:
         """Columns of the batch that have been read, padding included."""
         return self.seen
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was (beam search); beam_idx may have any length."""
         groups, count = [], len(self)
         for rows, state in self.groups:
@@ -98,9 +98,9 @@ def check_state(carried: Any, rows: int, new: int) -> None:
 def check_continuation(
     carried: CarriedState | None,
     shape: tuple[int, int],
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache_position: torch.Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache_position: Tensor | None,
 ) -> None:
     """Raises ValueError (one line) where inputs of `shape` (B, new) cannot be read after a state, or at first."""
     rows, new = shape
@@ -117,8 +117,8 @@ def check_continuation(
 
 
 def advance(
-    model: LanguageModel, inputs: torch.Tensor, state: Any, columns: Columns, streams: list[torch.Tensor] | None = None
-) -> tuple[torch.Tensor, Any]:
+    model: LanguageModel, inputs: Tensor, state: Any, columns: Columns, streams: list[Tensor] | None = None
+) -> tuple[Tensor, Any]:
     """Returns logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings
     (n, length, d_model), and the new state. streams: as of `Backbone.forward`."""
     if inputs.shape[1] == 1 and streams is None:
@@ -132,11 +132,11 @@ def advance(
 
 def read_prompt(
     model: LanguageModel,
-    inputs: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    inputs: Tensor,
+    attention_mask: Tensor | None,
     columns: Columns,
-    streams: list[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, CarriedState]:
+    streams: list[Tensor] | None = None,
+) -> tuple[Tensor, CarriedState]:
     """Returns logits (B, columns, vocab_size) and the state after a batch of prompts with padding anywhere.
 
     inputs: token ids (B, L) or embeddings (B, L, d_model). Where a column is padding, it has the logits of the token
@@ -162,16 +162,12 @@ def read_prompt(
 
 
 def continue_state(
-    model: LanguageModel,
-    inputs: torch.Tensor,
-    carried: CarriedState,
-    columns: Columns,
-    streams: list[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, CarriedState]:
+    model: LanguageModel, inputs: Tensor, carried: CarriedState, columns: Columns, streams: list[Tensor] | None = None
+) -> tuple[Tensor, CarriedState]:
     """Returns logits (B, columns, vocab_size) and the state after inputs (B, n) more tokens, or their embeddings, none
     of them padding. streams: as of `Backbone.forward`, of the new tokens."""
     new = torch.arange(inputs.shape[1], device=inputs.device)
-    in_rows = isinstance(columns, torch.Tensor) and columns.dim() == 2
+    in_rows = isinstance(columns, Tensor) and columns.dim() == 2
     groups = [(rows, new, state, columns[rows] if in_rows else columns) for rows, state in carried.groups]
     logits, states = advance_groups(model, inputs, groups, streams)
     return logits, CarriedState(states, carried.seen + inputs.shape[1])
@@ -179,10 +175,10 @@ def continue_state(
 
 def advance_groups(
     model: LanguageModel,
-    inputs: torch.Tensor,
-    groups: list[tuple[torch.Tensor, torch.Tensor, Any, Columns]],
-    streams: list[torch.Tensor] | None,
-) -> tuple[torch.Tensor, list[tuple[torch.Tensor, Any]]]:
+    inputs: Tensor,
+    groups: list[tuple[Tensor, Tensor, Any, Columns]],
+    streams: list[Tensor] | None,
+) -> tuple[Tensor, list[tuple[Tensor, Any]]]:
     """Advances each group of rows of a batch on its own; returns logits (B, kept, vocab_size) and rows with new states.
 
     groups: rows (n,), the columns of their tokens (n, count) or (count,), their state, and which tokens get logits.
@@ -203,9 +199,9 @@ def advance_groups(
     return logits, states
 
 
-def join_groups(groups: list[tuple[torch.Tensor, Any]]) -> list[tuple[torch.Tensor, Any]]:
+def join_groups(groups: list[tuple[Tensor, Any]]) -> list[tuple[Tensor, Any]]:
     """Makes one group of those with states of the same shape."""
-    joined: dict[tuple, list[tuple[torch.Tensor, Any]]] = {}
+    joined: dict[tuple, list[tuple[Tensor, Any]]] = {}
     for group in groups:
         joined.setdefault(state_shapes(group[1]), []).append(group)
     pairs = (zip(*members, strict=True) for members in joined.values())

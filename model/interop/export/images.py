@@ -39,8 +39,7 @@ class MatmixImageModel(MatmixImageBase):
 
     @can_return_tuple
     def forward(self, pixel_values: torch.Tensor, **keywords: Any) -> BaseModelOutputWithPooling | tuple:
-        """last_hidden_state (B, L, d_model), pooler_output (B, d_model) and hidden states of pixel_values
-        (B, channels, H, W)."""
+        """last_hidden_state (B, L, d_model) and pooler_output (B, d_model) of pixel_values (B, channels, H, W)."""
         streams = self.streams(keywords)
         x = self.model.stream(self.in_own_type(pixel_values), streams)
         return BaseModelOutputWithPooling(
@@ -64,9 +63,8 @@ class MatmixForImageClassification(MatmixImageBase):
         """Logits (B, num_labels) of pixel_values (B, channels, H, W); labels as for `classification_loss`, by
         config.problem_type."""
         logits, hidden = self.run(self.in_own_type(pixel_values), keywords)
-        loss = self.loss(
-            partial(classification_loss, problem=self.config.problem_type), logits, labels, num_items_in_batch
-        )
+        loss = partial(classification_loss, problem=self.config.problem_type)
+        loss = self.loss(loss, logits, labels, num_items_in_batch)
         return ImageClassifierOutput(loss=loss, logits=logits, hidden_states=hidden)
 
 
@@ -78,10 +76,7 @@ _STEPS = ("do_convert_rgb", "do_resize", "do_center_crop", "do_rescale", "do_nor
 
 
 class MatmixImageProcessor(BaseImageProcessor):
-    """Resizes the short side to size / crop, cuts out the middle, and normalises, as the evaluation of the training.
-
-    Its fields are those of `ImageInputs`.
-    """
+    """Resizes the short side to size / crop, cuts out the middle, and normalises, by the fields of `ImageInputs`."""
 
     model_input_names: ClassVar[list[str]] = ["pixel_values"]
 
@@ -159,8 +154,7 @@ def from_array(values: np.ndarray | torch.Tensor) -> Image.Image:
 
 def with_three_or_one(image: Image.Image, channels: int) -> Image.Image:
     """An image of red, green and blue, or of brightness; white shows behind transparent pixels, and 16 bits of grey
-    become 8. Raises ValueError (one line) for what has no known range (floats, 32 bits) or colours (LAB, HSV), as the
-    data of the training does."""
+    become 8. Raises ValueError (one line) for what has no known range (floats, 32 bits) or colours (LAB, HSV)."""
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def tokens_or_embeddings(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-    """The one of the two that is given, which the models of this project both take as their inputs. Raises ValueError
-    (one line) where it is none of them, or both."""
+def tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """The one of the two that is given. Raises ValueError (one line) where it is none of them, or both."""
     if (input_ids is None) == (inputs_embeds is None):
         which = "neither" if input_ids is None else "both"
         raise ValueError(f"the model takes either input_ids or inputs_embeds, and was given {which} of them")
@@ -24,11 +24,8 @@ def tokens_or_embeddings(input_ids: torch.Tensor | None, inputs_embeds: torch.Te
 
 
 def documents(
-    shape: tuple[int, int],
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    keywords: dict[str, Any],
-) -> dict[str, torch.Tensor | None]:
+    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None, keywords: dict[str, Any]
+) -> dict[str, Tensor | None]:
     """Says how the positions of a batch of `shape` make up documents: attention_mask and cu_seqlens of
     `Backbone.forward`.
 
@@ -65,7 +62,7 @@ def documents(
     return {"attention_mask": None, "cu_seqlens": given}
 
 
-def _boundaries(positions: torch.Tensor) -> torch.Tensor | None:
+def _boundaries(positions: Tensor) -> Tensor | None:
     """Returns cu_seqlens (ndocs + 1,) int32 of positions (B, L) that start again with each document; None where each
     row is one."""
     starts = positions == 0
@@ -78,15 +75,15 @@ def _boundaries(positions: torch.Tensor) -> torch.Tensor | None:
     return torch.cat((starts.flatten().nonzero().squeeze(1), ends)).to(torch.int32)
 
 
-Columns = slice | torch.Tensor
+Columns = slice | Tensor
 """Which columns of a batch get logits, as an index: a slice, or int64 (n,) for all rows or (B, n) for each."""
 
 
-def columns_to_keep(logits_to_keep: int | torch.Tensor | None, shape: tuple[int, int]) -> Columns:
+def columns_to_keep(logits_to_keep: int | Tensor | None, shape: tuple[int, int]) -> Columns:
     """Returns the last `logits_to_keep` columns (0: all) of a batch of `shape`, or those that a tensor names: (n,) or
     (B, n) positions, negative ones from the end, or (L,) bool. Raises ValueError (one line) for any other."""
     rows, length = shape
-    if not isinstance(logits_to_keep, torch.Tensor):
+    if not isinstance(logits_to_keep, Tensor):
         keep = int(logits_to_keep or 0)
         if keep < 0:
             raise ValueError(f"logits_to_keep = {keep}: give the number of the last columns, or a tensor of positions")
@@ -106,7 +103,7 @@ def columns_to_keep(logits_to_keep: int | torch.Tensor | None, shape: tuple[int,
     return places.long().remainder(length)
 
 
-def take_columns(x: torch.Tensor, columns: Columns) -> torch.Tensor:
+def take_columns(x: Tensor, columns: Columns) -> Tensor:
     """Takes columns of x (B, L, ...) -> (B, n, ...)."""
     if isinstance(columns, slice):
         return x[:, columns]
@@ -117,28 +114,24 @@ def take_columns(x: torch.Tensor, columns: Columns) -> torch.Tensor:
 # -- the losses of exported models: those of transformers' own classes, also of a batch that comes in parts ----------
 
 
-Count = torch.Tensor | int
+Count = Tensor | int
 """Number of the targets of all batches that one step of the optimizer adds up, what transformers calls
 `num_items_in_batch`: a loss is divided by it, so that several small batches make the step of a large one."""
 
 
-def reduced(
-    loss: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: torch.Tensor, count: Count | None
-) -> torch.Tensor:
+def reduced(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor, count: Count | None) -> Tensor:
     """A loss of PyTorch as its mean over all targets, or where there is a count, as its sum divided by that."""
     if count is None:
         return loss(outputs, targets)
     return loss(outputs, targets, reduction="sum") / (count.to(outputs.device) if torch.is_tensor(count) else count)
 
 
-def class_loss(logits: torch.Tensor, labels: torch.Tensor, count: Count | None = None) -> torch.Tensor:
+def class_loss(logits: Tensor, labels: Tensor, count: Count | None = None) -> Tensor:
     """Cross-entropy in float32 of logits (..., classes) against labels (...), without labels of -100."""
     return reduced(F.cross_entropy, logits.flatten(0, -2).float(), labels.flatten().long().to(logits.device), count)
 
 
-def next_token_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, shifted: bool = False, count: Count | None = None
-) -> torch.Tensor:
+def next_token_loss(logits: Tensor, labels: Tensor, *, shifted: bool = False, count: Count | None = None) -> Tensor:
     """Cross-entropy in float32 of logits (B, L, vocab_size) against the tokens that follow, without labels of -100.
 
     labels: (B, L) the tokens themselves, or where they are shifted, what follows each position, as those pass it that
@@ -152,9 +145,7 @@ def next_token_loss(
     return class_loss(logits, labels, count) if shifted else class_loss(logits[:, :-1], labels[:, 1:], count)
 
 
-def classification_loss(
-    logits: torch.Tensor, labels: torch.Tensor, problem: str | None, count: Count | None = None
-) -> torch.Tensor:
+def classification_loss(logits: Tensor, labels: Tensor, problem: str | None, count: Count | None = None) -> Tensor:
     """The loss of logits (B, num_labels) in float32, as transformers' own classes have it.
 
     problem: "regression", labels (B,) or (B, num_labels) values; "single_label_classification", labels (B,) classes;
@@ -175,7 +166,7 @@ def classification_loss(
     return reduced(F.binary_cross_entropy_with_logits, logits, targets, count)
 
 
-def span_loss(logits: torch.Tensor, positions: torch.Tensor, count: Count | None = None) -> torch.Tensor:
+def span_loss(logits: Tensor, positions: Tensor, count: Count | None = None) -> Tensor:
     """Cross-entropy of logits (B, L) against positions (B,), without those from L on."""
     positions = positions.long().flatten().clamp(min=0)
     return class_loss(logits, positions.masked_fill(positions >= logits.shape[1], -100), count)

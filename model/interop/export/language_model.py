@@ -63,8 +63,7 @@ class MatmixForCausalLM(PredictsTokens, MatmixLanguageModelBase, GenerationMixin
     either side and never enters a state.
     """
 
-    # Generation methods that need to take tokens back (assisted decoding and the like) are refused by
-    # transformers.
+    # Generation methods that need to take tokens back (assisted decoding and the like) are refused by transformers.
     _is_stateful = True
 
     def __init__(self, config: MatmixConfig):
@@ -133,8 +132,7 @@ class MatmixForCausalLM(PredictsTokens, MatmixLanguageModelBase, GenerationMixin
         cache: CarriedState | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The tokens that the state has not seen, or at first the vectors in their place; everything else `generate`
-        carries along is of no use here."""
+        """The tokens that the state has not seen, or at first the vectors in their place."""
         past = cache if past_key_values is None else past_key_values
         # Those of a prompt are looked at; with each token they go on as the state does.
         position_ids = kwargs.get("position_ids") if past is None else None

@@ -17,10 +17,7 @@ def takes_layout(config: ModelConfig) -> bool:
 
 
 def layout_files(config: ModelConfig, max_length: int) -> dict[str, Any]:
-    """Returns the files by their names. The features of a plain encoder are averaged.
-
-    max_length: tokens at which longer texts are cut.
-    """
+    """Returns the files by their names. max_length: tokens at which longer texts are cut."""
     pooling = config.head.pooling if config.model_class.takes_head else "mean"
     parts = (("", "Transformer"), ("1_Pooling", "Pooling"))
     return {

@@ -9,6 +9,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
+from matmix.model.architectures.encoder import EncoderTrunk
+from matmix.model.config import ModelConfig
+
 CUT_MARK = "(?#special tokens)"
 """How the pattern begins that cuts special tokens in text (a comment), by which `matmix.data.tokenizer` knows it."""
 
@@ -29,8 +32,7 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
         if special.get("mask") is not None:
             tokenizer = sentencepiece_to_fast(path, mask=tokenizer.id_to_token(special["mask"]))
         names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
-        different = first_difference(tokenizer, path, [*PROBE_TEXTS, *names])
-        if different is not None:
+        if (different := first_difference(tokenizer, path, [*PROBE_TEXTS, *names])) is not None:
             raise ValueError(f"{path} cannot be made a fast tokenizer with the same ids: they differ for {different!r}")
         return tokenizer
     try:
@@ -46,8 +48,7 @@ def load_fast_tokenizer(path: str | Path, special: Mapping[str, int | None]) -> 
 
 
 def _cut_in_special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> None:
-    """Cuts the first letter off where a text spells a special token that the model lists as a piece, as it would find
-    it there whatever the library is told about special tokens."""
+    """Cuts the first letter off where a text spells a special token that the model lists, and so finds, as a piece."""
     file = json.loads(tokenizer.to_str())
     if CUT_MARK in json.dumps(file["pre_tokenizer"]):  # that of an export
         return
@@ -67,27 +68,27 @@ def _cut_in_special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | Non
 def write_tokenizer(
     directory: Path,
     tokenizer: Tokenizer,
+    config: ModelConfig,
     *,
     special: Mapping[str, int | None],
-    prefix: int | None,
-    suffix: int | None,
+    prefix: str,
+    suffix: str,
     max_length: int,
-    padding_side: str,
-    token_types: bool,
 ) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json.
-
-    special: as for `load_fast_tokenizer`; prefix, suffix: ids put around a text where special tokens are asked for,
-    None = nothing there; max_length: longest document of the training; token_types: whether the model takes them.
-    """
-    tokenizer.post_processor = special_tokens_around(tokenizer, prefix, suffix)
+    """Writes tokenizer.json, tokenizer_config.json and special_tokens_map.json for a model; arguments are as for
+    `export_model`."""
+    # A prompt is a document that has not ended.
+    end = None if config.causal else special.get(suffix)
+    tokenizer.post_processor = special_tokens_around(tokenizer, special.get(prefix), end)
     tokenizer.encode_special_tokens = False
     tokenizer.save(str(directory / "tokenizer.json"))
+    token_types = issubclass(config.model_class, EncoderTrunk) and config.type_vocab_size > 1
     names = {f"{name}_token": tokenizer.id_to_token(index) for name, index in special.items() if index is not None}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_length,
-        "padding_side": padding_side,
+        # New tokens are appended on the right, so a batch of prompts must end there.
+        "padding_side": "left" if config.causal else "right",
         "model_input_names": ["input_ids", *(["token_type_ids"] if token_types else []), "attention_mask"],
         "clean_up_tokenization_spaces": False,
         **names,
@@ -100,8 +101,7 @@ def write_tokenizer(
 def special_tokens_around(
     tokenizer: Tokenizer, prefix: int | None, suffix: int | None
 ) -> processors.TemplateProcessing | None:
-    """Returns a post-processor that puts the special tokens of the training around a text, or two texts with types 0
-    and 1."""
+    """Returns a post-processor that puts these tokens around a text, or around two texts, of types 0 and 1."""
     if prefix is None and suffix is None:
         return None
     tokens = {index: tokenizer.id_to_token(index) for index in (prefix, suffix) if index is not None}
@@ -175,12 +175,9 @@ def sentencepiece_to_fast(path: str | Path, *, mask: str | None = None) -> Token
     tokenizer.normalizer = _normalizer(spec)
     tokenizer.pre_tokenizer = _pre_tokenizer(proto, whole=isinstance(model, Unigram) or model.ignore_merges)
     tokenizer.decoder = _decoder(spec)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(piece, special=True, normalized=False, lstrip=piece == mask)
-            for piece in _of_type(proto, _UNKNOWN, _CONTROL)
-        ]
-    )
+    symbols = _of_type(proto, _UNKNOWN, _CONTROL)
+    added = [AddedToken(piece, special=True, normalized=False, lstrip=piece == mask) for piece in symbols]
+    tokenizer.add_special_tokens(added)
     assert tokenizer.get_vocab_size() == len(proto.pieces), "adding the special tokens must not make new ids"
     return tokenizer
 
@@ -190,8 +187,7 @@ def _of_type(proto: Any, *types: int) -> list[str]:
 
 
 def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str] = PROBE_TEXTS) -> str | None:
-    """The first of `texts` that the fast tokenizer and the sentencepiece model at `path` give different
-    ids, or None. Both read special tokens in the text as plain text."""
+    """The first of `texts` that has other ids in the sentencepiece model at `path`, if any; special tokens are text."""
     import sentencepiece
 
     reference = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -207,8 +203,7 @@ def first_difference(tokenizer: Tokenizer, path: str | Path, texts: Iterable[str
 
 
 def _bpe(proto: Any) -> BPE:
-    """BPE with merges recovered from the scores: sentencepiece stores no merges, it joins any two neighbours
-    whose concatenation is a piece, best score first."""
+    """BPE with merges from the scores: sentencepiece joins any two neighbours that make a piece, best score first."""
     scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == _NORMAL}
     ids = {piece.piece: index for index, piece in enumerate(proto.pieces)}
     merges = []
@@ -222,8 +217,7 @@ def _bpe(proto: Any) -> BPE:
         unk_token=next(iter(_of_type(proto, _UNKNOWN)), None),
         fuse_unk=True,
         byte_fallback=proto.trainer_spec.byte_fallback,
-        # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up
-        # whole.
+        # A user-defined symbol stands alone after the pre-tokenizer and no merges lead to it: looked up whole.
         ignore_merges=any(len(piece) > 1 for piece in _of_type(proto, _USER_DEFINED)),
     )
 
@@ -285,8 +279,7 @@ def _pre_tokenizer(proto: Any, *, whole: bool) -> pre_tokenizers.PreTokenizer:
 def _cuts_in_forbidden_pieces(proto: Any, known: set[str]) -> list[str]:
     """Patterns that cut one character out of text that spells a control, unknown or byte piece ("<0x41>").
 
-    Only characters that are part of no normal piece, so that the cut changes nothing else; pieces without
-    such a character need no cut, as `_unigram` has priced them out of reach.
+    Only characters of no normal piece, so that the cut changes nothing else; other pieces `_unigram` prices out.
     """
     patterns = []
     for piece in _of_type(proto, _UNKNOWN, _CONTROL):

@@ -43,9 +43,8 @@ def read_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[Mo
 
 
 def open_checkpoint(source: str, path: str | Path, **overrides: Any) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """Reads as `read_checkpoint` does, with the tensors as they lie in the file, in its types of numbers. Those of
-    .safetensors files, and of torch files since version 1.6, are views of a map of the file: what nobody touches is not
-    read."""
+    """Reads as `read_checkpoint` does, in the file's types of numbers. The tensors of .safetensors files, and of torch
+    files since version 1.6, are views of a map of the file: what nobody touches is not read."""
     if source not in SOURCES:
         raise ValueError(f"cannot import from {source!r}; known: {', '.join(SOURCES)}")
     path = Path(path)
@@ -126,7 +125,6 @@ def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors without (inputs, gradients, metrics beside the weights) are not the model's."""
     for prefix in ("_orig_mod.", "module.", "model.", "state."):
         if any(name.startswith(prefix) for name in state):
-            return strip_prefixes(
-                {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
-            )
+            inner = {name[len(prefix) :]: tensor for name, tensor in state.items() if name.startswith(prefix)}
+            return strip_prefixes(inner)
     return state

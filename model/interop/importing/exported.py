@@ -53,8 +53,7 @@ def read_length(directory: Path) -> int | None:
 
 
 def read_labels(directory: Path) -> tuple[str, ...]:
-    """The names of an exported classifier's classes, in the order of its outputs; () where it has none, or where they
-    are transformers' own, LABEL_0 and so on. Raises ValueError (one line)."""
+    """The names of a classifier's outputs; () where they are transformers' own, LABEL_0 .... Raises ValueError."""
     path = directory / "config.json"
     names = read_object(path).get("id2label", {}) if path.is_file() else {}
     labels = tuple(names.get(str(number), "") for number in range(len(names))) if isinstance(names, dict) else ("",)
@@ -90,8 +89,7 @@ def load_weights(model: Backbone, tensors: Iterable[tuple[str, torch.Tensor]], w
 
 
 def read_image_inputs(directory: Path) -> ImageInputs | None:
-    """How the image processor of an export reads pictures; None where it has none. Raises ValueError (one line) where
-    the file does not say so."""
+    """How the image processor of an export reads pictures; None where it has none. Raises ValueError (one line)."""
     path = directory / PROCESSOR
     if not path.is_file():
         return None

@@ -17,12 +17,9 @@ _WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path", "layer_idx", "
 
 _ACTIVATIONS = {
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
 }
 
 
@@ -98,9 +95,8 @@ def hydra_mlm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any
         theirs = f"bert.encoder.layer.{index}.layer"
         names |= {f"blocks.{index}.mixer": f"{theirs}.mixer", f"blocks.{index}.norm_mixer": f"{theirs}.norm"}
     ignored = {"bert.embeddings.position_ids", "bert.embeddings.token_type_ids", *([_OUTPUT] if tied else [])}
-    return Layout(
-        kind=config.kind, bases=(PublishedEncoder,), arguments={"config": model}, names=names, ignored=ignored
-    )
+    built = {"bases": (PublishedEncoder,), "arguments": {"config": model}}
+    return Layout(kind=config.kind, **built, names=names, ignored=ignored)
 
 
 def hydra_mlm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +42,9 @@ class Layout:
         begin = max((ours for ours in self.names if f"{name}.".startswith(f"{ours}.")), key=len, default="")
         return self.names.get(begin, "") + name[len(begin) :]
 
-    def renamed(
-        self, expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns their tensors by our names; a scalar has one entry here. expected: our parameters, also on meta, for
-        their shapes. Raises ValueError (one line) for a missing key, an unexpected one or a shape that differs."""
+    def renamed(self, expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns their tensors by our names; a scalar has one entry here. expected: our parameters, for their shapes.
+        Raises ValueError (one line) for a missing key, an unexpected one or a shape that differs."""
         renamed, left = {}, {name: tensor for name, tensor in state.items() if name not in self.ignored}
         for ours, parameter in expected.items():
             name = self.theirs(ours)
@@ -71,14 +69,11 @@ class Layout:
 
 
 class ForeignConfig:
-    """A foreign configuration, whose values may be typed or their text ("True", "64", "['mru', 'mlp']").
-
-    Errors are ValueErrors of one line.
-    """
+    """A foreign configuration, whose values may be typed or their text ("True", "64", "['mru', 'mlp']"). Errors are
+    ValueErrors of one line."""
 
     def __init__(self, kind: str, values: Mapping[str, Any]):
-        self.kind = kind
-        self.values = dict(values)
+        self.kind, self.values = kind, dict(values)
         self.used: set[str] = set()
 
     def get(self, name: str, default: Any, like: type | None = None) -> Any:
@@ -133,12 +128,12 @@ def literal(value: Any) -> Any:
         return value
 
 
-def shape_text(tensor: torch.Tensor) -> str:
+def shape_text(tensor: Tensor) -> str:
     """Writes a shape as text: (64, 3)."""
     return f"({', '.join(map(str, tensor.shape))})"
 
 
-def is_tied(kind: str, state: Mapping[str, torch.Tensor], output: str, embedding: str) -> bool:
+def is_tied(kind: str, state: Mapping[str, Tensor], output: str, embedding: str) -> bool:
     """Says whether the output projection is the embedding: it is missing in the checkpoint, or equal."""
     if output not in state or embedding not in state:
         return True

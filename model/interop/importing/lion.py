@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from matmix.model.images.config import ImageConfig
 from matmix.model.images.scans import scan_orders
@@ -25,18 +26,16 @@ class PublishedSnake:
     """Before a LION mixer: reads tokens in the authors' order "S", which is a class token first, then the patches of a
     square, row by row and column by column with every second one backwards."""
 
-    def forward(
-        self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, max_seqlen: int | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None:
             raise ValueError('lion-attention: order = "S" reads one image a row; give no cu_seqlens')
         return self.forward_in_orders(x, published_snake(x))
 
-    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+    def matrix(self, x: Tensor) -> Tensor:
         return self.matrix_in_orders(x, published_snake(x))
 
 
-def published_snake(x: torch.Tensor) -> Any:
+def published_snake(x: Tensor) -> Any:
     """Returns the two orders of x (B, 1 + side * side, d_model). Raises ValueError for another number of positions."""
     side = math.isqrt(x.shape[1] - 1)
     if side < 1 or side**2 != x.shape[1] - 1:
@@ -55,7 +54,7 @@ class PublishedLionS(LionS):
     mixer lion_s learns it.
     """
 
-    def gate_logits(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None = None, which: int = 0) -> torch.Tensor:
+    def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         logits = -super().gate_logits(x, cu_seqlens, which).detach()
         inside = delayed_gates(torch.ones_like(logits), 1, cu_seqlens)
         return logits.masked_fill(inside == 0, _OPEN)
@@ -69,7 +68,7 @@ _MASKS: dict[str, tuple[type[LionLit], dict[str, int]]] = {
 }
 
 
-def lion_attention_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> Layout:
+def lion_attention_layout(state: Mapping[str, Tensor], values: Mapping[str, Any]) -> Layout:
     """Returns the layout of a layer (kind lion-attention) from its constructor arguments.
 
     Without a mask_type, the state tells: a_i is absent (Lit), a vector (Decay) or a Linear (Selective). Layers of

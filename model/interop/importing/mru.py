@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.config import MixerOptions, ModelConfig
@@ -41,7 +41,7 @@ _PARAMETERS = {
 """Kind of layer -> beginnings of our names in a block -> theirs."""
 
 
-def mru_lm_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> Layout:
+def mru_lm_layout(state: Mapping[str, Tensor], values: Mapping[str, Any]) -> Layout:
     """Returns the layout of the model (kind mru-lm) that the reference's configuration describes.
 
     Beyond the reference's keys, `state_construction` names the construction of state matrices, which that code has
@@ -152,16 +152,14 @@ def layer_kinds(config: ForeignConfig) -> list[str]:
     return kinds
 
 
-def block_kinds(state: Mapping[str, torch.Tensor], config: ForeignConfig) -> list[str]:
+def block_kinds(state: Mapping[str, Tensor], config: ForeignConfig) -> list[str]:
     """Returns the mixer of every block of the "blocks" arrangement, from the names in the state."""
     numbers = {int(name.split(".")[1]) for name in state if name.startswith("blocks.")}
     count = config.get("n_blocks", 1 + max(numbers, default=0))
     return ["attn" if any(name.startswith(f"blocks.{i}.attn.") for name in state) else "mru" for i in range(count)]
 
 
-def construction_of(
-    state: Mapping[str, torch.Tensor], config: ForeignConfig, nheads: int, order: int, blocks: bool
-) -> str:
+def construction_of(state: Mapping[str, Tensor], config: ForeignConfig, nheads: int, order: int, blocks: bool) -> str:
     """Returns the configured construction, or the one that the shape of an up projection allows."""
     of_squares, full, triangle = "qr" if blocks else "ldu", nheads * order**2, nheads * order * (order - 1) // 2
     given = config.get("construction", "")
@@ -176,10 +174,10 @@ def construction_of(
     return of_squares if up is None or up[1].shape[0] == full else "cayley"
 
 
-def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def mru_lm_values(state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Returns the configuration that the shapes of a state imply, for checkpoints without one."""
 
-    def first_of(ending: str) -> torch.Tensor | None:
+    def first_of(ending: str) -> Tensor | None:
         return next((tensor for name, tensor in state.items() if name.endswith(ending)), None)
 
     down, embedding = first_of("state_matrices_down"), state.get("wte.weight", state.get("lm_head_weights"))
@@ -189,12 +187,8 @@ def mru_lm_values(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         )
     nheads, order, _ = down.shape
     vocab_size, d_model = embedding.shape
-    values: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "embedding_size": d_model,
-        "n_state_heads": nheads,
-        "state_size": nheads * order**2,
-    }
+    values: dict[str, Any] = {"vocab_size": vocab_size, "embedding_size": d_model, "n_state_heads": nheads}
+    values["state_size"] = nheads * order**2
     layers = {int(name.split(".")[1]) for name in state if name.startswith("layers.")}
     if layers:
         signs = {"state_matrices_down": "mru", "query_layer.weight": "attn"}

@@ -148,13 +148,7 @@ class OnnxForm(nn.Module):
 
 
 def short_conv_form(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    causal: bool,
-    activation: str | None,
-    cu_seqlens: None,
-    backend: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None, cu_seqlens: None, backend: str
 ) -> Tensor:
     """The op matmix::short_conv of texts that are not packed."""
     assert cu_seqlens is None
