@@ -69,11 +69,8 @@ def embed(opened: TrainedModel, texts: Iterable[str], *, pooling: Pooling = "mea
 
 
 def write_vectors(out: Path, embedder: Embedder, texts: Iterable[str], *, normalize: bool = False) -> int:
-    """Writes one vector for every text into a new file, which appears whole or not at all; returns their number.
-
-    out: .npy, float32 (texts, d_model), or .parquet with the columns text and embedding; normalize: divide every vector
-    by its length.
-    """
+    """Writes one vector for every text into a new file, which appears whole or not at all; returns their number. out:
+    .npy, float32 (texts, d_model), or .parquet with the columns text and embedding; normalize: vectors of length 1."""
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(f".part-{out.name}")
     batches = embedder.batches(texts)

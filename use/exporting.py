@@ -115,11 +115,8 @@ def _with_tokenizer(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def check_export(directory: str | Path) -> None:
-    """Compares every file of an export with the hash that it was written with.
-
-    Raises FileNotFoundError where there is no export, ValueError (one line) that names the first file that is missing,
-    changed, or was added.
-    """
+    """Compares every file of an export with the hash that it was written with. Raises FileNotFoundError where there is
+    no export, ValueError (one line) that names the first file that is missing, changed, or was added."""
     directory = Path(directory)
     sums = directory / SUMS
     if not sums.is_file():

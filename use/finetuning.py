@@ -203,9 +203,8 @@ def _take_tokenizer(data: dict[str, Any], start: InitSource) -> None:
 
 
 def _take_images(values: dict[str, Any], start: InitSource, overrides: Sequence[str]) -> None:
-    """Makes [model] the source's as a classifier of images, with the recipe's dropout, and fits the rate. Sets size,
-    channels, mean and spread of the images to the source's, unless a recipe or the command line gives others; the model
-    sees images as large as those that are read."""
+    """Makes [model] the source's as a classifier of images, with the recipe's dropout, and fits the rate. The images
+    that it sees are as the source's, unless a recipe or the command line gives others."""
     if start.model.model_class.inputs != "images":
         raise ValueError(f"{start.words} is a {start.model.architecture}, which sees no images: give a model that does")
     table, head, own = _tables(start.model, values["model"], (*_OF_RECIPES, "drop_path"))

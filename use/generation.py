@@ -37,10 +37,8 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """Draws a token from logits (vocab_size,), which may be -inf; the generator lives on the CPU.
-
-        Temperature comes first, then top_k, then top_p, which always leaves the likeliest token.
-        """
+        """Draws a token from logits (vocab_size,), which may be -inf; the generator lives on the CPU. Temperature comes
+        first, then top_k, then top_p, which always leaves the likeliest token."""
         logits = logits.float().cpu()
         if self.temperature == 0:
             return int(logits.argmax())

@@ -29,10 +29,8 @@ NONE_KNOWN = (
 
 
 def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
-    """Returns Markdown: a table of the training, and one of losses. controls: runs whose losses stand beside it.
-
-    Raises ValueError (one line) where such a run cannot.
-    """
+    """Returns Markdown: a table of the training, and one of losses. controls: runs whose losses stand beside it. Raises
+    ValueError (one line) where such a run cannot."""
     config, extra = trained.config, trained.manifest["extra"]
     counted, step = extra["train_state"], extra["train_state"]["step"]
     modality = modality_of(config.data)
@@ -133,9 +131,8 @@ def _trivial_losses(config: RunConfig, manifests: Sequence[Manifest | None]) -> 
 
 
 def _controls_beside(trained: Trained) -> Iterator[str]:
-    """Yields the finished controls of the same comparison with the same seed: COMPARISON/<entry>/seed-0, or
-    COMPARISON/<entry>/<variant>/seed-0 of the same variant. A control has no mixers, or only the short convolution that
-    stands in front of some."""
+    """Yields the finished controls, without mixers but short convolutions, of the same comparison and seed:
+    COMPARISON/<entry>/seed-0, or COMPARISON/<entry>/<variant>/seed-0 of the same variant."""
     run = trained.run.path.resolve()
     if not re.fullmatch(r"seed-\d+", run.name) or len(run.parents) < 3:
         return

@@ -226,10 +226,8 @@ class _Bundle:
 
     def _renamed(self, module: str, definition: Definition) -> str:
         """Returns the text of a definition with the names of the bundle, without imports of the project."""
-        edits = []
-        for node, place in self.source(module).mentions(definition):
-            if (name := self.names[self.find(place)]) != node.id:
-                edits.append((node, name))
+        named = ((node, self.names[self.find(place)]) for node, place in self.source(module).mentions(definition))
+        edits = [(node, name) for node, name in named if name != node.id]
         tree = ast.parse(definition.text)
         arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         clash = arguments & {node.id for node, _ in edits}

@@ -15,6 +15,9 @@ from torch import Tensor
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.interop.export.inputs import Columns, take_columns
 
+Streams = list[Tensor] | None
+"""A list that the residual streams of a pass are put into, as of `Backbone.forward`; None = they are not kept."""
+
 
 def map_state(function: Callable[..., Tensor], *states: Any) -> Any:
     """Apply a function to the tensors of nested lists and tuples of the same form; None stays None."""
@@ -117,10 +120,10 @@ def check_continuation(
 
 
 def advance(
-    model: LanguageModel, inputs: Tensor, state: Any, columns: Columns, streams: list[Tensor] | None = None
+    model: LanguageModel, inputs: Tensor, state: Any, columns: Columns, streams: Streams = None
 ) -> tuple[Tensor, Any]:
     """Returns logits (n, kept, vocab_size) of the columns of inputs (n, length), token ids or embeddings
-    (n, length, d_model), and the new state. streams: as of `Backbone.forward`."""
+    (n, length, d_model), and the new state."""
     if inputs.shape[1] == 1 and streams is None:
         logits, state = model(inputs[:, 0], state, method="step")
         logits = take_columns(logits.unsqueeze(1), columns)
@@ -131,17 +134,13 @@ def advance(
 
 
 def read_prompt(
-    model: LanguageModel,
-    inputs: Tensor,
-    attention_mask: Tensor | None,
-    columns: Columns,
-    streams: list[Tensor] | None = None,
+    model: LanguageModel, inputs: Tensor, attention_mask: Tensor | None, columns: Columns, streams: Streams = None
 ) -> tuple[Tensor, CarriedState]:
     """Returns logits (B, columns, vocab_size) and the state after a batch of prompts with padding anywhere.
 
     inputs: token ids (B, L) or embeddings (B, L, d_model). Where a column is padding, it has the logits of the token
-    before it (or of the row's first token), so that the last column always predicts a row's next token. streams: as of
-    `Backbone.forward`, zero at padding. Raises ValueError if a row has no tokens.
+    before it (or of the row's first token), so that the last column always predicts a row's next token. Streams are
+    zero at padding. Raises ValueError if a row has no tokens.
     """
     shape = inputs.shape[:2]
     mask = torch.ones(shape, device=inputs.device) if attention_mask is None else attention_mask
@@ -162,10 +161,10 @@ def read_prompt(
 
 
 def continue_state(
-    model: LanguageModel, inputs: Tensor, carried: CarriedState, columns: Columns, streams: list[Tensor] | None = None
+    model: LanguageModel, inputs: Tensor, carried: CarriedState, columns: Columns, streams: Streams = None
 ) -> tuple[Tensor, CarriedState]:
     """Returns logits (B, columns, vocab_size) and the state after inputs (B, n) more tokens, or their embeddings, none
-    of them padding. streams: as of `Backbone.forward`, of the new tokens."""
+    of them padding. Streams are of the new tokens."""
     new = torch.arange(inputs.shape[1], device=inputs.device)
     in_rows = isinstance(columns, Tensor) and columns.dim() == 2
     groups = [(rows, new, state, columns[rows] if in_rows else columns) for rows, state in carried.groups]
@@ -174,15 +173,11 @@ def continue_state(
 
 
 def advance_groups(
-    model: LanguageModel,
-    inputs: Tensor,
-    groups: list[tuple[Tensor, Tensor, Any, Columns]],
-    streams: list[Tensor] | None,
+    model: LanguageModel, inputs: Tensor, groups: list[tuple[Tensor, Tensor, Any, Columns]], streams: Streams
 ) -> tuple[Tensor, list[tuple[Tensor, Any]]]:
     """Advances each group of rows of a batch on its own; returns logits (B, kept, vocab_size) and rows with new states.
 
     groups: rows (n,), the columns of their tokens (n, count) or (count,), their state, and which tokens get logits.
-    streams: those of the batch, at the places of tokens.
     """
     logits, states = None, []
     for rows, tokens, state, wanted in groups:

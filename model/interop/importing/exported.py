@@ -21,8 +21,7 @@ _LARGEST = 1 << 14
 
 def read_export(directory: str | Path) -> Backbone:
     """Returns the model of an export, with its weights, on the CPU; `eval()` it before use. The module of an
-    architecture from outside of this project must be imported first. Raises FileNotFoundError, ValueError (one line).
-    """
+    architecture from outside must be imported first. Raises FileNotFoundError, ValueError (one line)."""
     directory = Path(directory)
     model = build_model(read_export_config(directory))
     files = (read_safetensors(file)[0].items() for file in weight_files(directory))
