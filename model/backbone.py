@@ -11,7 +11,7 @@ from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
 from matmix.model.calls import Called, is_quantised
 from matmix.model.config import ModelConfig
-from matmix.model.positions import in_one_row, pad_back, unpad_indices
+from matmix.model.positions import in_one_row, unpad_indices
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
@@ -121,7 +121,7 @@ class Backbone(Called, Architecture):
 
         def in_place(x: Tensor) -> Tensor:
             x = x.flatten(0, 1).to(inputs.device)  # blocks may be on several devices
-            return x if indices is None else pad_back(x, indices, batch * length)
+            return x if indices is None else x.new_zeros(batch * length, x.shape[1]).index_copy(0, indices, x)
 
         packed: list[Tensor] | None = None if streams is None else []
         x = self.run_blocks(self.embed(inputs, cu_seqlens, **more), cu_seqlens, max_seqlen, streams=packed)

@@ -88,13 +88,9 @@ class Block(Called):
         scale = partial(LayerScale, config) if config.layer_scale else nn.Identity
         if mixer is not None:
             self.norm_mixer = norm()
-            self.mixer = MIXERS[mixer](
-                config.d_model,
-                config.mixer_config(mixer),
-                causal=config.mixer_is_causal(mixer),
-                max_seqlen=config.longest,
-                output_std=residual_std(config),
-            )
+            form = {"causal": config.mixer_is_causal(mixer), "max_seqlen": config.longest}
+            options = config.mixer_config(mixer)
+            self.mixer = MIXERS[mixer](config.d_model, options, output_std=residual_std(config), **form)
             self.scale_mixer = scale()
         if has_mlp:
             self.norm_mlp = norm()
@@ -121,12 +117,9 @@ class Block(Called):
     ) -> Tensor:
         """Returns what the mixer adds to the stream x (B, L, d_model), read in `orders` where they are given."""
         x = self.norm_mixer(x) if self.pre else x
-        y = (
-            self.mixer(x, cu_seqlens, max_seqlen)
-            if orders is None
-            else self.mixer(x, orders, method="forward_in_orders")
-        )
-        return self.scale_mixer(y)
+        if orders is None:
+            return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))
+        return self.scale_mixer(self.mixer(x, orders, method="forward_in_orders"))
 
     def after_mixer(self, x: Tensor) -> Tensor:
         """The MLP half."""

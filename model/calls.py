@@ -6,7 +6,6 @@ without calling it is asked for here.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,17 +19,13 @@ class Called(nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "forward" in vars(cls):
-            cls.forward = any_method(cls.forward)
+            forward = cls.forward
 
+            @functools.wraps(forward)
+            def run(self: nn.Module, *inputs: Any, method: str | None = None, **more: Any) -> Any:
+                return forward(self, *inputs, **more) if method is None else getattr(self, method)(*inputs, **more)
 
-def any_method(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with one more argument: the name of the method that runs in its place."""
-
-    @functools.wraps(forward)
-    def run(self: nn.Module, *inputs: Any, method: str | None = None, **options: Any) -> Any:
-        return forward(self, *inputs, **options) if method is None else getattr(self, method)(*inputs, **options)
-
-    return run
+            cls.forward = run
 
 
 def weights_of(module: nn.Module, *names: str) -> tuple[Tensor | None, ...]:

@@ -44,11 +44,6 @@ def in_one_row(inputs: Tensor, indices: Tensor | None) -> Tensor:
     return (flat if indices is None else flat[indices]).unsqueeze(0)
 
 
-def pad_back(features: Tensor, indices: Tensor, rows: int) -> Tensor:
-    """(n, C) features of the real tokens -> (rows, C), zero at padding: the inverse of taking `indices`."""
-    return features.new_zeros(rows, features.shape[-1]).index_copy(0, indices, features)
-
-
 class SimilarDocuments(NamedTuple):
     """Packed documents to be filled up to rows of one length. On the host."""
 
@@ -110,29 +105,20 @@ def mean_of_documents(x: Tensor, lengths: Tensor) -> Tensor:
     return F.embedding_bag(rows, wide, lengths.cumsum(0) - lengths, mode="mean").to(x.dtype)
 
 
-def rotary_tables(positions: Tensor, headdim: int, base: float, kind: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cosines, sines and (for xPos) log-scales of a rotary embedding, each (L, headdim / 2) float32.
-
-    kind "rope": pair d turns by base^(-2d/headdim) per position (arXiv 2104.09864). kind "xpos": the form of
-    mru-lm, after arXiv 2212.10554: angles base^(-2(d+1)/headdim) / 512 per position, queries times
-    zeta_d^(p/512) and keys divided by it. Both depend only on differences of positions.
-    """
-    pairs = torch.arange(headdim // 2, dtype=torch.float32, device=positions.device)
-    if kind == "rope":
-        angles = positions.float().unsqueeze(1) * base ** (-2 * pairs / headdim)
-        return angles.cos(), angles.sin(), None
-    assert kind == "xpos", kind
-    steps = positions.float().unsqueeze(1) / 512
-    angles = steps * base ** (-2 * (pairs + 1) / headdim)
-    zeta = (4 * (pairs + 1) / headdim + 0.4 * headdim) / (1 + 0.4 * headdim)
-    return angles.cos(), angles.sin(), steps * zeta.log()
-
-
 def apply_rotary(q: Tensor, k: Tensor, positions: Tensor, base: float, kind: str) -> tuple[Tensor, Tensor]:
-    """Turn neighbouring channel pairs of q and k (B, L, H, D) by positions (L,), in float32 at least."""
-    cos, sin, log_scale = (
-        None if table is None else table.unsqueeze(1) for table in rotary_tables(positions, q.shape[-1], base, kind)
-    )
+    """Turn neighbouring channel pairs of q and k (B, L, H, D) by positions (L,), in float32 at least.
+
+    kind "rope": pair d turns by base^(-2d/D) per position (arXiv 2104.09864). kind "xpos": the form of mru-lm, after
+    arXiv 2212.10554: angles base^(-2(d+1)/D) / 512 per position, queries times zeta_d^(p/512) and keys divided by it.
+    Both depend only on differences of positions.
+    """
+    width, steps, log_scale = q.shape[-1], positions.float()[:, None, None], None
+    pairs = torch.arange(width // 2, dtype=torch.float32, device=positions.device)
+    if kind == "xpos":
+        pairs, steps = pairs + 1, steps / 512
+        log_scale = steps * ((4 * pairs / width + 0.4 * width) / (1 + 0.4 * width)).log()
+    angles = steps * base ** (-2 * pairs / width)
+    cos, sin = angles.cos(), angles.sin()
 
     def turn(x: Tensor, sign: int) -> Tensor:
         even, odd = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)

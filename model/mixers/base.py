@@ -19,7 +19,7 @@ from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
 from matmix.model.initialization import InitRule, NoDraws, constant_init, normal_init, uniform_init
 from matmix.model.options import check_words
-from matmix.model.parameter_rules import ParameterRule
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 from matmix.model.positions import by_documents
 
 
@@ -79,25 +79,17 @@ def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
 
 
 def convolve(
-    conv: nn.Conv1d,
-    x: Tensor,
-    window: Tensor | None = None,
-    *,
-    causal: bool = True,
-    activation: str | None = None,
-    cu_seqlens: Tensor | None = None,
-    in_place: bool = False,
+    conv: nn.Conv1d, x: Tensor, window: Tensor | None = None, *, in_place: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The convolution of x (B, L, channels), and None. With a `window`, the last inputs (B, channels, taps - 1), it
-    goes on behind them, also by one token x (B, channels), and gives the new window, for a token `in_place` of the
-    old."""
+    """`short_conv` of x (B, L, channels) with its `options`, and None. With a `window`, the last inputs (B, channels,
+    taps - 1), it goes on behind them, also by one token x (B, channels), and gives the new window, for a token
+    `in_place` of the old."""
     weight, bias = conv_weights(conv)
     if window is None:
-        return short_conv(x, weight, bias, causal=causal, activation=activation, cu_seqlens=cu_seqlens), None
+        return short_conv(x, weight, bias, **options), None
     if x.dim() == 2:
-        return short_conv_step(x, window, weight, bias, activation=activation, in_place=in_place)
-    carried = {"initial_state": window, "return_final_state": True}
-    return short_conv(x, weight, bias, causal=True, activation=activation, **carried)
+        return short_conv_step(x, window, weight, bias, activation=options.get("activation"), in_place=in_place)
+    return short_conv(x, weight, bias, **options, initial_state=window, return_final_state=True)
 
 
 def scan_on(
@@ -192,6 +184,8 @@ class Mixer(Called):
     """The option that bounds the rank of blocks of M strictly below or above the diagonal; None where none does."""
     takes_in_place: ClassVar[bool] = False
     """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
+    not_decayed: ClassVar[tuple[str, ...]] = ()
+    """Parameters, where the mixer has them, that the base class's `parameter_rules` keeps from weight decay."""
     monitor_limits: ClassVar[dict[str, float]] = {}
     """The limits of values of `monitor` above which the layers after this mixer overflow, where it is known."""
 
@@ -288,7 +282,8 @@ class Mixer(Called):
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         """Rules of parameters that are trained differently, by name; seqlen: length of the training sequences."""
-        return {}
+        there = dict(self.named_parameters())
+        return {name: NOT_DECAYED for name in self.not_decayed if name in there}
 
     @classmethod
     def block_rank(cls, config: Any) -> int | None:

@@ -30,10 +30,9 @@ def packed_attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(D)) v per head and document: q, k (B, L, H, D), v (B, L, H, P) -> (B, L, H, P).
 
-    With cu_seqlens (B == 1) a token attends within its own document only, and not even NaN in another
-    document reaches it. In half precision on CUDA that is one variable-length flash kernel; elsewhere
-    documents of similar length (within a factor of 2) are padded together, so that at most half of the work
-    is padding.
+    With cu_seqlens (B == 1) a token attends within its own document only, and not even NaN in another one reaches it.
+    In half precision on CUDA that is one variable-length flash kernel; elsewhere documents of similar length (within a
+    factor of 2) are padded together, so that at most half of the work is padding.
     """
     if cu_seqlens is None:
         return attend(q, k, v, causal=causal, dropout=dropout)
@@ -56,13 +55,8 @@ def attend(
 
     Its flash kernels want D = P. With other widths it would fall back on a form that keeps the L x S matrix.
     """
-    y = F.scaled_dot_product_attention(
-        *(part.transpose(1, 2) for part in of_one_width(q, k, v)),
-        attn_mask=mask,
-        is_causal=causal,
-        dropout_p=dropout,
-        scale=q.shape[-1] ** -0.5,
-    )
+    parts, scale = (part.transpose(1, 2) for part in of_one_width(q, k, v)), q.shape[-1] ** -0.5
+    y = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=scale)
     return y.transpose(1, 2)[..., : v.shape[-1]]
 
 

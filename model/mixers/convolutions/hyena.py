@@ -100,6 +100,7 @@ class Hyena(Mixer):
     causal_form = True
     bidirectional_form = True
     complexity = "O(L log L)"
+    not_decayed = ("D",)
 
     def __init__(self, d_model: int, config: HyenaConfig, *, max_seqlen: int, **options):
         super().__init__(d_model, config, max_seqlen=max_seqlen, **options)
@@ -109,9 +110,6 @@ class Hyena(Mixer):
         self.D = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.init_rules |= {"D": normal_init(1.0)}
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return {"D": NOT_DECAYED}
 
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:
@@ -172,10 +170,8 @@ class Hyena(Mixer):
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
         d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
         width = self.config.d_conv - 1
-        return (
-            zero_state(self.conv1d, device, batch_size, 3 * self.d_model, width),
-            zero_state(self.conv1d, device, batch_size, 0, self.d_model),
-        )
+        window = zero_state(self.conv1d, device, batch_size, 3 * self.d_model, width)
+        return window, zero_state(self.conv1d, device, batch_size, 0, self.d_model)
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         (x0, x1, v), window = self.gates(x, state[0])

@@ -19,7 +19,6 @@ from matmix.model.mixers.convolutions.long import (
     long_convolution_flops,
     packed_convolution,
 )
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 CARRIED = 256
 """Tokens of a prompt that are taken at once, with the state between them: memory grows with this times d_state."""
@@ -56,6 +55,7 @@ class S4D(Mixer):
     # A pair of conjugate exponentials is a real sequence of order 2.
     rank_option = "d_state"
     complexity = "O(L log L)"
+    not_decayed = ("log_dt", "A_log", "A_imag", "D")
     static_step = True
     data_dependent = False
 
@@ -77,9 +77,6 @@ class S4D(Mixer):
             "D": normal_init(1.0),
         }
 
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return dict.fromkeys(["log_dt", "A_log", "A_imag", "D"], NOT_DECAYED)
-
     @classmethod
     def check(cls, d_model: int, config: S4DConfig) -> None:
         super().check(d_model, config)
@@ -96,9 +93,8 @@ class S4D(Mixer):
     def rates(self) -> Tensor:
         """dt A (d_model, d_state / 2), complex64 at least: a step multiplies the state by its exponential."""
         exact = torch.promote_types(self.log_dt.dtype, torch.float32)
-        decay, turn = (
-            part.to(exact).unflatten(0, (self.d_model, -1)) for part in (-self.A_log.to(exact).exp(), self.A_imag)
-        )
+        parts = (-self.A_log.to(exact).exp(), self.A_imag.to(exact))
+        decay, turn = (part.unflatten(0, (self.d_model, -1)) for part in parts)
         return torch.complex(decay, turn) * self.log_dt.to(exact).exp().unsqueeze(-1)
 
     def coefficients(self) -> Tensor:

@@ -35,28 +35,21 @@ class ChunkMaps(NamedTuple):
 
 @outside_autocast
 def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    chunk_size: int,
+    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """H_t = alpha_t (I - beta_t k_t k_t^T) H_{t-1} + beta_t k_t v_t^T, y_t = H_t^T q_t (arXiv 2412.06464, section 3).
 
-    Args: q, k (B, L, heads, N), v (B, L, heads, P); beta and log_decay = log alpha (B, L, heads); initial_state
+    Args: inputs: q, k (B, L, heads, N), v (B, L, heads, P), beta and log alpha (B, L, heads); initial_state
         (B, heads, N, P); cu_seqlens for packed documents (B = 1, no initial state), read on the host.
     Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
     """
-    layout = chunk_layout(q.shape[0], q.shape[1], min(chunk_size, q.shape[1]), cu_seqlens, aligned=True)
-    q, k, v, beta, log_decay = (in_chunks(part, layout) for part in (q, k, v, beta.unsqueeze(-1), log_decay))
+    batch, length = inputs[0].shape[:2]
+    layout = chunk_layout(batch, length, min(chunk_size, length), cu_seqlens, aligned=True)
+    q, k, v, beta, log_decay = (in_chunks(part, layout) for part in inputs)
     earlier = log_decay.new_ones(layout.chunk, layout.chunk).tril(-1)
     # Sums over s + 1 .. t, not differences of sums from the chunk's start: after a token that forgets almost all those
     # would be differences of large numbers.
-    log_decay = log_decay.unsqueeze(-1)
+    beta, log_decay = beta.unsqueeze(-1), log_decay.unsqueeze(-1)
     decay = (log_decay * earlier).cumsum(-2)
     decay = decay.masked_fill(earlier.mT.bool(), float("-inf")).exp()
     since_start = log_decay.cumsum(-2).exp()
@@ -76,30 +69,21 @@ def gated_delta_rule(
 
 @outside_autocast
 def diagonal_delta_rule(
-    r: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_decay: Tensor,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    *,
-    chunk_size: int,
+    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """H_t = (diag(w_t) + b_t a_t^T) H_{t-1} + k_t v_t^T, y_t = H_t^T r_t (arXiv 2503.14456, section 4).
 
     Decays within a chunk are split into a factor at the reading and one at the writing token, so that the log decays
     of half a chunk must not add up to less than about -80.
 
-    Args: r, k, a, b and log_decay = log w (B, L, heads, N), v (B, L, heads, P); initial_state and cu_seqlens as in
-        `gated_delta_rule`.
-    Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
+    inputs: r, k (B, L, heads, N), v (B, L, heads, P), a, b and log w (B, L, heads, N). All else is as in
+    `gated_delta_rule`.
     """
-    if r.shape[1] == 0:
-        return working(v), initial_state
-    layout = chunk_layout(r.shape[0], r.shape[1], min(chunk_size, r.shape[1]), cu_seqlens, aligned=True)
-    r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in (r, k, v, a, b, log_decay))
+    batch, length = inputs[0].shape[:2]
+    if length == 0:
+        return working(inputs[2]), initial_state
+    layout = chunk_layout(batch, length, min(chunk_size, length), cu_seqlens, aligned=True)
+    r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in inputs)
     length, values = layout.chunk, v.shape[-1]
     total = log_decay.cumsum(-2)  # over 1 .. t
     before = total - log_decay  # a_t reads what is left of the state before token t decays it
@@ -151,10 +135,8 @@ def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | Non
     """
     if layout.aligned:
         assert initial_state is None
-        spans = [
-            (last - first + 1, first) for first, last in zip(layout.firsts, layout.lasts, strict=True) if first >= 0
-        ]
-        spans.sort(reverse=True)
+        ends = zip(layout.firsts, layout.lasts, strict=True)
+        spans = sorted(((last - first + 1, first) for first, last in ends if first >= 0), reverse=True)
         chunks = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]
         order = torch.tensor(list(itertools.chain(*chunks)), device=maps.written.device)
         transitions, written = (part.index_select(0, order).split([*map(len, chunks)]) for part in maps[2:])

@@ -15,7 +15,6 @@ from matmix.model.calls import weight_of
 from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, zero_state
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, gated_delta_rule, transition_matrix, unit_vectors
 from matmix.model.mixers.scans.scan_block import draw_dt_bias, draw_log_of_uniform
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +65,7 @@ class GatedDelta(Mixer):
     Config = GatedDeltaConfig
     causal_form = True
     rank_option = "qk_dim"
+    not_decayed = ("A_log", "dt_bias")
     static_step = True
 
     def __init__(self, d_model: int, config: GatedDeltaConfig, **options):
@@ -83,9 +83,6 @@ class GatedDelta(Mixer):
             "dt_bias": partial(draw_dt_bias, low=config.dt_min, high=config.dt_max, floor=1e-4),
             "A_log": partial(draw_log_of_uniform, low=1.0, high=16.0),
         }
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return dict.fromkeys(["A_log", "dt_bias"] * self.config.gate, NOT_DECAYED)
 
     @staticmethod
     def widths(d_model: int, config: GatedDeltaConfig) -> tuple[int, int, int]:
@@ -113,7 +110,8 @@ class GatedDelta(Mixer):
     ) -> tuple[DeltaParts, Tensor | None]:
         """All inputs of the recurrence from x (..., d_model), and the window behind x, as `convolve` has it."""
         z, qkv, b, *a = self.in_proj(x).split(self.sections, -1)
-        qkv, window = convolve(self.conv1d, qkv, window, activation="silu", cu_seqlens=cu_seqlens)
+        options = {"causal": True, "activation": "silu", "cu_seqlens": cu_seqlens}
+        qkv, window = convolve(self.conv1d, qkv, window, **options)
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
         # In float32, as is all that follows: bfloat16 would round the decay of long memories to 1.
@@ -126,7 +124,7 @@ class GatedDelta(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         (*arguments, z), _ = self.parts(x, cu_seqlens=cu_seqlens)
-        y, _ = gated_delta_rule(*arguments, cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        y, _ = gated_delta_rule(tuple(arguments), cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
         return self.finish(y, z)
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:
@@ -152,14 +150,12 @@ class GatedDelta(Mixer):
         """Zeros: the last inputs of the convolution (batch_size, its width, d_conv - 1), and the recurrence's state
         (batch_size, H, qk_dim, headdim)."""
         memory = (self.nheads, self.config.qk_dim, self.config.headdim)
-        return (
-            zero_state(self.conv1d, device, batch_size, self.sections[1], self.config.d_conv - 1),
-            zero_state(self.conv1d, device, batch_size, *memory, exact=True),
-        )
+        window = zero_state(self.conv1d, device, batch_size, self.sections[1], self.config.d_conv - 1)
+        return window, zero_state(self.conv1d, device, batch_size, *memory, exact=True)
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         (*arguments, z), window = self.parts(x, state[0])
-        y, memory = gated_delta_rule(*arguments, initial_state=state[1], chunk_size=self.config.chunk_size)
+        y, memory = gated_delta_rule(tuple(arguments), initial_state=state[1], chunk_size=self.config.chunk_size)
         return self.finish(y, z), (window, memory)
 
     def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -66,12 +66,8 @@ class Hydra(BidirectionalScanBlock):
         projected = self.in_proj(x)
         if not self.recompute:
             return self.mix_projected(projected, cu_seqlens)
-        return recomputed(
-            self.mix_projected,
-            projected,
-            cu_seqlens,
-            context_fn=partial(create_selective_checkpoint_contexts, save_scan_only),
-        )
+        contexts = partial(create_selective_checkpoint_contexts, save_scan_only)
+        return recomputed(self.mix_projected, projected, cu_seqlens, context_fn=contexts)
 
 
 def save_scan_only(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

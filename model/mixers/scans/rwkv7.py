@@ -137,7 +137,7 @@ class RWKV7(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         parts = self.parts(x, shift_right(x, cu_seqlens))
-        y, _ = diagonal_delta_rule(*parts[:6], cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        y, _ = diagonal_delta_rule(parts[:6], cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
         return self.finish(y, parts)
 
     def finish(self, y: Tensor, parts: RWKV7Parts) -> Tensor:
@@ -163,10 +163,8 @@ class RWKV7(Mixer):
         """Zeros: the token before (batch_size, d_model), and the recurrence's state (batch_size, H, headdim, headdim),
         keys by values."""
         memory = (self.nheads, self.config.headdim, self.config.headdim)
-        return (
-            zero_state(self.key, device, batch_size, self.d_model),
-            zero_state(self.key, device, batch_size, *memory, exact=True),
-        )
+        last = zero_state(self.key, device, batch_size, self.d_model)
+        return last, zero_state(self.key, device, batch_size, *memory, exact=True)
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         last, memory = state
@@ -177,7 +175,7 @@ class RWKV7(Mixer):
             y, memory = delta_rule_step(memory, log_decay.exp(), a, b, k, v.to(k.dtype), r)
             y = y.unsqueeze(1)
         else:
-            y, memory = diagonal_delta_rule(*parts[:6], initial_state=memory, chunk_size=self.config.chunk_size)
+            y, memory = diagonal_delta_rule(parts[:6], initial_state=memory, chunk_size=self.config.chunk_size)
         # A copy, or else the last token would keep all of a long prompt in memory.
         return self.finish(y, parts), (seen[:, -1].clone(), memory)
 

@@ -19,7 +19,6 @@ from matmix.kernels.scan_layer.chunked import LayerForm, ScanArguments, norm_and
 from matmix.model.calls import weight_of
 from matmix.model.initialization import constant_init
 from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights, convolve
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +57,7 @@ class ScanBlock(Mixer):
 
     Config = ScanBlockConfig
     rank_option = "d_state"
+    not_decayed = ("A_log", "dt_bias", "D", "init_states")
 
     directions: ClassVar[int]
     """1 or 2 scans."""
@@ -85,18 +85,15 @@ class ScanBlock(Mixer):
             self.D = nn.Parameter(torch.empty(form.heads))
         if self.diagonal == "projected":
             self.fc_D = nn.Linear(form.inner, form.heads, bias=False)
-        self.norm = RMSNormWeight(self.joined_width(form))
-        self.out_proj = nn.Linear(self.joined_width(form), d_model, bias=config.bias)
+        joined_width = form.inner * (2 if self.joined == "concat" else 1)
+        self.norm = RMSNormWeight(joined_width)
+        self.out_proj = nn.Linear(joined_width, d_model, bias=config.bias)
         self.init_rules |= {
             "init_states": constant_init(0.0),
             "dt_bias": partial(draw_dt_bias, low=config.dt_min, high=config.dt_max, floor=config.dt_init_floor),
             "A_log": constant_init(0.0),
             "D": constant_init(1.0),
         }
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        names = ("A_log", "dt_bias", "D", "init_states")
-        return dict.fromkeys((name for name in names if hasattr(self, name)), NOT_DECAYED)
 
     @classmethod
     def layer_form(cls, d_model: int, config: Any) -> LayerForm:
@@ -109,11 +106,6 @@ class ScanBlock(Mixer):
     def dt_limits(cls, config: Any) -> tuple[float, float]:
         """The least and the largest step size."""
         return 0.0, math.inf
-
-    @classmethod
-    def joined_width(cls, form: LayerForm) -> int:
-        """Channels once the directions have met."""
-        return form.inner * (2 if cls.joined == "concat" else 1)
 
     @classmethod
     def check(cls, d_model: int, config: Any) -> None:
@@ -132,8 +124,7 @@ class ScanBlock(Mixer):
         cls.require_steps(config)
         cls.require(0 < config.dt_init_floor < math.inf, config, "dt_init_floor", "must be above 0")
         sizes = (0, *CHUNK_SIZES)
-        known = ", ".join(map(str, sizes))
-        cls.require(config.chunk_size in sizes, config, "chunk_size", f"must be one of {known}")
+        cls.require(config.chunk_size in sizes, config, "chunk_size", f"must be one of {', '.join(map(str, sizes))}")
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:

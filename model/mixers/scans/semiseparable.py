@@ -52,10 +52,8 @@ class Semiseparable(ScanBlock):
         """Zeros: the last inputs of the convolution (batch_size, conv_dim, d_conv - 1), and the state (batch_size, H,
         N, P), float32 at least."""
         form = self.form
-        return (
-            zero_state(self.conv1d, device, batch_size, form.conv_width, self.config.d_conv - 1),
-            zero_state(self.conv1d, device, batch_size, form.heads, form.d_state, form.headdim, exact=True),
-        )
+        window = zero_state(self.conv1d, device, batch_size, form.conv_width, self.config.d_conv - 1)
+        return window, zero_state(self.conv1d, device, batch_size, form.heads, form.d_state, form.headdim, exact=True)
 
     def forward_with_state(
         self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False

@@ -21,7 +21,6 @@ class Monarch(MatrixMixer):
     fewer than n places, is filled with zeros and not read.
     """
 
-    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L^1.5)"
 
@@ -68,7 +67,6 @@ class Butterfly(MatrixMixer):
     `twiddle` (H, factors, pairs, 2, 2) holds the blocks of a factor by the lower position of the pair.
     """
 
-    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L log L)"
 

@@ -21,7 +21,6 @@ LARGEST_EXPONENT = 80.0
 class Cauchy(QueryKeyMixer):
     """M_ij = (N d)^-1/2 sum over d of 1 / (e^q_id + e^k_jd + 2 b + 1e-8), N = max_seqlen, in float32."""
 
-    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
 

@@ -15,7 +15,6 @@ from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlock
 class Dense(MatrixMixer):
     """M_ij = N^-1/2 times a parameter, N = max_seqlen."""
 
-    Config = SharedBlockConfig
     fixed_length = True
     complexity = "O(L^2)"
 
@@ -36,7 +35,6 @@ class Dense(MatrixMixer):
 class DFT(MatrixMixer):
     """M_ij = L^-1/2 cos(2 pi i j / L), the real part of the transform, L the document's own length; no parameters."""
 
-    Config = SharedBlockConfig
     complexity = "O(L log L)"
 
     @classmethod

@@ -15,7 +15,6 @@ from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKey
 class LowRank(QueryKeyMixer):
     """M_ij = (N d)^-1/2 q_i . k_j, N = max_seqlen, computed as Q (K^T V)."""
 
-    Config = QueryKeyConfig
     rank_option = "qk_dim"
     knows_documents = True
 
@@ -55,7 +54,6 @@ class LowRankDD(LowRank):
 class Softmax(QueryKeyMixer):
     """M_ij = softmax over j of q_i . k_j / sqrt(d)."""
 
-    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
     row_normalized = True

@@ -38,10 +38,8 @@ def mix_in_row_blocks(entries: Entries, q: Tensor, k: Tensor, v: Tensor) -> Tens
     q, k = q.to(v.dtype), k.to(v.dtype)
     numbers = BLOCK_NUMBERS if q.device.type == "cpu" else 16 * BLOCK_NUMBERS
     rows = max(1, numbers // (q.shape[0] * k.shape[1] * q.shape[2] * q.shape[3]))
-    blocks = []
-    for first in range(0, q.shape[1], rows):
-        blocks.append(recomputed(mix_rows, entries, q[:, first : first + rows], k, v, first))
-    return torch.cat(blocks, 1)
+    starts = range(0, q.shape[1], rows)
+    return torch.cat([recomputed(mix_rows, entries, q[:, at : at + rows], k, v, at) for at in starts], 1)
 
 
 def mix_rows(entries: Entries, q: Tensor, k: Tensor, v: Tensor, first: int) -> Tensor:
@@ -94,6 +92,7 @@ class MatrixMixer(Mixer):
     `mix_values`, M v by a fast algorithm.
     """
 
+    Config = SharedBlockConfig
     bidirectional_form = True
     data_dependent = False
     sequence_aligned = False
@@ -101,6 +100,8 @@ class MatrixMixer(Mixer):
     """v itself is added to M v."""
     activated_inputs: ClassVar[bool] = True
     """SiLU follows the convolution of the inputs too, as it does for v."""
+    direct_inputs: ClassVar[int] = 0
+    """Numbers per head that the matrix takes from in_proj without convolution and activation."""
     knows_documents: ClassVar[bool] = False
     """`mix_values` takes packed documents."""
 
@@ -108,7 +109,7 @@ class MatrixMixer(Mixer):
         super().__init__(d_model, config, **options)
         self.d_inner, self.nheads = self.inner_width(d_model, config)
         self.input_sizes = self.input_widths(self.nheads, config)
-        self.direct = self.direct_width(self.nheads)
+        self.direct = self.direct_inputs * self.nheads
         self.conv_dim = self.d_inner + sum(self.input_sizes)
         self.in_proj = nn.Linear(d_model, self.d_inner + self.conv_dim + self.direct, bias=config.bias)
         self.conv1d = ShortConv(self.conv_dim, config.d_conv, config.conv_bias)
@@ -123,11 +124,6 @@ class MatrixMixer(Mixer):
     def input_widths(cls, nheads: int, config: Any) -> tuple[int, ...]:
         """Widths of the inputs of the matrix, which are projected from x and convolved."""
         return ()
-
-    @classmethod
-    def direct_width(cls, nheads: int) -> int:
-        """Width of what else the matrix takes from in_proj, without convolution and activation."""
-        return 0
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         """Shapes and initial values of the parameters of the matrix, in the module `matrix_mixer`."""
@@ -167,8 +163,8 @@ class MatrixMixer(Mixer):
         return cls.matrix_flops(*cls.inner_width(d_model, config), config, seqlen)
 
     def parts(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; what
-        `direct_width` asks for is the last of them."""
+        """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; the
+        `direct_inputs` are the last of them."""
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
         weight, bias = conv_weights(self.conv1d)
         if self.activated_inputs or not self.input_sizes:
@@ -213,6 +209,8 @@ class MatrixMixer(Mixer):
 
 class QueryKeyMixer(MatrixMixer):
     """M from a query and a key for every token and head: projected from x, or parameters."""
+
+    Config = QueryKeyConfig
 
     @classmethod
     def input_widths(cls, nheads: int, config: QueryKeyConfig) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.scans.scan_block import draw_dt_bias, side_matrices, with_diagonal
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig, draw_xavier_normal
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +36,7 @@ class Quasiseparable(MatrixMixer):
 
     Config = QuasiseparableConfig
     rank_option = "d_state"
+    not_decayed = ("matrix_mixer.A_log", "matrix_mixer.dt_bias", "matrix_mixer.D")
     data_dependent = True  # the diagonal is, in either form
     skip = False
     knows_documents = True
@@ -49,9 +49,6 @@ class Quasiseparable(MatrixMixer):
         steps = partial(draw_dt_bias, low=self.config.dt_min, high=self.config.dt_max, floor=1e-4)
         heads = (self.nheads,)
         return {"A_log": (heads, constant_init(0.0)), "D": (heads, constant_init(1.0)), "dt_bias": (heads, steps)}
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return dict.fromkeys((f"matrix_mixer.{name}" for name in ("A_log", "dt_bias", "D")), NOT_DECAYED)
 
     @classmethod
     def check(cls, d_model: int, config: QuasiseparableConfig) -> None:
@@ -111,14 +108,11 @@ class QuasiseparableDD(Quasiseparable):
     """B, C and the step sizes of both directions are projected from x."""
 
     sequence_aligned = True
+    direct_inputs = 2
 
     @classmethod
     def input_widths(cls, nheads: int, config: QuasiseparableConfig) -> tuple[int, ...]:
         return (config.d_state, config.d_state)
-
-    @classmethod
-    def direct_width(cls, nheads: int) -> int:
-        return 2 * nheads
 
     def vectors_and_steps(self, v, inputs):
         B, C, dt = inputs

@@ -8,7 +8,6 @@ from torch import Tensor
 from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer, mix_in_row_blocks
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 TURNS_PER_STEP = 1e-3
 """Epsilon: how many turns a query or key of 1 adds from one position to the next."""
@@ -19,7 +18,6 @@ ANGLE = 2 * math.pi * TURNS_PER_STEP
 class Vandermonde(QueryKeyMixer):
     """M_ij = (2 N d)^-1/2 sum over d of cos(2 pi eps q_id j) - cos(2 pi eps k_jd i), N = max_seqlen, in float32."""
 
-    Config = QueryKeyConfig
     complexity = "O(L^2)"
     activated_inputs = False
 
@@ -52,13 +50,11 @@ class VandermondeDI(Vandermonde):
     """
 
     fixed_length = True
+    not_decayed = ("matrix_mixer.q_bias", "matrix_mixer.k_bias")
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         shape = (self.nheads, self.config.qk_dim, self.max_seqlen)
         return dict.fromkeys(("q_bias", "k_bias"), (shape, draw_frequencies))
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        return dict.fromkeys(["matrix_mixer.q_bias", "matrix_mixer.k_bias"], NOT_DECAYED)
 
     def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k = weights_of(self.matrix_mixer, "q_bias", "k_bias")

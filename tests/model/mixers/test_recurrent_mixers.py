@@ -79,7 +79,7 @@ def _compare_with_gradients(function, reference, inputs, tolerance=1e-9):
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 4), (11, 4), (12, 4), (11, 1), (11, 64)])
 def test_chunks_of_the_gated_delta_rule_equal_its_recurrence(length, chunk_size):
     inputs = [*_rule_inputs(length), torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)]
-    _compare_with_gradients(lambda *x: gated_delta_rule(*x, chunk_size=chunk_size), _gated_delta_recurrence, inputs)
+    _compare_with_gradients(lambda *x: gated_delta_rule(x[:-1], chunk_size, x[-1]), _gated_delta_recurrence, inputs)
 
 
 @pytest.mark.parametrize(("length", "chunk_size"), [(1, 4), (11, 4), (12, 4), (11, 1), (11, 64)])
@@ -87,7 +87,7 @@ def test_chunks_of_the_diagonal_rule_equal_its_recurrence(length, chunk_size):
     r, k, v, _, _ = _rule_inputs(length)
     a, b, log_decay = (torch.rand_like(k) for _ in range(3))
     inputs = [r, k, v, a, -b, -log_decay, torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)]
-    _compare_with_gradients(lambda *x: diagonal_delta_rule(*x, chunk_size=chunk_size), _rwkv7_recurrence, inputs)
+    _compare_with_gradients(lambda *x: diagonal_delta_rule(x[:-1], chunk_size, x[-1]), _rwkv7_recurrence, inputs)
 
 
 def _gated_delta_layer(mixer, x):
@@ -229,7 +229,7 @@ def test_repeated_keys_do_not_cancel():
     q, k, v, beta, log_decay = _rule_inputs(300, batch=1)
     arguments = [q, k[:, :1].expand_as(k), v, torch.full_like(beta, 0.99), torch.zeros_like(log_decay)]
     exact, _ = _gated_delta_recurrence(*arguments, torch.zeros(1, HEADS, KEYS, VALUES, dtype=torch.float64))
-    y, _ = gated_delta_rule(*(x.float() for x in arguments), chunk_size=64)
+    y, _ = gated_delta_rule(tuple(x.float() for x in arguments), chunk_size=64)
     torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4)
 
 
@@ -238,8 +238,8 @@ def test_a_token_that_forgets_all_leaves_the_rest_exact():
     arguments = [x.float() for x in _rule_inputs(16, batch=1)]
     arguments[4] = 0.01 * arguments[4]
     arguments[4][:, 5] = -1e5
-    y, _ = gated_delta_rule(*arguments, chunk_size=16)
-    alone, _ = gated_delta_rule(*(x[:, 5:] for x in arguments), chunk_size=16)
+    y, _ = gated_delta_rule(tuple(arguments), chunk_size=16)
+    alone, _ = gated_delta_rule(tuple(x[:, 5:] for x in arguments), chunk_size=16)
     torch.testing.assert_close(y[:, 5:], alone, rtol=1e-5, atol=1e-6)
 
 
