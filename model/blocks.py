@@ -97,15 +97,10 @@ class Block(Called):
             self.mlp = MLP(config)
             self.scale_mlp = scale()
 
-    def forward(
-        self,
-        x: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        orders: ScanOrders | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+        """inputs: the further ones of `mix`."""
         if self.mixer is not None:
-            x = self.add(x, self.mix(x, cu_seqlens, max_seqlen, orders), self.norm_mixer)
+            x = self.add(x, self.mix(x, *inputs), self.norm_mixer)
         return self.after_mixer(x)
 
     def mix(

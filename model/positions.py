@@ -3,7 +3,6 @@ document, and rotary positions."""
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,17 +43,10 @@ def in_one_row(inputs: Tensor, indices: Tensor | None) -> Tensor:
     return (flat if indices is None else flat[indices]).unsqueeze(0)
 
 
-class SimilarDocuments(NamedTuple):
-    """Packed documents to be filled up to rows of one length. On the host."""
-
-    places: Tensor
-    """int64 (documents, longest): the place of each position of the rows in the packed row; beyond it for padding."""
-    real: Tensor
-    """bool (documents, longest): positions that are no padding."""
-
-
-def similar_documents(cu_seqlens: Tensor, bound: Callable[[int], int]) -> list[SimilarDocuments]:
-    """All documents that have tokens, those of one bound(length) together. Reads cu_seqlens on the host."""
+def similar_documents(cu_seqlens: Tensor, bound: Callable[[int], int]) -> list[tuple[Tensor, Tensor]]:
+    """All documents that have tokens, those of one bound(length) together, to be filled up to rows of one length:
+    int64 (documents, longest), the place of each position in the packed row, beyond it for padding; and bool
+    (documents, longest), whether it is no padding. On the host, where cu_seqlens is read."""
     boundaries = cu_seqlens.tolist()
     spans: dict[int, list[tuple[int, int]]] = {}
     for start, end in itertools.pairwise(boundaries):
@@ -65,7 +57,7 @@ def similar_documents(cu_seqlens: Tensor, bound: Callable[[int], int]) -> list[S
         starts, lengths = torch.tensor(members).T.unsqueeze(-1)
         positions = torch.arange(int(lengths.max()))
         real = positions < lengths
-        groups.append(SimilarDocuments(torch.where(real, starts + positions, boundaries[-1]), real))
+        groups.append((torch.where(real, starts + positions, boundaries[-1]), real))
     return groups
 
 

@@ -120,9 +120,8 @@ class MRU(Mixer):
             self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, element_columns(config.construction, order)))
         self.state_down = nn.Parameter(torch.empty(self.nheads, order, d_chunk))
         self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
-        self.state_base = None
-        if config.construction == "affine":
-            self.state_base = nn.Parameter(torch.empty(self.nheads, state_elements("affine", order)))
+        fading = (self.nheads, state_elements("affine", order))
+        self.state_base = nn.Parameter(torch.empty(fading)) if config.construction == "affine" else None
         self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.chosen("gate") == "silu" else None
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.element_dropout = nn.Dropout(config.dropout)
@@ -130,8 +129,7 @@ class MRU(Mixer):
         self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
         self.log_norms: Tensor | None = None
         self.init_rules |= {
-            # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 /
-            # order.
+            # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 / order.
             "in_proj.weight": constant_init(0.0),
             "state_up": constant_init(0.0),
             "state_base": partial(draw_fading, order=order),
@@ -184,10 +182,9 @@ class MRU(Mixer):
         nheads, order = cls.head_count(d_model, config), config.order
         state_size = nheads * order**2
         d_chunk = d_model // (nheads * order)
-        if config.chosen("input") == "dense":
-            inputs = d_model * nheads * state_elements(config.construction, order)
-        else:
-            inputs = d_chunk * nheads * order * element_columns(config.construction, order)
+        inputs = nheads * d_model * state_elements(config.construction, order)
+        if config.chosen("input") == "chunked":
+            inputs = nheads * d_chunk * order * element_columns(config.construction, order)
         read = state_size * d_chunk + d_model**2
         read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
         products = 1 + construction_products(config.construction)
@@ -246,12 +243,10 @@ class MRU(Mixer):
     ) -> tuple[Tensor, Tensor]:
         """All states (B, L, H, order, order) and the last ones from elements (B, L, H, E); notes their norms."""
         matrices = self.build(elements)
-        if initial_state is not None:
-            initial_state = pad_order(initial_state.to(matrices.dtype))
-        options = {"initial_state": initial_state, "return_final_state": True, "cu_seqlens": cu_seqlens}
-        states, final = (
-            h[..., : self.order, : self.order] for h in matrix_product_scan(pad_order(matrices), **options)
-        )
+        before = None if initial_state is None else pad_order(initial_state.to(matrices.dtype))
+        options = {"initial_state": before, "return_final_state": True, "cu_seqlens": cu_seqlens}
+        padded = matrix_product_scan(pad_order(matrices), **options)
+        states, final = (h[..., : self.order, : self.order] for h in padded)
         self.log_norms = scan_log_norms(states, final)
         return states, final
 

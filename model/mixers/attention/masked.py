@@ -68,13 +68,9 @@ def transform_length(length: int) -> int:
 def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
 
-    k and v are contracted first, to N P channels per token, of which L takes a few at a time, and which are computed
-    again in the backward pass: memory is that of the values.
-
-    Args:
-        q, k: (B, L, H, N). v: (B, L, H, P).
-        product: L x for x (B, H, ..., L), with `parameters` as further arguments.
-    Returns: (B, L, H, P) in float32 at least.
+    k (B, L, H, N) and v (B, L, H, P) are contracted first, to N P channels per token, of which L takes a few at a time,
+    and which are computed again in the backward pass: memory is that of the values. product: L x for x (B, H, ..., L),
+    with `parameters` as further arguments. Returns (B, L, H, P) in float32 at least.
     """
     q, k, v = (working(part).permute(0, 2, 3, 1) for part in (q, k, v))
 

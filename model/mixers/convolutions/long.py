@@ -42,13 +42,9 @@ def cosine_transform(v: Tensor, dim: int = 1) -> Tensor:
 
 
 def toeplitz_product(upper: Tensor, lower: Tensor, v: Tensor) -> Tensor:
-    """y_i = sum_j m_{i-j} v_j through a circular convolution that is long enough not to wrap.
-
-    Args:
-        upper: (B or 1, L, H), m_0, m_-1, ... m_-(L-1); the first is not read.
-        lower: (B or 1, L, H), m_0, m_1, ... m_(L-1).
-        v: (B, L, H, P).
-    """
+    """y_i = sum_j m_{i-j} v_j for v (B, L, H, P), through a circular convolution that is long enough not to wrap.
+    upper (B or 1, L, H): m_0, m_-1, ... m_-(L-1), of which the first is not read; lower (B or 1, L, H): m_0, m_1, ...
+    m_(L-1)."""
     v, length = working(v), v.shape[1]
     if length == 0:
         return v

@@ -1,17 +1,8 @@
 """Bidirectional mixers from two causal ones: what Hydra is compared with (arXiv 2407.09941, section 4).
 
 All of them are Hydra's layer but for how the two directions meet, and for A_log and dt_bias, of which each direction
-has its own. With SS one semiseparable scan:
-
-- bidirectional_add: SS_f(x) + flip SS_b(flip x). A token meets itself in both scans, so that the diagonal of M is
-  c_f . b_f dt_f + c_b . b_b dt_b: it follows from what the rest of M is made of.
-- bidirectional_mult: the product SS_f(x) * flip SS_b(flip x), channel by channel.
-- bidirectional_concat: both, twice the channels, before the norm and the output projection.
-- bidirectional_add_diagonal: add, plus a diagonal of its own, D_t = (W_D x)_t + d.
-- bidirectional_add_shift: both scans shifted one token on in their own sense and then added: the diagonal is 0.
-
-Hydra is shift and diagonal together. Only bidirectional_add_diagonal has a skip: Mamba's D x_t would be a diagonal
-beside the scans, and whether M has one is what is compared.
+has its own. Hydra is shift and diagonal together. Only `BidirectionalAddDiagonal` has a skip: Mamba's D x_t would be a
+diagonal beside the scans, and whether M has one is what is compared.
 """
 
 import torch
@@ -22,20 +13,21 @@ from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
 
 
 class BidirectionalAdd(BidirectionalScanBlock):
-    """in_proj -> [z | x B C of both directions | dt of both] -> conv + silu -> two scans -> gated norm -> out_proj."""
+    """SS_f(x) + flip SS_b(flip x), SS one semiseparable scan. A token meets itself in both, so that the diagonal of M,
+    c_f . b_f dt_f + c_b . b_b dt_b, follows from what the rest of M is made of."""
 
     diagonal = "none"
     step_shape = (2,)
 
 
 class BidirectionalAddDiagonal(BidirectionalAdd):
-    """The sum of both scans and a free diagonal."""
+    """The sum of both scans and a free diagonal, D_t = (W_D x)_t + d."""
 
     diagonal = "projected"
 
 
 class BidirectionalAddShift(BidirectionalAdd):
-    """The sum of both scans, each shifted by one token; no diagonal."""
+    """The sum of both scans, each shifted by one token in its own sense: the diagonal is 0."""
 
     shift = True
 
@@ -68,7 +60,7 @@ class BidirectionalMult(SeparateDirections):
 
 
 class BidirectionalConcat(SeparateDirections):
-    """Both scans side by side; the gate z is that of both halves."""
+    """Both scans side by side, before the norm and the output projection; the gate z is that of both halves."""
 
     joined = "concat"
 

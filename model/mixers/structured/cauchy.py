@@ -30,10 +30,6 @@ class Cauchy(QueryKeyMixer):
         per_term = 7.0 if cls.data_dependent else 3.0
         return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)
 
-    def scale(self) -> float:
-        """Returns the factor of all entries."""
-        return (self.max_seqlen * self.config.qk_dim) ** -0.5
-
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """e^q + b and e^k + b, (B or 1, L, H, d), in float32 at least."""
         q, k = (positive(part) for part in self.queries_and_keys(inputs))
@@ -63,12 +59,9 @@ class CauchyDD(Cauchy):
     """q and k are projected from x; b is one learned number.
 
     Nothing keeps b from becoming so negative that a denominator passes through zero. Denominators, not b, are guarded:
-    a trained b below 0 is fine wherever e^q + e^k is large enough, and stays what it is. The guard is 1 / x above
-    `SMALLEST_DENOMINATOR` and its tangent below, so that value and gradient are continuous, finite, and still lead
-    back; a constant below would leave b without a gradient once it is lost.
-
-    So denominators below `SMALLEST_DENOMINATOR`, which need b < 0.005, give another M than the papers' code does, whose
-    1 / x goes on to its pole and changes sign there.
+    a trained b below 0 is fine wherever e^q + e^k is large enough. The guard is 1 / x above `SMALLEST_DENOMINATOR` and
+    its tangent below: finite, and with a gradient that leads back, which a constant has not. Denominators below, which
+    need b < 0.005, give another M than the papers' code does, whose 1 / x changes sign at its pole.
     """
 
     data_dependent = sequence_aligned = True

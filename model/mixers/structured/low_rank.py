@@ -22,10 +22,6 @@ class LowRank(QueryKeyMixer):
     def matrix_flops(cls, d_inner: int, nheads: int, config: QueryKeyConfig, seqlen: int) -> float:
         return 4.0 * d_inner * config.qk_dim
 
-    def scale(self) -> float:
-        """Returns the factor of all entries."""
-        return (self.max_seqlen * self.config.qk_dim) ** -0.5
-
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         return torch.einsum("bthd,bshd->bhts", *self.queries_and_keys(inputs)) * self.scale()
 

@@ -220,6 +220,10 @@ class QueryKeyMixer(MatrixMixer):
         shape = (self.max_seqlen, self.nheads, self.config.qk_dim)
         return {} if self.data_dependent else dict.fromkeys(("q_matrix", "k_matrix"), (shape, draw_xavier_normal))
 
+    def scale(self) -> float:
+        """The factor of all entries."""
+        return (self.max_seqlen * self.config.qk_dim) ** -0.5
+
     def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """q and k, (B, L, H, qk_dim) or (1, L, H, qk_dim)."""
         if self.data_dependent:

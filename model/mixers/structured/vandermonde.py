@@ -27,7 +27,6 @@ class Vandermonde(QueryKeyMixer):
         return seqlen * (6.0 * nheads * config.qk_dim + 2.0 * d_inner)
 
     def scale(self) -> float:
-        """Returns the factor of all entries."""
         return (2 * self.max_seqlen * self.config.qk_dim) ** -0.5
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
