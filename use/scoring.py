@@ -103,12 +103,8 @@ def _packed_nats(opened: TrainedModel, windows: Sequence[tuple[Sequence[int], in
     targets = [token for tokens, predicted in windows for token in tokens[-predicted:]]
     ends = zip(read["cu_seqlens"][1:].tolist(), windows, strict=True)
     places = [place for end, (_, predicted) in ends for place in range(end - predicted, end)]
-    targets = torch.tensor(targets, device=opened.device)
-    rows = opened.model(
-        **read,
-        select=torch.tensor(places, device=opened.device),
-        readout=lambda *arguments: row_cross_entropy(*arguments, targets),
-    )
+    select, targets = (torch.tensor(values, device=opened.device) for values in (places, targets))
+    rows = opened.model(**read, select=select, readout=lambda *arguments: row_cross_entropy(*arguments, targets))
     return rows.loss.double().sum().item()
 
 

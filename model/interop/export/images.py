@@ -42,11 +42,8 @@ class MatmixImageModel(MatmixImageBase):
         """last_hidden_state (B, L, d_model) and pooler_output (B, d_model) of pixel_values (B, channels, H, W)."""
         streams = self.streams(keywords)
         x = self.model.stream(self.in_own_type(pixel_values), streams)
-        return BaseModelOutputWithPooling(
-            last_hidden_state=self.model.norm(x),
-            pooler_output=self.model.pooled(x),
-            hidden_states=self.hidden_states(streams),
-        )
+        outputs = {"last_hidden_state": self.model.norm(x), "pooler_output": self.model.pooled(x)}
+        return BaseModelOutputWithPooling(**outputs, hidden_states=self.hidden_states(streams))
 
 
 class MatmixForImageClassification(MatmixImageBase):
