@@ -19,11 +19,9 @@ def write_vector(path: Path, dtype: str, length: int, pieces: Iterable[bytes]) -
 
 
 def read_vector(path: Path, dtype: str, where: object, *, length: int | None = None) -> np.ndarray:
-    """Returns the array of one axis in a .npy file, mapped read-only, whatever memory its header asks for.
-
-    Raises FileNotFoundError where there is none, ValueError (one line that begins with `where`) where it is damaged, of
-    another kind, or has not `length` elements.
-    """
+    """Returns the array of one axis in a .npy file, mapped read-only, whatever memory its header asks for. Raises
+    FileNotFoundError where there is none, ValueError (one line that begins with `where`) where it is damaged, of
+    another kind, or has not `length` elements."""
     try:
         array = np.lib.format.open_memmap(path, mode="r")
     except FileNotFoundError:

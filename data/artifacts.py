@@ -21,11 +21,8 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
     """Returns `name` where it is the plain name of a file inside of an artifact; nested: or lies in folders of it,
-    after "/".
-
-    where: names the file that has it. Raises ValueError (one line) for what is no text or empty, separators, "..",
-    absolute paths, control and invisible characters.
-    """
+    after "/". where: names the file that has it. Raises ValueError (one line) for what is no text or empty, separators,
+    "..", absolute paths, control and invisible characters."""
     problem = _problem(name, nested)
     if problem is not None:
         raise ValueError(f"{where} names the file {_shown(name)}, which {problem}: it is damaged or not to be trusted")
@@ -34,11 +31,8 @@ def artifact_name(name: object, where: object, *, nested: bool = False) -> str:
 
 
 def artifact_path(root: str | Path, name: object, where: object, *, nested: bool = False) -> Path:
-    """Returns the path of a file, which need not exist, in the folder `root` of an artifact. Arguments and errors as of
-    `artifact_name`.
-
-    Refuses links below `root`, which would lead to files that are no part of the artifact; `root` may be one.
-    """
+    """Returns the path of a file, which need not exist, in the folder `root` of an artifact; refuses links below
+    `root`, which would lead out of it (`root` may be one). Arguments and errors as of `artifact_name`."""
     path = Path(root)
     for part in artifact_name(name, where, nested=nested).split("/"):
         path = path / part
@@ -49,10 +43,7 @@ def artifact_path(root: str | Path, name: object, where: object, *, nested: bool
 
 def check_utf8(text: str, what: str, advice: str) -> None:
     """Raises ValueError (one line) for a text that Python made of bytes which are no UTF-8: no file of ours could hold
-    it.
-
-    what: how to call it; "{}" stands for the text itself. advice: what to do.
-    """
+    it. what: how to call it; "{}" stands for the text itself. advice: what to do."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -112,9 +103,7 @@ def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
     """Makes the PanicException of a library written in Rust that gives up a ValueError of one line. Also a decorator.
-
-    It is no Exception, cannot be imported, and cannot be sent to another process.
-    """
+    It is no Exception, cannot be imported, and cannot be sent to another process."""
     try:
         yield
     except BaseException as error:

@@ -15,8 +15,7 @@ Limits = Iterable[tuple[str, bool, str]]
 
 
 def check_limits(config: object, limits: Limits, table: str) -> None:
-    """Raises ValueError (one line) for the first value that is not fine, or none of its `Literal`. table: stands before
-    its name."""
+    """Raises ValueError (one line) for the first value that is not fine, or none of its `Literal`. table: its table."""
     for name, allowed in _choices(type(config)).items():
         limits = [*limits, (name, getattr(config, name) in allowed, f"one of {', '.join(allowed)}")]
     for name, fine, allowed in limits:
@@ -31,10 +30,9 @@ def _choices(kind: type) -> dict[str, tuple[str, ...]]:
 
 
 def at_least(config: object, **lows: int) -> Limits:
-    """Returns the limits of fields that have a smallest value."""
-    return [
-        (name, getattr(config, name) >= low, f"at least {low}" if low else "0 or more") for name, low in lows.items()
-    ]
+    """Yields the limits of fields that have a smallest value."""
+    for name, low in lows.items():
+        yield name, getattr(config, name) >= low, f"at least {low}" if low else "0 or more"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -131,10 +131,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
-        """Returns the manifest in the bytes of its file; `where` names the dataset in errors.
-
-        Raises ValueError (one line) for another version, for changed contents, and for what no preparation writes.
-        """
+        """Returns the manifest in the bytes of its file; `where` names the dataset in errors. Raises ValueError (one
+        line) for another version, for changed contents, and for what no preparation writes."""
         try:
             values = parse_json(raw, "its manifest.json")
             if not fits(values, {"version": object}):
@@ -154,15 +152,13 @@ class Manifest:
             manifest = cls.from_dict(values)
             _check(manifest)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{where}: its manifest.json is damaged ({one_line(error)}); prepare the data again"
-            ) from None
+            why = one_line(error)
+            raise ValueError(f"{where}: its manifest.json is damaged ({why}); prepare the data again") from None
         return manifest
 
     @classmethod
     def load(cls, directory: str | Path) -> Manifest:
-        """Returns the manifest of a prepared dataset. Raises FileNotFoundError where there is none, ValueError as
-        `parse`."""
+        """Returns the manifest of a dataset. Raises FileNotFoundError where there is none, ValueError as `parse`."""
         path = Path(directory) / MANIFEST_NAME
         if not path.is_file():
             raise FileNotFoundError(

@@ -20,10 +20,8 @@ def threads_of_each(processes: int) -> int:
 
 def end_with(parent: int, number: int) -> bool:
     """Asks the kernel to send signal `number` to this process when `parent` dies; returns whether it still lives now.
-
     The kernel watches the thread that started this process, and says nothing of a parent that died before it was asked:
-    the caller passes the number that it knows from before. Elsewhere than on Linux only that comparison is made.
-    """
+    the caller passes the number that it knows from before. Elsewhere than on Linux only that comparison is made."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     return os.getppid() == parent

@@ -52,9 +52,7 @@ class Tokenizer:
     out in it becomes what its letters become, and comes back as text as they do.
 
     Attributes:
-        kind: "sentencepiece" or "tokenizers".
-        path: the file it was read from.
-        sha256: hex digest of that file.
+        path, sha256: the file it was read from, and its digest in hexadecimal.
         vocab_size: largest id + 1.
         special: ids of pad, unk, bos, eos, cls, sep, mask; None where there is no such token.
         special_ids: every id that no text becomes (ascending).
@@ -77,10 +75,8 @@ class Tokenizer:
         """Reads a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of a
         tokenizer, of an export or of a prepared dataset. Raises FileNotFoundError or ValueError, each with one line."""
         file = _find_file(Path(path))
-        raw = file.read_bytes()
-        if file.suffix == ".json":
-            return FastTokenizer(file, raw)
-        return SentencePieceTokenizer(file, raw)
+        kind = FastTokenizer if file.suffix == ".json" else SentencePieceTokenizer
+        return kind(file, file.read_bytes())
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without any special token."""
@@ -178,15 +174,12 @@ class FastTokenizer(Tokenizer):
                     raise ValueError("it has no model")
                 added = file.get("added_tokens") or []
                 names = pieces_of(file["model"]) | {token["content"] for token in added}
-                roles = {
-                    role: next((name for name in _COMMON_NAMES[role] if name in names), None) for role in SPECIAL_NAMES
-                }
+                roles = {role: next(filter(names.__contains__, _COMMON_NAMES[role]), None) for role in SPECIAL_NAMES}
                 special = {token["content"] for token in added if token.get("special")}
                 special |= {name for name in roles.values() if name is not None}
                 new, changed = make_unspelled(file, special)
-                self.backend = tokenizers.Tokenizer.from_buffer(
-                    json.dumps(file, ensure_ascii=False).encode() if changed else raw
-                )
+                content = json.dumps(file, ensure_ascii=False).encode() if changed else raw
+                self.backend = tokenizers.Tokenizer.from_buffer(content)
                 unknown = unknown_piece(file)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} is not a tokenizer.json that `tokenizers` can read: {one_line(error)}") from error
@@ -352,11 +345,8 @@ _CUT = {"type": "Split", "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"}, "behavior"
 
 def make_unspelled(file: dict[str, Any], special: Collection[str]) -> tuple[dict[str, str], bool]:
     """Changes the contents of a tokenizer.json so that no text gives its special tokens (by name); ids stay as they
-    are.
-
-    Returns the new names of those that needed one, and whether anything was changed. Raises KeyError, TypeError,
-    ValueError or AttributeError where `file` is no tokenizer.json.
-    """
+    are. Returns the new names of those that needed one, and whether anything was changed. Raises KeyError, TypeError,
+    ValueError or AttributeError where `file` is no tokenizer.json."""
     model, added = file["model"], file.get("added_tokens") or []
     pieces = pieces_of(model)
     file["pre_tokenizer"] = _without_cuts(file.get("pre_tokenizer"))
@@ -402,8 +392,7 @@ def pieces_of(model: dict[str, Any]) -> set[str]:
 
 
 def unknown_piece(file: dict[str, Any]) -> str | None:
-    """Returns the piece of a tokenizer.json that stands for text which no others can spell; None where there is
-    none."""
+    """Returns the piece of a tokenizer.json that stands for text which no others can spell; None: there is none."""
     model, pieces = file["model"], pieces_of(file["model"])
     if model.get("byte_fallback") and pieces >= _BYTES:
         return None

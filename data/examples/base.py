@@ -101,10 +101,8 @@ class Encoder:
         return self.tokens([word if first and number == 0 else f" {word}" for number, word in enumerate(words)])
 
     def document(self, parts: Sequence[Sequence[int]], where: str) -> Document:
-        """Returns one or two texts with their special tokens; `where` names them in errors.
-
-        Raises ValueError (one line) where they are too long and not to be cut.
-        """
+        """Returns one or two texts with their special tokens; `where` names them in errors. Raises ValueError (one
+        line) where they are too long and not to be cut."""
         lengths = [len(part) for part in parts]
         around = (self.prefix is not None) + (self.suffix is not None) * len(parts)
         room = self.max_length - around

@@ -49,11 +49,8 @@ class Rows:
 @errors_in_one_line(csv.Error, pyarrow.ArrowException)
 def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional: Sequence[str] = ()) -> Rows:
     """Returns the columns of the file that `config.columns` gives to the names in `needed`, and to those in `optional`
-    that it has.
-
-    Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
-    lacks a column. A warning says how many rows were left out as malformed, where that is allowed.
-    """
+    that it has. Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be
+    read, is empty or lacks a column. A warning says how many rows were left out as malformed, where that is allowed."""
     names = {role: config.columns.get(role, role) for role in (*needed, *optional)}
     for role in config.columns:
         if role not in names:
@@ -180,10 +177,8 @@ def _parquet(path: Path, form: _Form) -> _Records:
 def _folder(path: Path, form: _Form) -> _Records:
     classes = sorted(entry for entry in path.iterdir() if entry.is_dir())
     files = [(entry.name, file) for entry in classes for file in sorted(entry.iterdir()) if file.is_file()]
-    records = (
-        (number, {"text": "".join(_text_lines(file)), "label": name}) for number, (name, file) in enumerate(files, 1)
-    )
-    return ("text", "label"), records
+    records = ({"text": "".join(_text_lines(file)), "label": name} for name, file in files)
+    return ("text", "label"), enumerate(records, start=1)
 
 
 _READERS: dict[str, Callable[[Path, _Form], _Records]] = {

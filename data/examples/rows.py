@@ -73,8 +73,7 @@ class ExampleRows:
 def _targets(
     chosen: Sequence[Example | None], numbers: Sequence[int], starts: np.ndarray, examples: Examples
 ) -> tuple[np.ndarray, np.ndarray, torch.Tensor | None]:
-    """Returns the labels, the example that each output belongs to, and the positions of the outputs, where these
-    count."""
+    """Returns the labels, the example of each output, and the positions of the outputs, where these count."""
     nothing = examples.nothing
     if not examples.by_position:
         labels = [nothing if example is None else example.labels for example in chosen]

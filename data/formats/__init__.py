@@ -8,10 +8,7 @@ from matmix.data.formats.base import ShardFormat
 from matmix.data.formats.mds import Mds
 from matmix.data.formats.webdataset import WebDataset
 
-FORMATS: dict[str, type[ShardFormat]] = {
-    "mds": Mds,
-    "webdataset": WebDataset,
-}
+FORMATS: dict[str, type[ShardFormat]] = {"mds": Mds, "webdataset": WebDataset}
 
 
 def make_format(options: Mapping[str, Any], dtype: str, prefix: str = "") -> ShardFormat:

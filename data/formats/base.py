@@ -19,14 +19,8 @@ LARGEST_SHARD = (1 << 32) - 1
 
 PICTURES = np.dtype("uint8")
 LABEL_BYTES = 8
-_KINDS = (
-    (b"\xff\xd8\xff", "jpg"),
-    (b"\x89PNG\r\n\x1a\n", "png"),
-    (b"GIF8", "gif"),
-    (b"BM", "bmp"),
-    (b"II*\0", "tif"),
-    (b"MM\0*", "tif"),
-)
+_JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_KINDS = {_JPEG: "jpg", _PNG: "png", b"GIF8": "gif", b"BM": "bmp", b"II*\0": "tif", b"MM\0*": "tif"}
 # Most bytes beside the tokens: in a document (headers of the tar member with its long name, and of the array; offset
 # and size in MDS), and in a shard (the end of a tar file, the configuration in MDS).
 _DOCUMENT_OVERHEAD = 4096
@@ -49,7 +43,7 @@ def suffix_of(picture: bytes | memoryview) -> str:
     head = bytes(picture[:12])
     if head[:4] == b"RIFF" and head[8:] == b"WEBP":
         return "webp"
-    return next((suffix for magic, suffix in _KINDS if head.startswith(magic)), "img")
+    return next((suffix for magic, suffix in _KINDS.items() if head.startswith(magic)), "img")
 
 
 class DamagedShard(ValueError):
@@ -125,8 +119,7 @@ class ShardFormat(ABC):
     """True where shards can only be opened with the split's index.json."""
 
     def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
-        """size_limit: bytes of a shard before compression. prefix: begins the names of documents, where they have
-        names."""
+        """size_limit: bytes of a shard before compression. prefix: of the names of documents, where they have names."""
         self.dtype = np.dtype(dtype)
         self.compression = compression
         self.size_limit = size_limit
@@ -170,8 +163,5 @@ class ShardFormat(ABC):
     @classmethod
     @abstractmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
-        """Opens the uncompressed shard at `path`. where: names it in errors. index: what `read_index` returned, or
-        None.
-
-        Raises ValueError (`damaged`) if it does not hold the promised documents; nothing in it may be unpickled or run.
-        """
+        """Opens the uncompressed shard at `path`. where: names it in errors. index: of `read_index`, or None. Raises
+        ValueError (`damaged`) if it does not hold the promised documents; nothing in it may be unpickled or run."""

@@ -41,12 +41,9 @@ class _Package(ModuleType):
 
 
 def streaming_module(name: str) -> ModuleType:
-    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first.
-
-    `import streaming` imports transformers, scikit-learn and scipy: more than half of what each reading process would
-    import. For everybody else the library is whole, loaded when it is used. Raises ImportError where it is not
-    installed.
-    """
+    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first. `import
+    streaming` imports transformers, scikit-learn and scipy: more than half of what each reading process would import.
+    For everybody else the library is whole, loaded when it is used. Raises ImportError where it is not installed."""
     for package in ("streaming", "streaming.base"):
         if package not in sys.modules and (spec := importlib.util.find_spec(package)):
             module = importlib.util.module_from_spec(spec)
@@ -179,10 +176,9 @@ class _MdsShard(OpenShard):
             tokens = self._reader.decode_sample(self._bytes[begin:end])[COLUMN]
         except Exception as error:  # what random bytes make of the decoder
             raise damaged(self._where, f"document {index} does not decode ({error!r})") from None
-        if tokens.dtype != self._dtype or tokens.shape != (length,):
-            raise damaged(
-                self._where, f"document {index} is {tokens.dtype} {tokens.shape} instead of {self._dtype} ({length},)"
-            )
+        if (tokens.dtype, tokens.shape) != (self._dtype, (length,)):
+            wanted = f"{self._dtype} ({length},)"
+            raise damaged(self._where, f"document {index} is {tokens.dtype} {tokens.shape} instead of {wanted}")
         return tokens
 
 

@@ -14,17 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from matmix.data.formats.base import (
-    LABEL_BYTES,
-    PICTURES,
-    OpenShard,
-    ShardFormat,
-    ShardInfo,
-    damaged,
-    pack,
-    suffix_of,
-    unpack,
-)
+from matmix.data.formats import base
+from matmix.data.formats.base import LABEL_BYTES, PICTURES, OpenShard, ShardFormat, ShardInfo, damaged
 
 _BLOCK = 512
 _REGULAR = (b"0", b"\0")
@@ -32,8 +23,7 @@ _MAGIC = b"\x93NUMPY"
 
 
 class WebDataset(ShardFormat):
-    """Members are arrays (n,) that numpy.save wrote, numbered through the split (through a part of it after a
-    `prefix`)."""
+    """Members are arrays (n,) that numpy.save wrote, numbered through the split (with a `prefix`: a part of it)."""
 
     suffix = ".tar"
     shard_overhead = 2 * _BLOCK
@@ -62,8 +52,8 @@ class WebDataset(ShardFormat):
     def _members(self, document: np.ndarray) -> list[tuple[str, bytes]]:
         """Returns suffix and bytes of each member of a document."""
         if self.dtype == PICTURES:
-            picture, label = unpack(document)
-            return [(suffix_of(picture), bytes(picture)), ("cls", str(label).encode())]
+            picture, label = base.unpack(document)
+            return [(base.suffix_of(picture), bytes(picture)), ("cls", str(label).encode())]
         content = io.BytesIO()
         np.save(content, document, allow_pickle=False)
         return [("npy", content.getvalue())]
@@ -133,4 +123,4 @@ class _TarPictures(_TarShard):
         digits = self._data[first : min(last, first + 20)].tobytes()
         if end - begin + LABEL_BYTES != length or last - first > 18 or not digits.isdigit():
             raise damaged(self._where, f"document {index} is not a picture of {length - LABEL_BYTES} bytes and a label")
-        return pack(self._data[begin:end].tobytes(), int(digits))
+        return base.pack(self._data[begin:end].tobytes(), int(digits))

@@ -7,25 +7,17 @@ group of r samples to one of them. A sample is augmented with what is drawn from
 ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from matmix.data.config import DataConfig
+from matmix.data.config import DataConfig, datasets_of
 from matmix.data.formats.base import DamagedShard, unpack
+from matmix.data.images import transforms
 from matmix.data.images.decode import UnreadablePicture, decode
-from matmix.data.images.transforms import (
-    Mix,
-    Transform,
-    borrowed_generators,
-    draw_mix,
-    make_transform,
-    partner_of,
-    seed_generators,
-    soft_target,
-)
+from matmix.data.images.transforms import Transform
 from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.masking import IGNORED
 from matmix.data.loading.order import Mixture, Order
@@ -38,23 +30,17 @@ _Read = tuple[torch.Tensor, int]
 
 
 class ImageRows:
-    """`Rows` of pictures; numbers at or above `limit` give empty ones. shards, weights: of each dataset. mean, std: one
-    a channel. The pictures of a global batch are mixed with each other."""
+    """`Rows` of pictures; numbers at or above `limit` give empty ones. shards: of each dataset. make: makes the
+    transform, once in each process. The pictures of a global batch are mixed with each other."""
 
     def __init__(
-        self,
-        shards: Sequence[TokenShards],
-        weights: Sequence[float],
-        data: DataConfig,
-        reading: Reading,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
+        self, shards: Sequence[TokenShards], data: DataConfig, reading: Reading, make: Callable[[], Transform]
     ) -> None:
-        self.shards, self.config = shards, data.images
-        self.mean, self.std = mean, std
+        self.shards, self.config, self._make_transform = shards, data.images, make
         self.seed, self.global_batch, self.training = reading.seed, reading.global_batch_size, not reading.one_pass
         self.orders = [Order(one, data, reading) for one in shards]
         self.sizes = [order.total_documents for order in self.orders]
+        weights = list(datasets_of(data.images, reading.split).values())
         self.mixture = Mixture(self.sizes, weights if self.training else None)
         self.limit = None if self.training else self.mixture.samples_per_epoch
         self.classes = len(shards[0].manifest.images.classes)
@@ -67,7 +53,7 @@ class ImageRows:
 
     @cached_property
     def _transform(self) -> Transform:
-        return make_transform(self.config, self.mean, self.std, training=self.training)
+        return self._make_transform()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -75,7 +61,7 @@ class ImageRows:
 
     @errors_as_failures
     def __getitems__(self, samples: list[int]) -> Batch | Failure:
-        with borrowed_generators():
+        with transforms.borrowed_generators():
             return self._batch(samples)
 
     def _batch(self, samples: list[int]) -> Batch:
@@ -104,15 +90,15 @@ class ImageRows:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the picture and the target of a sample that is to be learned."""
         image, label = loaded
-        target = soft_target(label, self.classes, self.config.smoothing)
-        partner = partner_of(sample, self.global_batch, self.config.repeats) if self.config.mixes else None
-        mix = Mix(1.0) if partner is None else draw_mix(self.config, self.seed, sample, self.global_batch)
-        if mix.share == 1.0:
+        config = self.config
+        target = transforms.soft_target(label, self.classes, config.smoothing)
+        partner = transforms.partner_of(sample, self.global_batch, config.repeats) if config.mixes else None
+        if partner is None or (mix := transforms.draw_mix(config, self.seed, sample, self.global_batch)).share == 1.0:
             return image, target
         other = self._read(partner, read)
         if isinstance(other, DamagedShard):
             return image, target
-        other_target = soft_target(other[1], self.classes, self.config.smoothing)
+        other_target = transforms.soft_target(other[1], self.classes, config.smoothing)
         return mix.apply(image, other[0]), target * mix.share + other_target * (1.0 - mix.share)
 
     def _read(self, sample: int, read: dict[int, _Read | DamagedShard]) -> _Read | DamagedShard:
@@ -138,7 +124,7 @@ class ImageRows:
         except UnreadablePicture as error:
             raise ValueError(f"{where} cannot be decoded: {error}") from None
         if self.training:
-            seed_generators(generator(self.seed, sample // self.samples_per_epoch, AUGMENTATION, sample))
+            transforms.seed_generators(generator(self.seed, sample // self.samples_per_epoch, AUGMENTATION, sample))
         return self._transform(image), label
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:

@@ -45,10 +45,8 @@ Transform = Callable[[Image.Image], torch.Tensor]
 
 
 def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[float], *, training: bool) -> Transform:
-    """Returns a function from a picture to float32 (channels, size, size), normalised.
-
-    mean, std: one a channel. Raises ValueError (one line) for an unknown `augment`, or where timm is not installed.
-    """
+    """Returns a function from a picture to float32 (channels, size, size), normalised. mean, std: one a channel. Raises
+    ValueError (one line) for an unknown `augment`, or where timm is not installed."""
     try:
         from timm.data import create_transform
         from torchvision.transforms import Compose
@@ -60,17 +58,14 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     coloured = training and (config.augment or config.color_jitter or config.erasing)
     channels = 3 if config.channels == 3 or coloured else 1
     mean, std = (tuple(values) * (channels // len(values)) for values in (mean, std))
-    options = {"input_size": config.size, "mean": mean, "std": std}
+    options = {"input_size": config.size, "mean": mean, "std": std, "is_training": training}
     fixed = "bicubic" if config.interpolation == "random" else config.interpolation
     if not training:
-        transform = create_transform(
-            **options, is_training=False, interpolation=fixed, crop_pct=config.crop, crop_mode="center"
-        )
+        transform = create_transform(**options, interpolation=fixed, crop_pct=config.crop, crop_mode="center")
         return _Channels(transform, channels, config.channels)
     try:
         stages = create_transform(
             **options,
-            is_training=True,
             **{name: getattr(config, name) for name in ("scale", "ratio", "hflip", "vflip", "interpolation")},
             color_jitter=config.color_jitter or None,
             auto_augment=config.augment or None,

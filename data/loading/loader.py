@@ -50,8 +50,7 @@ class _Plan:
 
 
 class _Readers(DataLoader):
-    """PyTorch's own, without its warnings where there are more reading processes than cores: most of the time they
-    wait."""
+    """PyTorch's own, without its warnings of more reading processes than cores: most of the time they wait."""
 
     def check_worker_number_rationality(self) -> None:
         pass
@@ -142,8 +141,7 @@ class Loader:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data as JSON values: {"samples": number of the next sample, "fingerprint":
-        {...}}."""
+        """Returns the position in the data as JSON values: {"samples": the next sample, "fingerprint": {...}}."""
         return {"samples": self.samples, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -181,9 +179,8 @@ def check_batch_sizes(global_batch_size: int, micro_batch_size: int, data_size: 
         below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
         nearest = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
-            f"a global batch of {global_batch_size} cannot be divided into micro-batches of "
-            f"{micro_batch_size} on {data_size} rank(s): it must be a multiple of {unit}, "
-            f"the nearest are {nearest}"
+            f"a global batch of {global_batch_size} cannot be divided into micro-batches of {micro_batch_size} on "
+            f"{data_size} rank(s): it must be a multiple of {unit}, the nearest are {nearest}"
         )
 
 

@@ -59,11 +59,8 @@ class Masker:
     def apply(
         self, tokens: np.ndarray, counts: np.ndarray, epochs: np.ndarray, samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Masks a micro-batch.
-
-        tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples (B,) name each row. Returns
-        (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is predicted.
-        """
+        """Masks a micro-batch: tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples
+        (B,). Returns (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is predicted."""
         chosen_at = self.config.probability
         random_at = self.config.mask_share + self.config.random_share
         draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)

@@ -26,28 +26,21 @@ from matmix.data.loading.rows import Reading
 from matmix.data.rng import WINDOWS, generator
 from matmix.data.splits.reader import TokenShards
 
+Around = tuple[int | None, int | None]
+"""Ids of the special tokens before and behind each document; None = there is no such token."""
+
 
 class Packing(ABC):
     """Rows of one split.
 
     width: tokens in a row, `seqlen` or, if causal, `seqlen + 1` (the last is only a target).
-    prefix, suffix: ids of the special tokens around each document, or None.
     """
 
-    def __init__(
-        self,
-        shards: TokenShards,
-        data: DataConfig,
-        reading: Reading,
-        *,
-        causal: bool,
-        prefix: int | None,
-        suffix: int | None,
-    ) -> None:
+    def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, causal: bool, around: Around) -> None:
         self.shards, self.seqlen, self.causal = shards, data.seqlen, causal
         self.width = self.seqlen + causal
-        self.prefix, self.suffix = prefix, suffix
-        self.order = Order(shards, data, reading, (prefix is not None) + (suffix is not None))
+        self.prefix, self.suffix = around
+        self.order = Order(shards, data, reading, sum(special is not None for special in around))
 
     @abstractmethod
     def __len__(self) -> int:
@@ -73,8 +66,8 @@ class Packing(ABC):
 
 
 class ConcatPacking(Packing):
-    def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, **options) -> None:
-        super().__init__(shards, data, reading, **options)
+    def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, causal: bool, around: Around) -> None:
+        super().__init__(shards, data, reading, causal, around)
         usable = max(self.order.total_tokens - self.causal, 0)
         self._rows = -(-usable // self.seqlen) if reading.one_pass else usable // self.seqlen
         self._windows, self._permutations = Recent(2), Recent(4)

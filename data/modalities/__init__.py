@@ -27,8 +27,7 @@ MODALITIES: dict[str, Modality] = {
 
 
 def modality_of(data: DataConfig, names: Iterable[str] = MODALITIES) -> Modality:
-    """Returns the first of the modalities in `names` that a recipe names data of; the first of all where it names
-    none."""
+    """Returns the first of the modalities in `names` that a recipe names data of, or else the first of all."""
     among = [MODALITIES[name] for name in names]
     return next((modality for modality in among if modality.given(data)), among[0])
 

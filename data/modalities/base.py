@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 
 def shard_options(data: DataConfig) -> dict[str, Any]:
     """Returns how the shards of prepared datasets are read: options of `TokenShards`."""
-    return {
-        "cache_dir": data.cache_dir,
-        "verify": data.verify,
-        # A sequence may cross into the next block: keep two blocks open.
-        "keep_open": 2 * data.shuffle_block + 2,
-        "skip_damaged": data.skip_damaged,
-        "cache_bytes": data.cache_bytes,
-    }
+    same = {name: getattr(data, name) for name in ("cache_dir", "verify", "skip_damaged", "cache_bytes")}
+    # A sequence may cross into the next block: keep two blocks open.
+    return {**same, "keep_open": 2 * data.shuffle_block + 2}
 
 
 def contents_digest(shards: TokenShards, *others: str) -> str:
@@ -99,8 +94,7 @@ class Modality:
         return f"a mixture of {len(paths)} datasets" if len(paths) > 1 else ", ".join(paths)
 
     def names(self, data: DataConfig) -> list[str]:
-        """Returns the names of the data for others: URLs as they are, names of folders and files, shares of a mixture
-        in percent."""
+        """Returns the names of the data for others: URLs, names of folders and files; shares of a mixture in %."""
         weights = self.datasets(data)
         total = sum(weights.values())
         shares = {path: f" ({weight / total:.0%})" if len(weights) > 1 else "" for path, weight in weights.items()}
@@ -140,11 +134,8 @@ class Modality:
     # -- the data itself -----------------------------------------------------------------------------------------
 
     def open(self, data: DataConfig, reading: Reading, **asked: Any) -> Opened:
-        """Opens a split. asked: what a task wants besides, such as `masking`.
-
-        Raises FileNotFoundError where files are missing, ValueError (one line) where something is damaged, does not fit
-        together, or there is too little of it.
-        """
+        """Opens a split. asked: what a task wants besides, such as `masking`. Raises FileNotFoundError for missing
+        files, ValueError (one line) where something is damaged, does not fit together, or there is too little of it."""
         raise NotImplementedError
 
     def facts(self, data: DataConfig, **asked: Any) -> Facts:
@@ -152,18 +143,15 @@ class Modality:
         return self.open(data, Reading(), **asked).facts
 
     def class_names(self, data: DataConfig, **asked: Any) -> tuple[str, ...]:
-        """Returns the names of the classes in the order of a classifier's outputs. Arguments and errors as of
-        `open`."""
+        """Returns the names of the classes in the order of a classifier's outputs. Arguments, errors: as of `open`."""
         return self.facts(data, **asked).classes
 
     def loader(
         self, data: DataConfig, *, micro_batch_size: int, data_rank: int = 0, data_size: int = 1, **options: Any
     ) -> Loader:
         """Returns the loader of one rank. micro_batch_size: samples in one `Batch`. options: the fields of `Reading`,
-        of which `global_batch_size` always, and the arguments of `open`.
-
-        Raises as `open`; ValueError also where the global batch is no whole number of micro-batches on each rank.
-        """
+        of which `global_batch_size` always, and the arguments of `open`. Raises as `open`; ValueError also where the
+        global batch is no whole number of micro-batches on each rank."""
         from matmix.data.loading.loader import Loader
 
         self.options(data)

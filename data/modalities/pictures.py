@@ -1,6 +1,7 @@
 """Pictures: prepared datasets of encoded pictures with a class each, read by `matmix.data.images.rows`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 
@@ -84,12 +85,12 @@ class Pictures(Modality):
         shards = [open_split(path, reading.split, **shard_options(data)) for path in sources]
         for path, one in zip(sources, shards, strict=True):
             _check_classes(path, _images(path, one.manifest).classes, facts.classes, next(iter(config.datasets)))
-        rows = ImageRows(shards, list(sources.values()), data, reading, facts.mean, facts.std)
+        make = functools.partial(make_transform, config, facts.mean, facts.std, training=not reading.one_pass)
+        rows = ImageRows(shards, data, reading, make)
         for path, size in zip(sources, rows.sizes, strict=True):
             if not size:
                 raise ValueError(f"the {reading.split} split of {path} holds no pictures")
-        # What is wrong with the options is said now, and not by a reading process.
-        make_transform(config, facts.mean, facts.std, training=not reading.one_pass)
+        make()  # what is wrong with the options is said now, and not by a reading process
         facts.class_counts = np.sum([one.manifest.images.counts[one.split] for one in shards], axis=0)
         fingerprint = {
             "data": [contents_digest(one) for one in shards],

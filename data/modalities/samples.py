@@ -128,8 +128,7 @@ class SampleRows:
 
 
 def puzzle_tokenizer(source: GeneratedSamples) -> Tokenizer:
-    """Returns a tokenizer of words between spaces: the tokens of the source by their ids, then <unk>, <pad> and
-    <mask>."""
+    """Returns a tokenizer of words between spaces: the source's tokens by their ids, then <unk>, <pad> and <mask>."""
     import tokenizers
 
     from matmix.data.tokenizer import FastTokenizer

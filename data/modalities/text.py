@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from matmix.data.arrays import read_vector
-from matmix.data.config import DataConfig
+from matmix.data.config import DataConfig, datasets_of
 from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import Masker, MaskingConfig
 from matmix.data.loading.order import Mixture
@@ -86,7 +86,7 @@ class Text(Modality):
                     f"the datasets of a mixture need one tokenizer, but {shards[0].storage.path} and "
                     f"{other.storage.path} were prepared with different ones"
                 )
-        rows = TokenRows(shards, list(sources.values()), data, reading, masking)
+        rows = TokenRows(shards, data, reading, masking)
         fingerprint = {
             "data": [contents_digest(one, one.manifest.tokenizer.sha256) for one in shards],
             # What else decides batches or metrics, whatever path a dataset lies at.
@@ -116,15 +116,11 @@ class TokenRows:
     """`Rows` of prepared text. With `data.skip_damaged`, samples that need a damaged shard are rows of padding, too."""
 
     def __init__(
-        self,
-        shards: Sequence[TokenShards],
-        weights: Sequence[float],
-        data: DataConfig,
-        reading: Reading,
-        masking: MaskingConfig | None,
+        self, shards: Sequence[TokenShards], data: DataConfig, reading: Reading, masking: MaskingConfig | None
     ) -> None:
         self.packings = [_make_packing(one, data, reading, masking is None) for one in shards]
-        self.mixture = Mixture([len(packing) for packing in self.packings], None if reading.one_pass else weights)
+        weights = None if reading.one_pass else list(datasets_of(data, reading.split).values())
+        self.mixture = Mixture([len(packing) for packing in self.packings], weights)
         special, self.masker = shards[0].manifest.tokenizer.special, None
         if masking is not None:
             if special.get("mask") is None:
@@ -177,8 +173,8 @@ class TokenRows:
 
 def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, causal: bool) -> Packing:
     kind = DocumentPacking if data.packing == "document" else ConcatPacking
-    specials = {which: _special_id(shards, which, getattr(data, which)) for which in ("prefix", "suffix")}
-    packing = kind(shards, data, reading, causal=causal, **specials)
+    around = tuple(_special_id(shards, which, getattr(data, which)) for which in ("prefix", "suffix"))
+    packing = kind(shards, data, reading, causal, around)
     where = f"the {shards.split} split of {shards.storage.path}"
     if len(packing) == 0 and kind is DocumentPacking:
         raise ValueError(f"{where} holds no documents")

@@ -88,8 +88,7 @@ class Source(abc.ABC):
         return self.bytes
 
     def cut(self, places: Sequence[int], share: int) -> Sequence[int | None]:
-        """Returns the offset of a record near each of the places (ascending, in `weight`), None for the end. share: of
-        a part."""
+        """Returns the offset of a record near each place (ascending, in `weight`); None = the end. share: a part's."""
         return places
 
 
@@ -168,10 +167,8 @@ def read_chunks(
 
 
 def find_cuts(sources: Sequence[Source], parts: int) -> list[Position]:
-    """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k.
-
-    The sources count as one line, which is cut at k/n of its length; each cut then moves to where a record begins.
-    """
+    """Returns parts + 1 positions: part k, counted from 1, lies between positions k - 1 and k. The sources count as one
+    line, which is cut at k/n of its length; each cut then moves to where a record begins."""
     starts = [0, *itertools.accumulate(source.weight for source in sources)]
     wanted: dict[int, list[int]] = {}
     for place in (starts[-1] * number // parts for number in range(1, parts)):
@@ -334,16 +331,13 @@ class PrepareOptions(abc.ABC):
         """Returns the class of the preparation, which is made of these options."""
 
     def limits(self) -> Limits:
+        is_part = not self.part or self.share is not None
         return [
             ("format", self.format in FORMATS, f"one of {', '.join(FORMATS)}"),
             ("processes", self.processes >= 0, "at least 0"),
             ("shard_megabytes", 0 < self.shard_megabytes <= 4000, "above 0 and at most 4000"),
             ("validation_fraction", 0 <= self.validation_fraction < 1, "in [0, 1)"),
-            (
-                "part",
-                not self.part or self.share is not None,
-                "k/n with a k from 1 to n, such as 1/64 for the first of 64",
-            ),
+            ("part", is_part, "k/n with a k from 1 to n, such as 1/64 for the first of 64"),
         ]
 
     def __post_init__(self) -> None:
@@ -448,9 +442,7 @@ class Preparation(abc.ABC):
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         """Fills `shared` and decides `fraction`, before anything is written. folder: may have the shared files already.
-
-        Raises ValueError (one line) for an input of which nothing can be made.
-        """
+        Raises ValueError (one line) for an input of which nothing can be made."""
         self.fraction = self.config.validation_fraction
 
     def new_sums(self) -> np.ndarray:

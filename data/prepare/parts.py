@@ -46,8 +46,7 @@ def read_spans(folder: Path) -> list[list[int]]:
 
 
 def missing_parts(out: str | Path, parts: int) -> list[int]:
-    """Returns the numbers (from 1) of the unfinished parts in the folder `out`, by file names; none once they are
-    joined."""
+    """Returns the numbers (from 1) of the unfinished parts in `out`, by file names; none once they are joined."""
     folder = Path(out).expanduser()
     if (folder / MANIFEST_NAME).is_file():
         return []
@@ -71,11 +70,8 @@ class Parts:
         return self.folder / _name(share.number, share.of)
 
     def begin(self, preparation: Preparation) -> None:
-        """Makes what all parts share, unless an earlier part has.
-
-        Raises ValueError if OUT holds anything but parts of this preparation, or for an input of which nothing can be
-        made.
-        """
+        """Makes what all parts share, unless an earlier part has. Raises ValueError if OUT holds anything but parts of
+        this preparation, or for an input of which nothing can be made."""
         if not (self.folder / "options.json").exists():
             for path in self.out.iterdir() if self.out.is_dir() else ():
                 if path.name != PARTS_NAME:

@@ -22,10 +22,7 @@ def work_in_order(
     chunks: Iterable[_Chunk], processes: int, work: Callable[[_Chunk], _Result], *, doing: str
 ) -> Iterator[tuple[_Chunk, _Result]]:
     """Yields each chunk with its result, in order and with few chunks in flight. work: goes to each process once,
-    pickled.
-
-    Raises what reading and working raise, RuntimeError when a process was killed.
-    """
+    pickled. Raises what reading and working raise, RuntimeError when a process was killed."""
     if processes == 1:
         yield from ((chunk, work(chunk)) for chunk in chunks)
         return

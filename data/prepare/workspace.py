@@ -58,8 +58,7 @@ def parse_object(raw: bytes, where: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(folder: Path, busy: str, *, wait: bool = False) -> Iterator[None]:
-    """Keeps other processes out. busy: says that another one is at work, for which this one waits or raises
-    ValueError."""
+    """Keeps other processes out. busy: says that one is at work, for which this one waits or raises ValueError."""
     lock = filelock.FileLock(folder / "lock")
     try:
         lock.acquire(timeout=0)
@@ -113,11 +112,9 @@ class Workspace:
 
     @contextlib.contextmanager
     def filling(self, *, is_new: bool, files: Sequence[str]) -> Iterator[bool]:
-        """Keeps other processes out while the folder is brought to its end; gives False if one has done that.
-
-        A user's error in a new preparation leaves nothing behind, unless it is a BrokenInputError: after any other one
-        nothing here could be used again. files: names beside the splits.
-        """
+        """Keeps other processes out while the folder is brought to its end; gives False if one has done that. A user's
+        error in a new preparation leaves nothing behind, unless it is a BrokenInputError: after any other one nothing
+        here could be used again. files: names beside the splits."""
         made = not self.out.exists()
         self.work.mkdir(parents=True, exist_ok=True)
         with locked(self.work, f"another process is preparing {self.out} right now"):

@@ -30,10 +30,8 @@ def open_dataset(
     path: str, split: str = "train", *, cache_dir: str = "", tokenizer_sha256: str | None = None, **options: Any
 ) -> TokenShards:
     """Opens one split of a prepared dataset of text, at a folder or URL. cache_dir: of downloaded and decompressed
-    shards. tokenizer_sha256: refuse shards made with another tokenizer. options: those of `TokenShards`.
-
-    Raises FileNotFoundError if files are missing, ValueError if something is damaged or does not fit.
-    """
+    shards. tokenizer_sha256: refuse shards made with another tokenizer. options: those of `TokenShards`. Raises
+    FileNotFoundError if files are missing, ValueError if something is damaged or does not fit."""
     storage = Storage(path, cache_dir)
     manifest = storage.manifest
     if manifest.tokenizer is None:
@@ -105,11 +103,8 @@ class TokenShards:
         return self._lengths[self._starts[shard] : self._starts[shard + 1]]
 
     def read(self, shard: int, index: int) -> np.ndarray:
-        """Returns one document (n,) of the dataset's dtype, not to be written to.
-
-        Raises FileNotFoundError or DamagedShard (with `skip_damaged` always that) if the shard is missing or damaged,
-        other errors if it cannot be fetched.
-        """
+        """Returns one document (n,) of the dataset's dtype, not to be written to. Raises FileNotFoundError or (with
+        `skip_damaged` always) DamagedShard if the shard is missing or damaged, others if it cannot be fetched."""
         length = int(self.lengths(shard)[index])
         if shard in self._open:
             self._open.move_to_end(shard)

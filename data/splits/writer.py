@@ -15,6 +15,7 @@ from matmix.data.manifest import SplitInfo
 from matmix.data.storage.files import write_atomic
 
 ZSTD_LEVEL = 3
+_COUNTS = ("documents", "tokens", "text_bytes")
 
 
 def write_indices(
@@ -29,8 +30,7 @@ def write_indices(
 @dataclass
 class SplitWriter:
     """Writes the shards of one split. A shard is closed when the next document would make it larger than the format's
-    limit, so the files depend on the sequence of documents only. `scratch` keeps lengths of documents until
-    `finish`."""
+    limit, so the files depend on the sequence of documents only. `scratch` keeps their lengths until `finish`."""
 
     format: ShardFormat
     directory: Path
@@ -74,17 +74,10 @@ class SplitWriter:
         lengths = np.array([len(d) for d in self.pending], dtype=np.uint32)
         write_atomic(self.scratch / f"{number:08}.lengths", lengths.tobytes())
         write_atomic(self.directory / name, data)
-        self.shards.append(
-            ShardInfo(
-                file=name,
-                documents=len(lengths),
-                tokens=int(lengths.sum(dtype=np.int64)),
-                bytes=len(data),
-                sha256=hashlib.sha256(data).hexdigest(),
-                raw_bytes=len(raw),
-                raw_sha256=hashlib.sha256(raw).hexdigest(),
-            )
-        )
+        counts = {"documents": len(lengths), "tokens": int(lengths.sum(dtype=np.int64))}
+        packed = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        unpacked = {"raw_bytes": len(raw), "raw_sha256": hashlib.sha256(raw).hexdigest()}
+        self.shards.append(ShardInfo(file=name, **counts, **packed, **unpacked))
         self.pending, self.pending_bytes = [], 0
 
     def finish(self) -> SplitInfo:
@@ -98,12 +91,7 @@ class SplitWriter:
         """Returns what `restore` needs: a JSON object and arrays."""
         tokens = np.concatenate(self.pending) if self.pending else np.zeros(0, self.format.dtype)
         lengths = np.array([len(d) for d in self.pending], dtype=np.int64)
-        facts = {
-            "shards": [asdict(s) for s in self.shards],
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-        }
+        facts = {"shards": [asdict(s) for s in self.shards], **{name: getattr(self, name) for name in _COUNTS}}
         return facts, {"tokens": tokens, "lengths": lengths}
 
     def restore(self, facts: dict[str, Any], tokens: np.ndarray, lengths: np.ndarray) -> None:
@@ -111,7 +99,7 @@ class SplitWriter:
         self.shards = [ShardInfo(**shard) for shard in facts["shards"]]
         for shard in self.shards:
             shard.check("shard")
-        self.documents, self.tokens, self.text_bytes = (facts[name] for name in ("documents", "tokens", "text_bytes"))
+        self.documents, self.tokens, self.text_bytes = (facts[name] for name in _COUNTS)
         self.pending = np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []
         self.pending_bytes = sum(self.format.document_bytes(len(d)) for d in self.pending)
 

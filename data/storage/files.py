@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 def write_atomic(path: Path, content: str | bytes | Iterable[bytes], *, alone: bool = True) -> None:
     """Writes text (UTF-8) or bytes under another name beside `path`, brings them to the disk, and renames. alone: no
-    other process may write the same file now, so the other name is always the same, and stopped attempts do not pile
-    up."""
+    other process writes this file now, so the other name is always the same: stopped attempts do not pile up."""
     writer = "" if alone else f".{socket.gethostname()}-{os.getpid()}"
     temporary = path.with_name(f".{path.name}{writer}.tmp")
     content = content.encode() if isinstance(content, str) else content

@@ -45,8 +45,7 @@ def is_own(path: Path) -> bool:
 
 def standard_folder(path: str | Path) -> Path:
     """Returns `private_folder(path)`, or, where that cannot be trusted, another folder that is made once and then kept,
-    of which a warning tells. For places that nobody chose. Raises ValueError or OSError where there is no place at
-    all."""
+    of which a warning tells. For places that nobody chose. Raises ValueError or OSError where there is none."""
     path = Path(path)
     try:
         return private_folder(path)
@@ -84,16 +83,14 @@ def _problem(path: Path) -> str:
         return f"{path} is a link or no folder"
     if state.st_uid != os.geteuid():
         return f"{path} belongs to {_user(state.st_uid)}"
-    if state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return (
-            f"others may write to {path} (mode {stat.S_IMODE(state.st_mode):o}; chmod go-w after a look at what it has)"
-        )
+    mode = stat.S_IMODE(state.st_mode)
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to {path} (mode {mode:o}; chmod go-w after a look at what it has)"
     return ""
 
 
 def _problem_above(path: Path) -> str:
-    """Returns why a folder on the way to `path` may be renamed by anybody, "" if none; the sticky bit, as of /tmp,
-    forbids that."""
+    """Returns why anybody may rename a folder above `path`, "" if nobody; a sticky bit, as of /tmp, forbids it."""
     for folder in path.parents:
         if folder.exists():
             mode = folder.stat().st_mode

@@ -67,8 +67,7 @@ def has_secret(text: str) -> bool:
 
 
 def refuse_secrets(value: Any, what: str) -> None:
-    """Raises ValueError (one line, without the secret) where a text in nested values holds a URL with a password. what:
-    names it."""
+    """Raises ValueError (one line, without it) where a text in nested values is a URL with a password. what: its name."""
     if isinstance(value, str) and has_secret(value):
         raise ValueError(
             f"{what}: a URL may not hold a password, key or signature, as URLs are written into runs, job scripts and "
@@ -81,11 +80,8 @@ def refuse_secrets(value: Any, what: str) -> None:
 
 def scratch_folder(kind: str, url: str) -> Path:
     """Returns this machine's folder for files of a URL, which need not exist, below MATMIX_SCRATCH or the user's cache
-    folder.
-
-    kind: name of the folder above it, which is made for this user alone. Raises ValueError (one line) where others may
-    write there.
-    """
+    folder. kind: name of the folder above it, which is made for this user alone. Raises ValueError (one line) where
+    others may write there."""
     base = os.environ.get(SCRATCH_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matmix"
     url = url.rstrip("/")
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", url.rsplit("/", 1)[-1])

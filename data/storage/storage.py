@@ -21,17 +21,9 @@ from filelock import FileLock
 from matmix.data.artifacts import artifact_path
 from matmix.data.formats.base import DamagedShard, ShardInfo
 from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.storage import remote
 from matmix.data.storage.files import sha256_of, sync_directory, sync_file
 from matmix.data.storage.private import check_named, is_own, private_folder
-from matmix.data.storage.remote import (
-    FileTooLarge,
-    RemoteError,
-    RemoteFolder,
-    first_line,
-    is_url,
-    persist,
-    refuse_secrets,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +47,9 @@ class Storage:
     """
 
     def __init__(self, path: str, cache_dir: str = "") -> None:
-        refuse_secrets(path, "the path of a dataset")
+        remote.refuse_secrets(path, "the path of a dataset")
         self.path = path
-        self.remote = is_url(path) or path.startswith("dbfs:/")
+        self.remote = remote.is_url(path) or path.startswith("dbfs:/")
         if not self.remote and not Path(path).exists():
             raise FileNotFoundError(f"data path {path} does not exist; make it with `matmix prepare`")
         if not self.remote and not (Path(path) / MANIFEST_NAME).is_file():
@@ -86,9 +78,7 @@ class Storage:
 
     def file(self, name: str) -> Path:
         """Returns the local path of a file that is no shard, downloaded if need be. name: relative to the dataset.
-
-        Raises FileNotFoundError if it is missing, ValueError if the manifest's digest is another.
-        """
+        Raises FileNotFoundError if it is missing, ValueError if the manifest's digest is another."""
         target = artifact_path(self.root, name, self.path, nested=True)
 
         def is_good(path: Path) -> bool:  # hashes it once in a process
@@ -142,11 +132,9 @@ class Storage:
         return path
 
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:
-        """Returns the local path of the uncompressed shard, downloaded and decompressed if need be.
-
-        verify: compare its bytes with the manifest, and make a damaged copy in the cache again. Raises
-        FileNotFoundError if it is missing, DamagedShard if its checksum is wrong or it does not decompress.
-        """
+        """Returns the local path of the uncompressed shard, downloaded and decompressed if need be. verify: compare its
+        bytes with the manifest, and make a damaged copy in the cache again. Raises FileNotFoundError if it is missing,
+        DamagedShard if its checksum is wrong or it does not decompress."""
         compressed = self.manifest.compression is not None
         if not self.remote and not compressed:
             return self._local_shard(split, shard, verify)
@@ -174,8 +162,7 @@ class Storage:
         return self._cached(f"{split}/{Path(shard.file).stem if compressed else shard.file}", is_good, fill)
 
     def _cached(self, name: str, is_good: Callable[[Path], bool], fill: Callable[[Path], object]) -> Path:
-        """Returns the path of a file in the cache; a missing or damaged one is made by `fill`, under another name,
-        while other processes wait."""
+        """Returns a file's path in the cache. `fill` makes a missing or damaged one, while other processes wait."""
         target = artifact_path(self.cache, name, self.path, nested=True)
         if target.exists() and is_good(target):
             return target
@@ -196,7 +183,7 @@ class Storage:
                 sync_file(part)
                 os.replace(part, target)
                 sync_directory(target.parent)
-            except (FileNotFoundError, RemoteError):
+            except (FileNotFoundError, remote.RemoteError):
                 raise
             except OSError as error:
                 raise ValueError(f"cannot write {target} to the data cache ({error}); see data.cache_dir") from None
@@ -212,7 +199,7 @@ class Storage:
         try:
             if not self._download(stored, target, shard.bytes, lambda path: sha256_of(path) == shard.sha256):
                 raise DamagedShard(where, _OTHER_HASH)
-        except FileTooLarge as error:
+        except remote.FileTooLarge as error:
             raise DamagedShard(where, f"is damaged: {error}") from None
 
     def _decompress(self, source: Path, part: Path, shard: ShardInfo, stored: str) -> None:
@@ -243,38 +230,33 @@ class Storage:
 
 
 def download(url: str, target: Path, largest: int) -> None:
-    """Downloads one file of at most `largest` bytes (where the client tells the size beforehand).
-
-    Raises FileNotFoundError, FileTooLarge, ValueError if nothing installed reads such URLs, RemoteError if it cannot be
-    fetched.
-    """
+    """Downloads one file of at most `largest` bytes (where the client tells the size beforehand). Raises
+    FileNotFoundError, FileTooLarge, ValueError if nothing installed reads such URLs, RemoteError if the store fails."""
     from matmix.data.formats.mds import streaming_module
 
     folder, _, name = url.rpartition("/")
     problem = None
     if url.partition(":")[0] not in _BY_STREAMING:
         try:
-            remote = RemoteFolder(folder)
+            store = remote.RemoteFolder(folder)
         except ValueError as error:
             problem = error
         else:
-            return remote.download(name, target, largest)
+            return store.download(name, target, largest)
     downloaders = streaming_module("storage").CloudDownloader
     try:
         downloader = downloaders.get(url)
     except (ValueError, ImportError) as error:
-        raise problem or ValueError(f"cannot read {url}: {first_line(error)}") from None
+        raise problem or ValueError(f"cannot read {url}: {remote.first_line(error)}") from None
     try:
-        persist(lambda: downloader.download(url, str(target)), f"cannot download {url}")
+        remote.persist(lambda: downloader.download(url, str(target)), f"cannot download {url}")
     finally:
         downloader.clean_up()
 
 
 def decompress(source: Path, target: Path, largest: int) -> tuple[int, str]:
-    """Decompresses the zstd file `source` to `target`; returns the size of the result and its SHA-256.
-
-    Raises ValueError (a few words) where it is damaged, has a window above 128 MiB, or holds more than `largest` bytes.
-    """
+    """Decompresses the zstd file `source` to `target`; returns the size of the result and its SHA-256. Raises
+    ValueError (a few words) where it is damaged, has a window above 128 MiB, or holds more than `largest` bytes."""
     import zstandard
 
     digest, size = hashlib.sha256(), 0
@@ -291,12 +273,12 @@ def decompress(source: Path, target: Path, largest: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _cache_root(path: str, remote: bool, cache_dir: str) -> Path:
+def _cache_root(path: str, at_url: bool, cache_dir: str) -> Path:
     if cache_dir:
         check_named(cache_dir, "data.cache_dir")
         return Path(cache_dir).expanduser()
     # The first user of a dataset that several may write to owns the folder in it; the others have their own.
-    if not remote and os.access(path, os.W_OK) and is_own(Path(path) / ".cache"):
+    if not at_url and os.access(path, os.W_OK) and is_own(Path(path) / ".cache"):
         return Path(path) / ".cache"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "matmix" / "data"

@@ -29,8 +29,7 @@ for _name, _kind in GENERATED.items():
 
 
 def make_generated(config: SyntheticConfig) -> GeneratedSamples:
-    """Returns what generates samples. Raises ValueError (one line) for an unknown name, or for options that do not
-    fit."""
+    """Returns what generates samples. Raises ValueError (one line) for an unknown name or options that do not fit."""
     if config.task not in GENERATED:
         near = difflib.get_close_matches(config.task, GENERATED, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(GENERATED)}"

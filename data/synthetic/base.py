@@ -38,16 +38,13 @@ class GeneratedSamples(abc.ABC):
 
     @abc.abstractmethod
     def padding(self, rows: int, seqlen: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types that `Batch`
-        has."""
+        """Returns (inputs, labels) of rows without a sample: (rows, seqlen, ...) each, of the types of `Batch`."""
 
     @abc.abstractmethod
     def fill(self, draw: np.random.Generator, inputs: np.ndarray, labels: np.ndarray, mask: int | None) -> None:
         """Writes one sample into a row of `padding`: inputs and labels, both (seqlen, ...). draw: all that is random.
-
         mask: id of the mask token (`mask_id`), for the bidirectional form; None for the causal one, whose labels stand
-        at the positions that predict them.
-        """
+        at the positions that predict them."""
 
     mask_id = 0
     """What `fill` is given as the mask in the bidirectional form; without meaning where the inputs are no tokens."""

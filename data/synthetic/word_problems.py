@@ -40,8 +40,7 @@ def cycles(permutation: Permutation) -> str:
 
 @cache
 def group(degree: int, even: bool) -> tuple[tuple[Permutation, ...], np.ndarray]:
-    """Returns the elements of the group, first the one that moves nothing, and int64 (n, n): the number of each
-    product."""
+    """Returns the elements of the group, the one that moves nothing first, and the products' numbers, int64 (n, n)."""
     elements = tuple(p for p in permutations(range(degree)) if not even or is_even(p))
     number = {element: index for index, element in enumerate(elements)}
     products = [[number[tuple(second[image] for image in first)] for second in elements] for first in elements]

@@ -102,10 +102,8 @@ class PicturePreparation(Preparation):
         images = manifest.images
         counts = images.counts["train"]
         names = ", ".join(images.classes[:6]) + (", ..." if len(images.classes) > 6 else "")
-        sizes = ", ".join(
-            f"{side} {least} to {most}"
-            for side, (least, _, most) in (("width", images.width), ("height", images.height))
-        )
+        sides = {"width": images.width, "height": images.height}
+        sizes = ", ".join(f"{side} {least} to {most}" for side, (least, _, most) in sides.items())
         mean, spread = (" ".join(f"{value:.3f}" for value in values[:3]) for values in (images.mean, images.std))
         lines = [
             ("classes", f"{len(images.classes):,} ({names}), {min(counts):,} to {max(counts):,} pictures each"),

@@ -74,11 +74,9 @@ def decode(raw: bytes, name: str, first_line: int) -> str:
 
 
 def split_text(text: str, max_chars: int) -> list[str]:
-    """Cuts a text into pieces of at most `max_chars` characters; joined, they are the text.
-
-    Each cut is the last one possible: after a blank line, or else a line, or else a space, or else anywhere. A kind of
-    cut that would leave less than a quarter of `max_chars` gives way to the next kind.
-    """
+    """Cuts a text into pieces of at most `max_chars` characters; joined, they are the text. Each cut is the last one
+    possible: after a blank line, or else a line, or else a space, or else anywhere. A kind of cut that would leave less
+    than a quarter of `max_chars` gives way to the next kind."""
     pieces: list[str] = []
     start = 0
     while len(text) - start > max_chars:

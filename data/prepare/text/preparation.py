@@ -149,10 +149,8 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) ->
 
 def usable_fraction(fraction: float, sources: Sequence[TextFile]) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
-    that gives it the document of the smallest hash.
-
-    Reads until both splits have a document. Raises ValueError (one line) where one of them would get none.
-    """
+    that gives it the document of the smallest hash. Reads until both splits have a document. Raises ValueError (one
+    line) where one of them would get none."""
     if not fraction:
         return fraction
     smallest, largest, documents = base.HASHES, -1, 0
@@ -191,11 +189,10 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Token
         check_broken(TextPreparation, met, 0)
         raise empty_input(TextPreparation, [source.name for source in sources])
     most = "at most " if config.model_type == "char" else ""
-    logger.info(
-        f"training a {config.model_type} tokenizer of {most}{config.vocab_size:,} ids on "
-        f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB of text from {len(sources)} "
-        f"{'file' if len(sources) == 1 else 'files'}"
-    )
+    size = f"{sum(len(text.encode()) for text in texts) / 1e6:.1f} MB"
+    files = "1 file" if len(sources) == 1 else f"{len(sources)} files"
+    wanted = f"a {config.model_type} tokenizer of {most}{config.vocab_size:,} ids"
+    logger.info(f"training {wanted} on {size} of text from {files}")
     with tempfile.TemporaryDirectory() as scratch:
         return train_in(Path(scratch), texts, {name: getattr(config, name) for name in OF_TRAINING})
 
@@ -221,11 +218,9 @@ def _sample(megabytes: float, sources: Sequence[TextFile], met: Progress) -> Ite
 
 
 def train_in(folder: Path, texts: Sequence[str], options: dict[str, Any]) -> Tokenizer:
-    """Returns the tokenizer that `train_sentencepiece` makes of texts. folder: for scratch files.
-
-    A long training has a process of its own, so that whoever waits for it can end it: sentencepiece trains in C++,
-    which does not look for signals. Raises ValueError as `train_sentencepiece` does, RuntimeError if it was killed.
-    """
+    """Returns the tokenizer that `train_sentencepiece` makes of texts. folder: for scratch files. A long training has a
+    process of its own, so that whoever waits for it can end it: sentencepiece trains in C++, which does not look for
+    signals. Raises ValueError as `train_sentencepiece` does, RuntimeError if it was killed."""
     model = folder / "tokenizer.model"
     if sum(len(text) for text in texts) <= _FEW:
         return train_sentencepiece(texts, model, **options)

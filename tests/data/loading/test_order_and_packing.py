@@ -37,7 +37,7 @@ def order_of(shards, seed=1, shuffle=True, shuffle_block=2, extra=1) -> Order:
 
 def packing_of(kind, shards, *, seqlen, causal=True, prefix=None, suffix=None, seed=0, keep_last=False, **options):
     reading = Reading(seed=seed, one_pass=keep_last)
-    return kind(shards, DataConfig(seqlen=seqlen, **options), reading, causal=causal, prefix=prefix, suffix=suffix)
+    return kind(shards, DataConfig(seqlen=seqlen, **options), reading, causal, (prefix, suffix))
 
 
 def documents(order: Order, epoch: int) -> list[tuple[int, int]]:
