@@ -41,9 +41,9 @@ class _Package(ModuleType):
 
 
 def streaming_module(name: str) -> ModuleType:
-    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first. `import
-    streaming` imports transformers, scikit-learn and scipy: more than half of what each reading process would import.
-    For everybody else the library is whole, loaded when it is used. Raises ImportError where it is not installed."""
+    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first
+    (transformers, scikit-learn and scipy: more than half of what each reading process would import). For everybody else
+    the library is whole, loaded when it is used. Raises ImportError where it is not installed."""
     for package in ("streaming", "streaming.base"):
         if package not in sys.modules and (spec := importlib.util.find_spec(package)):
             module = importlib.util.module_from_spec(spec)

@@ -67,7 +67,7 @@ def has_secret(text: str) -> bool:
 
 
 def refuse_secrets(value: Any, what: str) -> None:
-    """Raises ValueError (one line, without it) where a text in nested values is a URL with a password. what: its name."""
+    """Raises ValueError (one line, without it) where a text in nested values is a URL with a secret. what: its name."""
     if isinstance(value, str) and has_secret(value):
         raise ValueError(
             f"{what}: a URL may not hold a password, key or signature, as URLs are written into runs, job scripts and "
