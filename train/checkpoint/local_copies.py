@@ -34,14 +34,8 @@ from matmix.train.checkpoint.save import RankState, write_checkpoint
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, remove_checkpoint, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.kinds import files_of
-from matmix.train.process.distributed import (
-    FolderGroup,
-    agree,
-    complaint,
-    from_rank_zero,
-    gather_objects,
-    rank_and_world_size,
-)
+from matmix.train.process import distributed
+from matmix.train.process.distributed import FolderGroup, agree, complaint, from_rank_zero, gather_objects
 
 if TYPE_CHECKING:
     from matmix.train.config import CheckpointConfig
@@ -67,7 +61,7 @@ class LocalCopies:
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rsplit("/", 1)[-1])[:64]
         self._of_run = self._base / f"{stem}-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self.folder = self._of_run  # of this node, once `_open` has looked who else is here
-        self._node, self._is_first = FolderGroup.of_node(), rank_and_world_size()[0] == 0
+        self._node, self._is_first = FolderGroup.of_node(), distributed.rank_and_world_size()[0] == 0
         self._leaders: list[int] = []  # the rank that leads each node, in order of the nodes' numbers
         self._number = 0  # of this node in that order
         self.start = ""
@@ -126,8 +120,9 @@ class LocalCopies:
         manifest that this one did. Raises OSError on all ranks that says what is wrong with the copy."""
         if len(set(filter(None, said))) > 1:
             raise OSError("the nodes hold different ones")
-        path, holder = self.path(step), next(rank for rank, value in enumerate(said) if value)
-        raw = gather_objects(raw if rank_and_world_size()[0] == holder else b"")[holder]
+        path, rank = self.path(step), distributed.rank_and_world_size()[0]
+        holder = next(holder for holder, value in enumerate(said) if value)
+        raw = gather_objects(raw if rank == holder else b"")[holder]
         manifest = parse_json(raw, path)
         files, layout = manifest["files"], manifest["layout"]
         held = self._whole(path, files, list(files))
@@ -135,9 +130,8 @@ class LocalCopies:
         agree(lambda: _remove(path, files.keys() - held[self._number]), here=self._node.leads)
         lost = [name for name in files if not any(name in names for names in held)]
         if lost:
-            raise OSError(
-                f"{len(lost)} of its {len(files)} files are damaged or with no node that is here, such as {lost[0]}"
-            )
+            what = f"{len(lost)} of its {len(files)} files are damaged or with no node that is here"
+            raise OSError(f"{what}, such as {lost[0]}")
         fits = layout["engine"] == engine.kind and layout["shapes"] == engine.shapes()
         reader = files_of(layout["engine"])
         shards = reader.shards(files) if fits else set()
@@ -145,7 +139,7 @@ class LocalCopies:
         if shards:
             try:
                 tensors = dict(engine.named_tensors())
-                wanted = agree(lambda: reader(path, layout).files_for(tensors))[rank_and_world_size()[0]]
+                wanted = agree(lambda: reader(path, layout).files_for(tensors))[rank]
             except ValueError as error:
                 raise OSError(complaint(error)) from None
             self._fetch(path, files, held, [set().union(*parts) for parts in self._by_node(wanted)])
@@ -217,8 +211,7 @@ class LocalCopies:
     # -- while training ----------------------------------------------------------------------------------
 
     def has_room(self, size: int) -> bool:
-        """Returns whether every node has room for two copies of such a `size`; else no more are made, and a line says
-        so."""
+        """Returns whether every node has room for two copies of such a `size`; else says that no more are made."""
         sizes = [sum(parts) for parts in self._by_node(size)]
         if self._shares:
             sizes = [own + sizes[number - 1] for number, own in enumerate(sizes)]
@@ -331,7 +324,5 @@ def _memory_folder() -> Path:
 def _require_room(folder: Path, size: int) -> None:
     """Raises OSError unless `folder` takes so many bytes more."""
     if (free := free_bytes(folder)) < size:
-        raise OSError(
-            f"{folder} on {socket.gethostname()} has room for {free / 1e9:.3g} GB, not for the {size / 1e9:.3g} GB "
-            "that are to be written there"
-        )
+        room = f"room for {free / 1e9:.3g} GB, not for the {size / 1e9:.3g} GB that are to be written there"
+        raise OSError(f"{folder} on {socket.gethostname()} has {room}")

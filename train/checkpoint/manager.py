@@ -13,16 +13,11 @@ import torch.distributed as dist
 
 from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
+from matmix.train.checkpoint import save
 from matmix.train.checkpoint.files import check_shapes, find_problem
 from matmix.train.checkpoint.local_copies import START, LocalCopies
 from matmix.train.checkpoint.manifest import GENERATORS, check_sizes, read_manifest
-from matmix.train.checkpoint.save import (
-    BackgroundSave,
-    RankState,
-    read_generators,
-    restore_generators,
-    write_checkpoint,
-)
+from matmix.train.checkpoint.save import BackgroundSave, RankState
 from matmix.train.checkpoint.steps import LEFTOVERS, list_steps, remove_checkpoint, step_name, step_of
 from matmix.train.engine.base import Engine
 from matmix.train.engine.full_tensors import KIND as FULL_TENSORS
@@ -135,8 +130,7 @@ class CheckpointManager:
 
     def save(self, step: int, engine: Engine, extra: dict[str, Any]) -> Path | None:
         """Writes a checkpoint and removes those that need not be kept. Waits first for a save that is running. extra:
-        JSON values that `load` gives back. Returns the path, or None when the storage failed: then nothing has changed
-        but for one line of warning."""
+        JSON values that `load` gives back. Returns the path, or None, with a warning, when the storage failed."""
         self.wait()
         state = RankState.collect(step, engine, extra, copy=False)
         return self.path(step) if self._complete(state, None) else None
@@ -147,18 +141,14 @@ class CheckpointManager:
         running = self._running
         if running is not None and not running.saved.done() and not running.local and not self._said_slow:
             self._said_slow = True
-            logger.warning(
-                f"at step {step} the checkpoint of step {running.step} is still being written, and "
-                f"training waits for it: raise checkpoint.every, or use faster storage (said once)"
-            )
+            slow = f"the checkpoint of step {running.step} is still being written, and training waits for it"
+            logger.warning(f"at step {step} {slow}: raise checkpoint.every, or use faster storage (said once)")
         self.wait()
         if (state := self._copied(step, engine, extra)) is not None:
             self._begin(state, engine, self._complete)
             return
-        logger.warning(
-            f"there is no host memory for a copy of the state: training waits while step {step} is saved; "
-            f"checkpoint.asynchronous = false spares the try"
-        )
+        waits = f"training waits while step {step} is saved; checkpoint.asynchronous = false spares the try"
+        logger.warning(f"there is no host memory for a copy of the state: {waits}")
         self.save(step, engine, extra)
 
     def begin_copy(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
@@ -198,8 +188,7 @@ class CheckpointManager:
         return None
 
     def wait(self) -> int | None:
-        """Waits for a save in the background; returns its step if the storage failed, else None. Raises other
-        errors."""
+        """Waits for a save in the background; returns its step if the storage failed. Raises other errors."""
         running, self._running = self._running, None
         if running is None or running.saved.result():
             return None
@@ -222,7 +211,7 @@ class CheckpointManager:
         step, target, leads = state.step, self.path(state.step), self.store.folder.leads
         temporary = target.with_name(f".tmp-{target.name}")
         try:
-            write_checkpoint(state, temporary, target, group, self.store.folder)
+            save.write_checkpoint(state, temporary, target, group, self.store.folder)
             self.store.publish(step, group)
         except OSError as error:
             if leads:
@@ -286,10 +275,9 @@ class CheckpointManager:
             raise ValueError(f"{first_problem}; no checkpoint in {where} is valid: restore one, or use another run_dir")
         recorded = from_rank_zero(None if self.record is None else _recorded_step(self.record))
         if recorded is not None and not self.start_over:
-            raise ValueError(
-                f"this run has saved a checkpoint of step {recorded}, but {where} holds none: put them back, use "
-                f"another run_dir, or begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
-            )
+            problem = f"this run has saved a checkpoint of step {recorded}, but {where} holds none"
+            again = "begin again at step 0 with --checkpoint.start-over True (records are moved aside)"
+            raise ValueError(f"{problem}: put them back, use another run_dir, or {again}")
         return None
 
     def load(self, path: str | Path, engine: Engine) -> dict[str, Any]:
@@ -303,16 +291,16 @@ class CheckpointManager:
         manifest = read_manifest(path)
         layout, rank = manifest["layout"], engine.mesh.batch_rank
         if layout["engine"] not in (engine.kind, FULL_TENSORS):
-            run, there, here = path.parent.parent, files_of(layout["engine"]), files_of(engine.kind)
-            raise ValueError(
-                f"checkpoint {path} was written with engine.name = {there.engine_names} and cannot be continued with "
-                f"{here.engine_names} as it is: set engine.name accordingly, or go on from the run that "
-                f"`{shell_line('matmix', 'checkpoints', 'convert', run, '--out', f'{run}-converted')}` makes"
-            )
+            run = path.parent.parent
+            there, here = files_of(layout["engine"]).engine_names, files_of(engine.kind).engine_names
+            convert = shell_line("matmix", "checkpoints", "convert", run, "--out", f"{run}-converted")
+            problem = f"was written with engine.name = {there} and cannot be continued with {here} as it is"
+            advice = f"set engine.name accordingly, or go on from the run that `{convert}` makes"
+            raise ValueError(f"checkpoint {path} {problem}: {advice}")
         check_shapes(path, layout["shapes"], engine.shapes())
-        generators = read_generators(path / GENERATORS, rank)
+        generators = save.read_generators(path / GENERATORS, rank)
         agree(lambda: engine.load(open_full(path, layout)))
-        restore_generators(generators, rank)
+        save.restore_generators(generators, rank)
         if self.copies is not None:
             self.copies.follow(path)
         return manifest["extra"]

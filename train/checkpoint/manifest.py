@@ -76,8 +76,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(raw: bytes, directory: Path) -> dict[str, Any]:
-    """Returns the manifest that `raw` holds. Raises ValueError (one line) for a wrong root, form or directory's
-    name."""
+    """Returns the manifest that `raw` holds. Raises ValueError (one line) for a wrong root, form or directory name."""
     damaged = f"checkpoint {directory} is damaged: its {MANIFEST}"
     end = len(_HEAD) + 64
     if raw.startswith(_HEAD) and hashlib.sha256(raw[end:]).hexdigest().encode() != raw[len(_HEAD) : end]:
@@ -206,7 +205,7 @@ def list_checkpoints(directory: str | Path, *, verify: Callable[[Path], str | No
 
 
 def _describe(path: Path, step: int, verify: Callable[[Path], str | None] | None) -> CheckpointFacts:
-    problem, size = None, 0
+    problem, size, said = None, 0, {}
     try:
         problem = check_sizes(path) if verify is None else verify(path)
     except (ValueError, OSError) as error:
@@ -215,21 +214,13 @@ def _describe(path: Path, step: int, verify: Callable[[Path], str | None] | None
         for name in names:
             with contextlib.suppress(OSError):  # removed meanwhile
                 size += (Path(folder) / name).stat().st_size
-    facts = CheckpointFacts(path=path, step=step, problem=problem, size=size)
-    try:
+    with contextlib.suppress(ValueError, KeyError, AttributeError, OSError):  # what it says is not known
         manifest = read_manifest(path)
         layout, extra = manifest["layout"], manifest["extra"]
         if (unit := extra.get("unit")) is None:
             from matmix.train.tasks import unit_of  # late: tasks import torch
 
             unit = unit_of(str(extra.get("config", {}).get("objective", {}).get("name")))
-        return dataclasses.replace(
-            facts,
-            tokens=extra.get("train_state", {}).get("tokens"),
-            unit=unit,
-            engine=title(layout),
-            ranks=layout.get("world_size"),
-            written=manifest["written"],
-        )
-    except (ValueError, KeyError, AttributeError, OSError):
-        return facts
+        writer = {"engine": title(layout), "ranks": layout["world_size"], "written": manifest["written"]}
+        said = {"tokens": extra.get("train_state", {}).get("tokens"), "unit": unit, **writer}
+    return CheckpointFacts(path=path, step=step, problem=problem, size=size, **said)

@@ -45,20 +45,15 @@ class RankState:
 
 
 def write_checkpoint(
-    state: RankState,
-    temporary: Path,
-    target: Path,
-    group: dist.ProcessGroup | None = None,
-    folder: FolderGroup | None = None,
+    state: RankState, temporary: Path, target: Path, group: dist.ProcessGroup | None, folder: FolderGroup
 ) -> None:
     """Writes into `temporary` and gives that the name `target`: until then no reader sees any of it. Each part is done
     on all ranks before the next.
 
-    group: as for `distributed.gather_objects`. folder: which ranks share these folders, by default all; where they do
-    not, each folder gets what its ranks write and a manifest of all files. Raises OSError on every rank where the
-    storage of one failed; then `temporary` may be left.
+    group: as for `distributed.gather_objects`. folder: which ranks share these folders; where not all do, each gets
+    what its ranks write and a manifest of all files. Raises OSError on every rank where the storage of one failed; then
+    `temporary` may be left.
     """
-    folder = folder or FolderGroup.of_all()
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,7 @@ from matmix.data.loading.batch import Batch
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.engine.clipping import clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
-from matmix.train.engine.full_state import FullState, fill, load_weights, state_to_fill
+from matmix.train.engine.full_state import MODEL, FullState, fill, state_to_fill
 from matmix.train.engine.mesh import Mesh
 from matmix.train.optim.averaging import swap_average
 from matmix.train.optim.base import Optimizer, full_shape, is_sharded, local_part
@@ -60,8 +60,7 @@ class HostMemory:
     @torch.no_grad()
     def copy(self, state: State) -> State:
         """Returns a copy of `state` on the CPU that nothing changes until the next one; memory that tensors share is
-        shared. state: dicts, lists and tuples in each other, with tensors, DTensors and anything else that can be
-        copied."""
+        shared. state: dicts, lists and tuples in each other, with tensors, DTensors and anything that can be copied."""
         values, structure = tree_flatten(state)
         seen: dict[tuple[Any, ...], torch.Tensor] = {}
         for place, value in enumerate(values):
@@ -88,8 +87,7 @@ class HostMemory:
 
 
 def find_os_error(error: BaseException | None) -> OSError | None:
-    """Returns the OSError that `error` is, was caused by, or hides (torch's failed writes are RuntimeErrors), or
-    None."""
+    """Returns the OSError that `error` is, was caused by or hides (torch's failed writes are RuntimeErrors), if any."""
     seen = error
     while seen is not None:
         if isinstance(seen, OSError):
@@ -195,11 +193,12 @@ class Engine(abc.ABC):
 
     def load_weights(self, state: FullState) -> None:
         """Takes over the weights and buffers that `state` has; others stay as they are, as do rows that it lacks."""
-        load_weights(self.named_tensors(), state)
+        for name, tensor in self.named_tensors():
+            if MODEL + name in state.entries:
+                fill(tensor.detach(), state, MODEL + name)
 
     def layout(self) -> dict[str, Any]:
-        """Returns what a checkpoint's reader must know: kind of engine, number of ranks, names and shapes of all
-        tensors."""
+        """Returns what a checkpoint's reader must know: kind of engine, number of ranks, shapes of all tensors."""
         return {"engine": self.kind, "world_size": self.world_size, "shapes": self.shapes()}
 
     kind: str

@@ -14,11 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms
-from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, layout_of_moments
-from matmix.train.engine.mesh import Mesh
 from matmix.train.optim.base import is_sharded
-from matmix.train.process.distributed import Distributed
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -29,10 +26,9 @@ class FsdpEngine(Engine):
 
     kind = "torch"
 
-    def __init__(self, config: EngineConfig, distributed: Distributed, mesh: Mesh) -> None:
-        super().__init__(config, distributed, mesh)
-        self.spread = mesh.spread
-        """The ranks that share weights and sum gradients, (copies, parts); None in a single process."""
+    @property
+    def spread(self) -> DeviceMesh | None:
+        return self.mesh.spread
 
     def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
         meta = is_on_meta(model)

@@ -184,19 +184,11 @@ def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
         tensor[:rows].copy_(values)
 
 
-def load_weights(tensors: Iterable[tuple[str, torch.Tensor]], state: FullState) -> None:
-    """Fills those parameters and buffers, given with their names, that `state` has, in place."""
-    for name, tensor in tensors:
-        if MODEL + name in state.entries:
-            fill(tensor.detach(), state, MODEL + name)
-
-
 def kept_entries(
     state: FullState, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, list[str]]:
-    """Returns what of `state.moments()` `optimizer` takes up. Raises ValueError (one line) where it is another
-    optimizer's. parameters: the model's, by name. An average of the weights may be missing, and is left where none is
-    kept."""
+    """Returns what of `state.moments()` `optimizer` takes up; an average of the weights may be missing, and is left
+    where none is kept. parameters: the model's. Raises ValueError (one line) where it is another optimizer's."""
     known, held = optimizer.entries(parameters), state.moments()
     for name, entries in held.items():
         theirs = {entry: shape for entry, shape in entries.items() if entry not in ENTRIES}

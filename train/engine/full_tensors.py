@@ -30,8 +30,7 @@ class TensorFiles(FullState):
     """Tensors in .safetensors files, of which only the rows that are asked for are read."""
 
     def __init__(self, paths: Iterable[Path], damaged: str) -> None:
-        """damaged: the beginning of errors. Raises ValueError (one line) for an unknown format or dtype, or a tensor
-        twice."""
+        """damaged: the beginning of errors. Raises ValueError (one line) for an unknown format or a tensor twice."""
         self.entries: dict[str, Entry] = {}
         self._files = {}
         for path in paths:
@@ -41,12 +40,11 @@ class TensorFiles(FullState):
                 raise ValueError(f"{damaged}: {path.name}: {error}") from None
             for key in file.keys():  # noqa: SIM118 (not a dict)
                 piece = file.get_slice(key)
-                if piece.get_dtype() not in _DTYPES:
-                    dtype = piece.get_dtype()
+                if (dtype := piece.get_dtype()) not in _DTYPES:
                     raise ValueError(f"{damaged}: {path.name}: {key!a} has an unknown dtype, {dtype}")
                 if key in self.entries:
                     raise ValueError(f"{damaged}: {path.name}: {key!a} stands in another file, too")
-                self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[piece.get_dtype()])
+                self.entries[key] = Entry(tuple(piece.get_shape()), _DTYPES[dtype])
                 self._files[key] = file
 
     def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
@@ -58,9 +56,8 @@ class FullTensorFiles(TensorFiles, CheckpointFiles):
     """Reads what `write_full` wrote."""
 
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        directory = checkpoint / SUBDIRECTORY
         layout = {**layout, "moments": {}} if weights_only else layout
-        paths = sorted(directory.glob("*.safetensors"))
+        paths = sorted((checkpoint / SUBDIRECTORY).glob("*.safetensors"))
         wanted = [path for path in paths if not (weights_only and path.name.startswith(_MOMENTS))]
         super().__init__(wanted, f"checkpoint {checkpoint} is damaged")
         try:

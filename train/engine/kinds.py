@@ -62,10 +62,6 @@ class Sizes:
     moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
     accumulation: int  # micro-batches of a step
 
-    @property
-    def accumulates(self) -> bool:
-        return self.accumulation > 1
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
@@ -94,7 +90,7 @@ def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """Returns what a rank holds of a model."""
     if engine.kind == "deepspeed" and engine.zero_stage:
         return _held_by_zero(engine.zero_stage, ranks, sizes)
-    again, whole = sizes.accumulates, sizes.parameters
+    again, whole = sizes.accumulation > 1, sizes.parameters
     if ranks == 1 or engine.kind == "deepspeed":  # everything
         return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
     parts, near = MeshShape.of(engine, ranks).parts, sizes.outside + 2 * sizes.block
@@ -121,8 +117,7 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
 
 
 def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """Returns what several ranks send in a step: parts of a copy gather weights and sum gradients, copies sum those of
-    parts."""
+    """Returns what ranks send in a step: parts of a copy gather weights and sum gradients, copies sum those."""
     if engine.kind == "deepspeed" and engine.zero_stage:
         return _sent_by_zero(engine.zero_stage, ranks, sizes)
     shape, exchanges = MeshShape.of(engine, ranks), []
@@ -140,8 +135,8 @@ def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
 
 
 def _sent_by_zero(stage: int, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """From stage 2 on gradients are summed at every micro-batch, as no rank keeps whole ones to add to. Stage 3 gathers
-    weights for each pass."""
+    """From stage 2 on gradients are summed at every micro-batch: no rank keeps whole ones. Stage 3 gathers weights for
+    each pass."""
     part = (ranks - 1) / ranks * sizes.parameters
     reductions = sizes.accumulation if stage >= 2 else 1
     gathers = 2 * sizes.accumulation if stage == 3 else 1

@@ -41,9 +41,8 @@ def dimensions_of(config: EngineConfig, ranks: int) -> tuple[Dimension, ...]:
     node. Raises ValueError (one line) where the ranks cannot be laid out so."""
     copies = config.replicate if config.name == "fsdp2" else ranks  # DeepSpeed cuts copies by itself
     if ranks % copies:
-        raise ValueError(
-            f"engine.replicate = {copies} does not divide the {ranks} ranks of this run; use a divisor of {ranks}"
-        )
+        problem = f"engine.replicate = {copies} does not divide the {ranks} ranks of this run"
+        raise ValueError(f"{problem}; use a divisor of {ranks}")
     return Dimension("replicate", copies), Dimension("shard", ranks // copies, shards=True)
 
 
@@ -165,8 +164,7 @@ class Mesh(MeshShape):
 
 
 def make_mesh(config: EngineConfig, distributed: Distributed) -> Mesh:
-    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) if their number does not
-    fit."""
+    """Lays out the ranks of a run, on all of them together. Raises ValueError (one line) if they do not fit."""
     return Mesh(dimensions_of(config, distributed.world_size), distributed.rank, distributed.device)
 
 

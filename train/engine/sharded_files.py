@@ -42,7 +42,13 @@ class ShardedFiles(CheckpointFiles):
 
     def __init__(self, checkpoint: Path, layout: Mapping[str, Any], *, weights_only: bool = False) -> None:
         self.directory = checkpoint / SUBDIRECTORY
-        self.entries, self.chunks = read_index(self.directory, layout)
+        damaged = f"checkpoint {self.directory} is damaged: its index {INDEX}"
+        try:
+            self.entries, self.chunks = _checked(read_json(self.directory / INDEX), self.directory, layout)
+        except FileNotFoundError:
+            raise ValueError(f"{damaged}, or a file in it, is missing") from None
+        except _OF_NONSENSE as error:
+            raise ValueError(f"{damaged}: {' '.join(str(error).split()) or type(error).__name__}") from None
 
     def _read_rows(self, key: str, first: int, last: int) -> torch.Tensor:
         entry = self.entries[key]
@@ -106,20 +112,9 @@ class ShardedFiles(CheckpointFiles):
         return [name for name in files if not name.startswith(f"{SUBDIRECTORY}/{MOMENTS}")]
 
 
-def read_index(directory: Path, layout: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, list[Chunk]]]:
-    """Returns exactly the tensors that the `layout` names, and the chunks of each. Raises ValueError (one line) for
-    others."""
-    try:
-        return _checked(read_json(directory / INDEX), directory, layout)
-    except FileNotFoundError:
-        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}, or a file in it, is missing") from None
-    except _OF_NONSENSE as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"checkpoint {directory} is damaged: its index {INDEX}: {text}") from None
-
-
 def _checked(plain: Any, directory: Path, layout: Mapping[str, Any]) -> tuple[dict[str, Entry], dict[str, list[Chunk]]]:
-    """Takes values that may be anything. Raises any of `_OF_NONSENSE`."""
+    """Returns exactly the tensors that the layout names, and the chunks of each, from values that may be anything.
+    Raises any of `_OF_NONSENSE`."""
     entries = {key: Entry(_counts(entry["shape"]), _DTYPES[entry["dtype"]]) for key, entry in plain.items()}
     check_entries({key: entry.shape for key, entry in entries.items()}, layout)
     sizes: dict[str, int] = {}  # bytes of the files looked at so far

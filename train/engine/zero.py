@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,15 +128,6 @@ class ZeroEngine(Engine):
         return Snapshot(self.host.copy(contents) if copy else contents, write_files)
 
 
-class _Fragment(NamedTuple):
-    """Elements of a tensor that lie on this rank."""
-
-    name: str
-    start: int  # in the tensor
-    numel: int
-    offset: int  # where they lie in the flat tensor of the group
-
-
 class PartitionedEngine(ZeroEngine):
     """The same at stages 1 to 3, where the optimizer's groups are flat and each rank updates a part of each.
 
@@ -171,11 +162,9 @@ class PartitionedEngine(ZeroEngine):
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
         limits = clip_limits(self.optimizer.param_groups, max_norm)
-        self.optimizer.clip_grad, norm = 0.0, None
-        if len(limits) == 1:
-            self.optimizer.clip_grad = limits.popitem()[1]  # the whole is one group: DeepSpeed clips it
-        else:
-            norm = self._clip_apart(limits)
+        norm = None if len(limits) == 1 else self._clip_apart(limits)
+        # Where the whole is one group, DeepSpeed clips it.
+        self.optimizer.clip_grad = next(iter(limits.values())) if norm is None else 0.0
         self.model.step()  # leaves everything as it is when the norm is not finite
         if self.optimizer.overflow:
             norm = math.inf
@@ -219,8 +208,7 @@ class PartitionedEngine(ZeroEngine):
 
     @torch.no_grad()
     def load(self, state: FullState) -> None:
-        """Does what other engines do. Raises ValueError also where one number of each kind for each group, all that
-        DeepSpeed has room for, is not enough."""
+        """Raises ValueError also where a group needs more than one number of each kind, all that it has room for."""
         own, parameters = self.optimizer.optimizer, dict(self.module.named_parameters())
         held = kept_entries(state, own, parameters)
         names = {parameter: name for name, parameter in parameters.items()}
@@ -238,8 +226,8 @@ class PartitionedEngine(ZeroEngine):
                 if entry == AVERAGE:
                     tensor.copy_(flat)  # those that have none yet begin with the weights
                 if tensor.shape:
-                    for name, start, numel, offset in self._fragments(group, names):
-                        if name in held:
+                    for parameter, start, numel, offset in self._fragments(group):
+                        if (name := names[parameter]) in held:
                             _copy(tensor, offset, state, f"{OPTIMIZER}{name}.{entry}", start, numel)
                 else:
                     tensor.fill_(numbers[index][entry])
@@ -259,19 +247,19 @@ class PartitionedEngine(ZeroEngine):
                     fill(tensor.detach(), state, MODEL + name)
             self.optimizer.refresh_fp32_params()
 
-    def _fragments(self, group: list[torch.Tensor], names: Mapping[torch.Tensor, str]) -> Iterator[_Fragment]:
-        """Yields what lies here of the tensors of a group; at stage 3 an equal part of each, that of the last rank
-        padded."""
+    def _fragments(self, group: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int, int]]:
+        """Yields (parameter, start in it, elements, offset in the flat tensor) of what lies here of a group; at stage 3
+        an equal part of each parameter, that of the last rank padded."""
         offset = 0
         for parameter in group:
             if self.third:
                 part = parameter.partition_numel()
                 start = self.rank * part
-                yield _Fragment(names[parameter], start, min(part, parameter.ds_numel - start), offset)
+                yield parameter, start, min(part, parameter.ds_numel - start), offset
                 offset += part
             elif parameter._hp_mapping is not None:
                 here, there = parameter._hp_mapping.lp_fragment_address, parameter._hp_mapping.hp_fragment_address
-                yield _Fragment(names[parameter], here.start, here.numel, there.start)
+                yield parameter, here.start, here.numel, there.start
 
 
 def _numbers(updated: list[str], held: Mapping[str, list[str]], state: FullState) -> dict[str, float]:

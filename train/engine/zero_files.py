@@ -42,8 +42,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _holding(directory: Path) -> Iterator[None]:
-    """Turns what files of another form raise into a ValueError (one line). They are none by accident: hashes were
-    right."""
+    """Turns what files of another form raise into a ValueError (one line); by accident they are none: hashes hold."""
     try:
         yield
     except _OF_NONSENSE as error:

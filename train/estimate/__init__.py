@@ -24,10 +24,7 @@ FLOAT = 4  # bytes of an element of weights, gradients and moments
 
 class LiveBytes(TorchDispatchMode):
     """While active: counts bytes of living storages that ops have made, a record after every op, and the ops that
-    compute.
-
-    Freed storages report themselves through weak references, so that a step of thousands of ops costs no search.
-    """
+    compute. Freed storages report themselves, so that a step of thousands of ops costs no search."""
 
     def __init__(self, module: nn.Module, batch: Batch) -> None:
         super().__init__()
@@ -106,12 +103,8 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) ->
     mode = mode or checkpointing_mode(config)
     with FakeTensorMode():
         model = build_model(config.model, device="cpu")
-        checkpoint_activations(
-            model,
-            "selective" if mode == "selective by op" else mode,
-            selective_by="op" if mode == "selective by op" else "block",
-            every=engine.selective_every,
-        )
+        kind, by = ("selective", "op") if mode == "selective by op" else (mode, "block")
+        checkpoint_activations(model, kind, selective_by=by, every=engine.selective_every)
         task = config.task()
         inputs = config.model.model_class.example_inputs(config.model, batch, config.data.seqlen)
         example = task.example_batch(inputs)

@@ -4,10 +4,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-import torch
-
 from matmix.model import build_model
-from matmix.model.backbone import Backbone
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import Sizes
 from matmix.train.engine.kinds import held as held_on_rank
@@ -52,16 +49,13 @@ class Plan:
         """Says in words what a step reads."""
         if self.units_per_step == config.global_batch_size:
             return f"{config.global_batch_size} {self.unit}"
-        return (
-            f"{config.global_batch_size} sequences of {config.data.seqlen} = {short_number(self.units_per_step)} "
-            f"{self.unit}"
-        )
+        units = f"{short_number(self.units_per_step)} {self.unit}"
+        return f"{config.global_batch_size} sequences of {config.data.seqlen} = {units}"
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """Returns `config` with vocabulary and outputs: where they are left to the data, the data's if it is on this
-    machine, else usual ones. Raises ValueError (one line) for a damaged manifest, or generated samples that do not
-    fit."""
+    machine, else usual ones. Raises ValueError for a damaged manifest, or generated samples that do not fit."""
     model, facts = config.model, config.modality.facts_here(config.data)
     if model.model_class.takes_head and not model.head.outputs and facts.outputs:
         model = with_outputs(model, facts)
@@ -94,28 +88,23 @@ def vocabulary_words(config: RunConfig) -> str:
     return f"vocabulary {size}, {'the data' if known else 'assumed, training takes the data'}'s"
 
 
-def kept_tensors(config: RunConfig, model: Backbone) -> list[torch.Tensor]:
-    """Returns what the optimizer will keep of the parameters of `model`, but for numbers, on the meta device."""
-    optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
-    states = optimizer.entries(dict(model.named_parameters())).values()
-    return [tensor for state in states for tensor in state.values() if tensor.dim()]
-
-
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
-    """Plans `config` on `ranks` processes; mode: of checkpointing activations. Raises ValueError if they do not divide
-    the batch."""
+    """Plans `config` on `ranks` processes, which must divide the batch; mode: of checkpointing activations."""
     config = with_vocabulary(config)
     model = build_model(config.model, device="meta")
     task, data_size = config.task(), config.data_size(ranks)
     micro = config.micro_batch(data_size)
     accumulation = config.global_batch_size // (micro * data_size)
+    optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
+    states = optimizer.entries(dict(model.named_parameters())).values()
+    kept = [tensor.nbytes for state in states for tensor in state.values() if tensor.dim()]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
     sizes = Sizes(
         parameters=parameters,
         block=block,
         outside=parameters - block * config.model.n_layers,
-        moments=sum(kept.numel() * kept.itemsize for kept in kept_tensors(config, model)) / FLOAT,
+        moments=sum(kept) / FLOAT,
         accumulation=accumulation,
     )
     held = held_on_rank(config.engine, ranks, sizes)

@@ -135,20 +135,18 @@ def plan_start(source: InitSource, model: ModelConfig, shapes: Shapes, init: Ini
                     start.grown[name] = _grown(name, there, shape, model, source.words)
             start.taken[name] = renamed[name]
         else:
-            raise ValueError(
-                f"init.from: {source.words} has no {name}, which the model has in the shape {shape}; "
-                "init.ignore leaves it to the seed, and init.rename takes what has another name there"
-            )
+            problem = f"init.from: {source.words} has no {name}, which the model has in the shape {shape}"
+            advice = "init.ignore leaves it to the seed, and init.rename takes what has another name there"
+            raise ValueError(f"{problem}; {advice}")
     # What another kind of output was made with has no use here.
     unused = tuple(prefix for prefix in theirs_left if not any(name.startswith(prefix) for name in shapes))
     for name, key in renamed.items():
         if name in start.taken:
             continue
         if name not in ignored | renewed and not name.startswith(unused):
-            raise ValueError(
-                f"init.from: {key} of the shape {theirs[key]} in {source.words} has no place in the model; init.ignore "
-                "leaves it there, and init.rename gives it another name"
-            )
+            problem = f"{key} of the shape {theirs[key]} in {source.words} has no place in the model"
+            advice = "init.ignore leaves it there, and init.rename gives it another name"
+            raise ValueError(f"init.from: {problem}; {advice}")
         start.left.append(key)
     if not start.taken:
         raise ValueError(f"init.from: nothing of {source.words} is taken")
@@ -207,10 +205,9 @@ def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: Init
         what = f"it has {theirs.vocab_size} ids, that of the data {tokenizer.vocab_size}"
     else:
         return
-    raise ValueError(
-        f"init.from: the tokenizer of {source.words} is not that of the data ({what}): prepare the data with that one "
-        f"({shell_line('matmix', 'prepare', '--tokenizer', theirs.path)}), or set init.other_tokenizer = true"
-    )
+    problem = f"init.from: the tokenizer of {source.words} is not that of the data ({what})"
+    prepare = f"prepare the data with that one ({shell_line('matmix', 'prepare', '--tokenizer', theirs.path)})"
+    raise ValueError(f"{problem}: {prepare}, or set init.other_tokenizer = true")
 
 
 def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:

@@ -28,10 +28,8 @@ class RuleConfig:
     """The optimizer of these parameters, as in optimizer.name, with the options that it has by default."""
 
     def __post_init__(self) -> None:
-        require(
-            bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns),
-            f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them",
-        )
+        sound = bool(self.patterns) and all(isinstance(pattern, str) and pattern for pattern in self.patterns)
+        require(sound, f"{RULE}: match = {self.match!r} should be a pattern of parameter names, or a list of them")
         fields = ("lr", "clip", "weight_decay", "optimizer")
         given = {key: value for key in fields if (value := getattr(self, key)) is not None}
         require(bool(given), f"{self.title} changes nothing: give lr, clip, weight_decay or optimizer")
@@ -90,10 +88,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
-        require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            f"optimizer.betas must be two numbers in [0, 1), got {self.betas}",
-        )
+        sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(sound, f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
         require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0)
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")

@@ -95,10 +95,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
             )
         if not optimizer_class(own.optimizer or config.name).takes(name, shapes[name]):
             if own.optimizer is not None:
-                raise ValueError(
-                    f"{own.said_by['optimizer']}: the optimizer {own.optimizer} cannot update {name}, of shape "
-                    f"{tuple(shapes[name])}; let its pattern match others"
-                )
+                problem = f"the optimizer {own.optimizer} cannot update {name}, of shape {tuple(shapes[name])}"
+                raise ValueError(f"{own.said_by['optimizer']}: {problem}; let its pattern match others")
             own.optimizer = FALLBACK
     return _grouped(treatments, config)
 
@@ -174,11 +172,9 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: EmaConfig | None = None) -> Optimizer:
     """Makes the optimizer that `config` names, or several as one where rules or shapes ask for others, of the trainable
-    parameters of `model`, sharded or not, with the average of them that `ema` asks for.
-
-    Its groups say beside torch's options "lr_factor", for whoever sets "lr", "clip_group" and "clip", for the engine
-    that clips, and "optimizer". Raises ValueError as `parameter_groups` does, and for unknown names or options.
-    """
+    parameters of `model`, sharded or not, with the average of them that `ema` asks for. Its groups say beside torch's
+    options "lr_factor", "clip_group", "clip" and "optimizer". Raises ValueError as `parameter_groups` does, and for
+    unknown names or options."""
     parameters = dict(model.named_parameters())
     groups = [
         {

@@ -112,20 +112,16 @@ class RunDirectory:
             return
         text = refused_changes(differences(config_to_dict(self.read_config()), config))
         if text:
-            raise ValueError(
-                f"run_dir {self.where} belongs to a run with another config ({text}); "
-                f"choose another --run-dir, or start that config again to resume it"
-            )
+            advice = "choose another --run-dir, or start that config again to resume it"
+            raise ValueError(f"run_dir {self.where} belongs to a run with another config ({text}); {advice}")
 
     def changes_since(self, saved: dict[str, Any], config: RunConfig) -> list[Change]:
         """Returns what `config` changes of that in a checkpoint of this run, whose `extra` is `saved`. Raises
         ValueError (one line) for what may not change: then config.toml was edited by hand."""
         changes = differences(with_defaults(saved["config"]), _of_the_run(config))
         if text := refused_changes(changes):
-            raise ValueError(
-                f"{self.config_path} is not the config that the run's checkpoint was made with ({text}): "
-                f"put the old values back, or choose another --run-dir"
-            )
+            problem = f"{self.config_path} is not the config that the run's checkpoint was made with ({text})"
+            raise ValueError(f"{problem}: put the old values back, or choose another --run-dir")
         return [change for change in changes if change[0] not in _OF_ONE_START]
 
     def begin(self, config: RunConfig, step: int, tokenizer: Tokenizer | None, changes: Sequence[Change] = ()) -> None:
@@ -201,14 +197,10 @@ def refused_changes(changes: Iterable[Change]) -> str:
 
 def check_tokenizer(saved: dict[str, Any], tokenizer: Tokenizer | None, checkpoint: Path) -> None:
     """Raises ValueError unless `tokenizer` is the one in a checkpoint's `extra`; None = the data holds no tokens."""
-    if tokenizer is None:
-        return
     wanted = str(saved.get("tokenizer_sha256"))
-    if wanted != tokenizer.sha256:
-        raise ValueError(
-            f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:12]}) is not the tokenizer that {checkpoint} was trained "
-            f"with ({wanted[:12]}): put that back"
-        )
+    if tokenizer is not None and wanted != tokenizer.sha256:
+        here, there = f"{tokenizer.path} (SHA-256 {tokenizer.sha256[:12]})", wanted[:12]
+        raise ValueError(f"{here} is not the tokenizer that {checkpoint} was trained with ({there}): put that back")
 
 
 def _of_the_run(config: RunConfig) -> RunConfig:
@@ -298,8 +290,7 @@ class Place:
 
     @property
     def steady(self) -> Path:
-        """A path that leads to the folder wherever it is moved, in this process alone; the given one where there is
-        none."""
+        """A path that leads to the folder wherever it is moved, in this process alone, or else the given one."""
         own = Path("/proc/self/fd", str(self._handle))
         return own if self._handle >= 0 and own.is_dir() else self.given
 

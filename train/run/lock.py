@@ -57,9 +57,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Takes the lock, and makes the directory if there is none. On a file system without locks a warning says so.
-
-        Raises ValueError (one line) that names the owner, if there is one; OSError if the directory cannot be written.
-        """
+        Raises ValueError (one line) that names the owner, if there is one; OSError if nothing can be written there."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -70,10 +68,8 @@ class RunLock:
                 break
             except OSError as error:
                 if error.errno not in _HELD:
-                    logger.warning(
-                        f"no locks on the file system of {self.path.parent} ({error.strerror}): "
-                        f"make sure that no second job uses this run directory"
-                    )
+                    where = f"the file system of {self.path.parent} ({error.strerror})"
+                    logger.warning(f"no locks on {where}: make sure that no second job uses this run directory")
                     return
             owner = self.owner()
             if not is_earlier_attempt(owner) or time.monotonic() > deadline:
@@ -81,9 +77,8 @@ class RunLock:
                 raise in_use(self.path.parent, owner)
             if not waiting:
                 waiting = True
-                logger.info(
-                    f"waiting for the end of this job's last attempt in {self.path.parent} ({describe_owner(owner)})"
-                )
+                attempt = f"this job's last attempt in {self.path.parent} ({describe_owner(owner)})"
+                logger.info(f"waiting for the end of {attempt}")
             time.sleep(1.0)
         with contextlib.suppress(OSError):  # the lock holds without what it says of its owner
             os.ftruncate(self.handle, 0)
@@ -99,12 +94,8 @@ class RunLock:
 
 def this_process() -> dict[str, Any]:
     """Returns what an owner says about itself to others."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "attempt": attempt_id(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"host": socket.gethostname(), "pid": os.getpid(), "attempt": attempt_id(), "since": since}
 
 
 def is_earlier_attempt(owner: dict[str, Any]) -> bool:

@@ -106,21 +106,17 @@ def write_outcome(run_dir: str | Path, outcome: Outcome, rank: int = 0) -> None:
         logger.warning(f"how this attempt ended could not be written to {path} ({error})", extra=EVERY_RANK)
 
 
-def read_outcome(path: Path) -> Outcome | None:
-    """Returns an outcome file's content, None where there is no readable one."""
-    try:
-        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def read_outcomes(run_dir: str | Path, attempt: str) -> dict[int, Outcome]:
     """Returns rank -> outcome of an attempt, for the ranks that wrote one, in order of rank."""
     paths = {0: outcome_path(run_dir, attempt)}
     for path in sorted(outcomes_folder(run_dir).glob(f"{attempt}.rank-*.json")):
         if (number := path.name[len(attempt) + len(".rank-") : -len(".json")]).isdigit():
             paths[int(number)] = path
-    return {rank: outcome for rank, path in paths.items() if (outcome := read_outcome(path)) is not None}
+    outcomes = {}
+    for rank, path in paths.items():
+        with contextlib.suppress(OSError, ValueError, TypeError):  # it wrote none, or none that can be read
+            outcomes[rank] = Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    return outcomes
 
 
 def read_last_step(run_dir: str | Path, attempt: str) -> int | None:
@@ -193,14 +189,8 @@ def git_revision() -> str:
 
 
 def _run(*words: str) -> bytes | None:
+    command, environment = ["git", "-C", str(_ROOT), *words], {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
-        run = subprocess.run(
-            ["git", "-C", str(_ROOT), *words],
-            capture_output=True,
-            timeout=30,
-            check=True,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-        )
+        return subprocess.run(command, capture_output=True, timeout=30, check=True, env=environment).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    return run.stdout

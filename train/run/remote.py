@@ -11,14 +11,8 @@ from matmix.train.checkpoint.manager import CheckpointManager, Keep, Store
 from matmix.train.checkpoint.manifest import matches, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, list_steps, step_name
 from matmix.train.config import RunConfig
-from matmix.train.process.distributed import (
-    FolderGroup,
-    agree,
-    complaint,
-    from_rank_zero,
-    gather_objects,
-    rank_and_world_size,
-)
+from matmix.train.process import distributed
+from matmix.train.process.distributed import FolderGroup, agree, complaint, from_rank_zero, gather_objects
 from matmix.train.process.logs import EVERY_RANK
 from matmix.train.run.directory import RunDirectory
 from matmix.train.run.lock import LeaseLostError
@@ -35,7 +29,7 @@ class UploadedStore(Store):
         """sync: rank 0 holds its lease; up_to_date: this node took part in the last start; keep_last: of those here."""
         super().__init__(sync.folder / CHECKPOINTS, f"{sync.url}/{CHECKPOINTS}", FolderGroup.of_node())
         self.sync, self.up_to_date, self.keep_last = sync, up_to_date, keep_last
-        self._is_first = rank_and_world_size()[0] == 0
+        self._is_first = distributed.rank_and_world_size()[0] == 0
         self._uploaded: list[int] = []  # valid at the URL, as far as is known; the same on all ranks
 
     def steps(self) -> list[int]:
@@ -128,7 +122,7 @@ def opened(run_dir: str) -> Iterator[RunDirectory]:
     if not is_url(run_dir):
         yield RunDirectory(run_dir)
         return
-    is_first, node = rank_and_world_size()[0] == 0, FolderGroup.of_node()
+    is_first, node = distributed.rank_and_world_size()[0] == 0, FolderGroup.of_node()
     sync = RunSync(run_dir, local_folder(run_dir), first=node.number == 0)
     agree(sync.check, here=is_first)
     # Two jobs of one host share this folder: the lock of files tells them apart at once, and for certain.

@@ -164,8 +164,7 @@ class RunSync:
         return None
 
     def outline(self, whole: bool) -> None:
-        """Puts all checkpoints of the URL here: manifests, and other files of the right size but, unless `whole`, no
-        content."""
+        """Puts all checkpoints of the URL here: manifests, and other files, empty unless `whole`, of the right size."""
         sizes = self.remote.sizes(CHECKPOINTS)
         self.remote.download_all([n for n in sizes if whole or n.endswith(f"/{MANIFEST}")], self.folder)
         for name, size in sizes.items():
