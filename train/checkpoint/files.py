@@ -9,11 +9,9 @@ from matmix.train.process.distributed import agree, rank_and_world_size
 
 def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
     """Says on every rank what is wrong with a checkpoint: sizes, checksums, or tensors other than its layout names. The
-    ranks share the reading. weights_only: looks at the files alone that are read for the weights.
-
-    Raises OSError on every rank where one could not look (a file system that is away, too many open files): who took
-    such a checkpoint for damaged would go back behind it and remove it.
-    """
+    ranks share the reading. weights_only: looks at the files alone that are read for the weights. Raises OSError on
+    every rank where one could not look (a file system that is away, too many open files): who took such a checkpoint
+    for damaged would go back behind it and remove it."""
     rank, world_size = rank_and_world_size()
 
     def look() -> str | None:

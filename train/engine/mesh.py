@@ -104,8 +104,7 @@ class Mesh(MeshShape):
         self.rank, self.device = rank, device or torch.device("cpu")
         self.data_rank = self.data_rank_of(rank)
         self.batch_rank = self._index(rank, lambda dimension: dimension.batches != "same")
-        """Which of the different batches, or parts of one, this rank computes: ranks with the same number draw the same
-        random numbers."""
+        """Which of the different batches, or parts of one, this rank computes, and so which random numbers it draws."""
         self.is_counted = self._index(rank, lambda dimension: dimension.batches == "same") == 0
         """False if another rank computes the same batch and counts in sums over all ranks."""
         self.data_group: dist.ProcessGroup | None = None

@@ -81,10 +81,9 @@ def write_files(files: dict[str, Any], directory: Path, _group: dist.ProcessGrou
 
 
 class ZeroFiles(CheckpointFiles):
-    """Reads the files of a DeepSpeed checkpoint of any stage and number of ranks, in one process, and of them what is
-    asked for. From stage 1 on an optimizer's groups are flat: stages 1 and 2 lay a group's tensors one after the other
-    and cut the whole into equal parts, one for each rank; stage 3 cuts every tensor, and lays a rank's parts one after
-    the other."""
+    """Reads a DeepSpeed checkpoint of any stage and number of ranks in one process. From stage 1 on an optimizer's
+    groups are flat: stages 1 and 2 lay a group's tensors one after the other and cut the whole into equal parts, one
+    for each rank; stage 3 cuts every tensor, and lays a rank's parts one after the other."""
 
     engine_names = '"deepspeed"'
 

@@ -78,8 +78,7 @@ def source_of(init: InitConfig) -> InitSource:
 
 
 def _find(path: Path, fetched: Path | None, init: InitConfig) -> Callable[[], InitSource]:
-    """Returns what opens a source. fetched: the whole checkpoint of a run, where it is known. The ranks share the
-    check."""
+    """Returns what opens a source; the ranks share the check. fetched: the whole checkpoint of a run, if known."""
     if not path.exists():
         raise FileNotFoundError(f"init.from: there is no {init.from_}")
     if (path / "config.toml").is_file():

@@ -1,6 +1,5 @@
 """The exponential moving average of a model's weights: e_0 is the weights before the first step, and e_t = d e_(t-1) +
-(1 - d) w_t after step t. The optimizer holds it as one more entry of its state, so that nobody else need know what it
-is."""
+(1 - d) w_t after step t. The optimizer holds it as one more entry of its state."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -63,11 +63,9 @@ _reader = functools.cache(_Reader)  # one for each run and use in a process
 
 def fetch_run(run: str | Path, *, step: int | None = None, weights_only: bool = False) -> tuple[Path, Path | None]:
     """Returns a run directory to read from, `run` itself or for a URL a copy, which stays as it is for as long as this
-    process runs, and in a copy its checkpoint, whole, if there is one.
-
-    step: which checkpoint; None = the newest valid one. weights_only: without the files that need not be read for the
-    weights. Raises FileNotFoundError if there is nothing at the URL, ValueError if there is no such checkpoint or it is
-    damaged, and RemoteError where the store fails.
+    process runs, and in a copy its checkpoint, whole, if there is one. step: which checkpoint; None = the newest valid
+    one. weights_only: without the files that need not be read for the weights. Raises FileNotFoundError if there is
+    nothing at the URL, ValueError if there is no such checkpoint or it is damaged, RemoteError where the store fails.
     """
     if not is_url(run):
         return Path(run), None
