@@ -68,7 +68,6 @@ class Evaluate:
     """Images: which split of the dataset."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints the scores and returns the exit code."""
         from matmix.launch.scores import say_examples, say_images, say_texts
         from matmix.use.opening import open_model
         from matmix.use.pictures import classifies_images, score_images
@@ -137,7 +136,6 @@ class Embed:
     """Checkpoint to use; default: the newest."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Writes the file and returns the exit code."""
         from matmix.use.embedding import Embedder, write_vectors
         from matmix.use.opening import open_model
 
@@ -169,7 +167,6 @@ class Classify:
     """Weights of a run: those that were trained, or with ema their average."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints the classes and returns the exit code. Raises FileNotFoundError or ValueError (one line)."""
         from matmix.use.opening import open_model
         from matmix.use.pictures import classify
 
@@ -189,24 +186,17 @@ class Classify:
         return 0
 
 
-TextFiles = Annotated[
-    tyro.conf.Positional[tuple[str, ...]],
-    tyro.conf.arg(
-        metavar="FILE",
-        help="Text as `matmix prepare` takes it: .txt, .jsonl (also .gz .xz .zst), .parquet, folders, globs.",
-    ),
-]
+_FILES = "Text as `matmix prepare` takes it: .txt, .jsonl (also .gz .xz .zst), .parquet, folders, globs."
+TextFiles = Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="FILE", help=_FILES)]
 TextDocuments = Literal["file", "paragraph", "line"]
 
 
 def read_texts(
     files: Sequence[str], doing: str, text_field: str = "text", text_documents: TextDocuments = "line"
 ) -> Iterator[str]:
-    """Yields every document of the files in order, "" for one of white space only; terminals show a progress bar.
-
-    text_field, text_documents: the options of `matmix prepare`; doing: the words of the bar. Raises ValueError and
-    FileNotFoundError (one line) for files that cannot be read, and for records that hold no text.
-    """
+    """Yields every document of the files in order, "" for one of white space only; terminals show a progress bar, with
+    the words `doing`. Raises ValueError and FileNotFoundError (one line) for files that cannot be read, and for records
+    that hold no text."""
     if not files:
         raise ValueError("name the files with the text")
     sources, _ = find_sources(files, ReadOptions(text_field=text_field, text_documents=text_documents))

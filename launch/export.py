@@ -40,7 +40,6 @@ class Export:
     comparison trained beside it are found without."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Exports or checks, and returns the exit code."""
         from matmix.use.exporting import check_export, export_run
 
         if self.check is not None:
@@ -68,7 +67,6 @@ class Import:
     """Directory to write."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Imports and returns the exit code."""
         from matmix.use.exporting import import_reference
 
         import_reference(self.kind, self.file, self.out)

@@ -10,9 +10,7 @@ MOST_CLASSES = 60
 
 def panels(size: tuple[float, float], rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
     """Makes a figure of this width and height in inches, and its axes with thin grids as an array (rows, columns).
-
-    options: those of matplotlib's `Figure.subplots`.
-    """
+    options: those of matplotlib's `Figure.subplots`."""
     from matplotlib.figure import Figure  # only who draws needs it
 
     figure = Figure(figsize=size, layout="constrained", dpi=110)
@@ -23,7 +21,6 @@ def panels(size: tuple[float, float], rows: int, columns: int, **options: Any) -
 
 
 def png_of(figure: Any) -> bytes:
-    """Returns the figure as the bytes of a PNG."""
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()

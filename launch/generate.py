@@ -55,12 +55,9 @@ class Generate:
     """Device to run on, such as cpu or cuda; default: the GPU where there is one."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints each prompt and its continuation as it comes, for an encoder the likeliest words for each <mask>, and
-        returns the exit code.
-
-        Several texts are drawn as a batch. Each is then printed below a line that names its prompt, and is what it
-        would be alone. Standard error says where a text ended at the end token or at a stop string.
-        """
+        """Prints each prompt and its continuation as it comes, for an encoder the likeliest words for each <mask>. Of
+        several texts, drawn as a batch, each is printed below a line that names its prompt, and is what it would be
+        alone. Standard error says where a text ended at the end token or at a stop string."""
         prompts = [*self.prompt, *(() if self.prompt_file is None else prompts_of(self.prompt_file))] or [""]
         self.print(prompts, functools.partial(print, end="", flush=True))
         return 0
@@ -76,9 +73,8 @@ class Generate:
         kind = opened.config.model_class
         if kind.inputs == "tokens" and not kind.causal and not kind.takes_head:
             if self.num_samples > 1 or self.stop:
-                raise ValueError(
-                    f"{opened.path} is an encoder, which fills in words: leave --num-samples and --stop out"
-                )
+                advice = "leave --num-samples and --stop out"
+                raise ValueError(f"{opened.path} is an encoder, which fills in words: {advice}")
             for number, prompt in enumerate(prompts, 1):
                 filled = fill_masks(opened, prompt)
                 if self.json:
@@ -125,9 +121,7 @@ class Generate:
 
 def prompts_of(file: str) -> list[str]:
     """Reads the lines of a .txt file or of standard input ("-"), or the texts of a .jsonl file, that are not blank.
-
-    Raises ValueError and FileNotFoundError (one line) for a file that cannot be read or has none.
-    """
+    Raises ValueError and FileNotFoundError (one line) for a file that cannot be read or has none."""
     texts = read_lines(sys.stdin.buffer, "standard input") if file == "-" else read_texts([file], "reading")
     prompts = [text for text in texts if text.strip()]
     if not prompts:

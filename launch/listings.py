@@ -50,7 +50,6 @@ class Checkpoints:
     ] = None
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Lists or converts, and returns the exit code. Raises ValueError or FileNotFoundError (one line)."""
         if self.other is not None:
             from matmix.use.exporting import convert_run
 
@@ -86,25 +85,19 @@ def render(listing: Listing, *, verified: bool) -> str:
         hint = "" if verified else " if its checksums are right (--verify reads them)"
         resumed = listing.resumed and f"a resume would use {listing.resumed.path.name}{hint}"
         lines += ["", resumed or "a resume would stop: none of them is valid"]
-    lines += [
-        f"leftover: {name} (a save or removal that is under way or was cut off; the next save clears it away)"
-        for name in listing.leftovers
-    ]
+    cut = "a save or removal that is under way or was cut off; the next save clears it away"
+    lines += [f"leftover: {name} ({cut})" for name in listing.leftovers]
     return "".join(f"{line}\n" for line in lines)
 
 
 def _row(facts: CheckpointFacts, verified: bool) -> tuple[str, ...]:
     written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.written)) if facts.written else "?"
-    good = "valid, checksums read" if verified else "valid, sizes checked"
-    return (
-        f"{facts.step:,}",
-        "?" if facts.tokens is None else f"{facts.tokens:,}",
-        format_size(facts.size),
-        facts.engine or "?",
-        "?" if facts.ranks is None else str(facts.ranks),
-        written,
-        good if facts.problem is None else facts.problem.removeprefix(f"checkpoint {facts.path} "),
-    )
+    tokens = "?" if facts.tokens is None else f"{facts.tokens:,}"
+    state = "valid, checksums read" if verified else "valid, sizes checked"
+    if facts.problem is not None:
+        state = facts.problem.removeprefix(f"checkpoint {facts.path} ")
+    wrote = facts.engine or "?", str(facts.ranks or "?")
+    return f"{facts.step:,}", tokens, format_size(facts.size), *wrote, written, state
 
 
 def format_size(size: float) -> str:

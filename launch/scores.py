@@ -1,7 +1,7 @@
 """Prints the scores of `matmix evaluate`, and writes them into files."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,12 @@ def say_texts(where: str, score: Score, xz_bits_per_byte: float, out: Path | Non
 
 def say_examples(scores: ExampleScores, **files: Path | None) -> None:
     """Prints the metrics, and writes the files that are named: out, the metrics (.json), predictions (.jsonl), and
-    confusion, a picture (.png).
-
-    Raises ValueError for a picture where there are no classes, no labels, or too many classes.
-    """
+    confusion, a picture (.png). Raises ValueError for one where there are no classes, no labels, or too many."""
     metrics, controls = scores.metrics(), scores.controls()
     known = {metric.name: metric for metric in scores.task.metrics}
     if files["confusion"] is not None and (not scores.classes or not metrics or len(scores.classes) > MOST_CLASSES):
-        raise ValueError(
-            f"--confusion draws one class for each example, at most {MOST_CLASSES} of them, against its label"
-        )
+        most = f"at most {MOST_CLASSES} of them"
+        raise ValueError(f"--confusion draws one class for each example, {most}, against its label")
     print(f"{scores.where}: {len(scores.examples.rows):,} examples in {scores.examples.config.test}")
     for name, value in metrics.items():
         title = known[name].title if name in known else name.replace("_", " ")
@@ -58,7 +54,7 @@ def say_examples(scores: ExampleScores, **files: Path | None) -> None:
     values, labels = with_labels(scores.predicted)
     title = f"{scores.where}\n{len(labels):,} examples of {scores.examples.config.test}"
     numbers = {**metrics, **controls, "examples": len(scores.examples.rows)}
-    _write(numbers, scores.rows(), lambda: (labels, values.argmax(1), scores.classes, title), **files)
+    _write(files, numbers, scores.rows(), lambda: (labels, values.argmax(1), scores.classes, title))
 
 
 def say_images(scores: ImageScores, **files: Path | None) -> None:
@@ -82,22 +78,14 @@ def say_images(scores: ImageScores, **files: Path | None) -> None:
         print(f"  {row['class']:<28}{row['accuracy']:>8.2%} of {row['images']:,}{other}")
     numbers = {**metrics, "images": len(scores.labels), "classes": classes}
     drawn = scores.labels, scores.likeliest[:, 0], scores.classes, f"{scores.where}\n{images}"
-    _write(numbers, scores.rows(), lambda: drawn, **files)
+    _write(files, numbers, scores.rows(), lambda: drawn)
 
 
-def _write(
-    numbers: dict[str, Any],
-    rows: Iterable[dict[str, Any]],
-    drawn: Callable[[], tuple[Any, ...]],
-    *,
-    out: Path | None,
-    predictions: Path | None,
-    confusion: Path | None,
-) -> None:
+def _write(files: Mapping[str, Path | None], numbers: Any, rows: Iterable[Any], drawn: Callable[[], tuple]) -> None:
     """Writes the files that are named. drawn: gives the arguments of `confusion_picture`."""
-    if out is not None:
+    if (out := files["out"]) is not None:
         write_atomic(out, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
-    if predictions is not None:
+    if (predictions := files["predictions"]) is not None:
         write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    if confusion is not None:
+    if (confusion := files["confusion"]) is not None:
         write_atomic(confusion, confusion_picture(*drawn()))

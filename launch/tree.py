@@ -16,7 +16,9 @@ from matmix.train.arguments import VERB_STYLE, check_rest, read_quietly, verb_re
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Branch:
-    """A verb by its class, "package.module:Class", or a group of verbs by their names; and what it does."""
+    """A verb by its class, "package.module:Class", or a group of verbs by their names; and what it does. The class
+    holds the options. Its `run(rest, typed)` takes the words that are none of them, such as fields of a recipe, and all
+    words; it returns the exit code, and raises FileNotFoundError or ValueError (one line) for mistakes."""
 
     what: str
     verb: str | Mapping[str, Branch]
@@ -43,9 +45,7 @@ class CommandTree:
 
     def read(self, words: Sequence[str]) -> tuple[Any, list[str]]:
         """Returns the verb that `words` name, with its options, and the words that it does not know; None for no verb.
-
-        Raises ValueError (one line) for the user's mistakes, SystemExit after `--help`, which is shown.
-        """
+        Raises ValueError (one line) for the user's mistakes, SystemExit after `--help`, which is shown."""
         self.path, self.takes_recipe = (), False
         options = {"prog": self.prog, "description": self.description, "default": None, "config": VERB_STYLE}
         options |= {"registry": self._registry, "return_unknown_args": True}

@@ -52,11 +52,8 @@ class GlueTask:
 
     def overrides(self, folder: Path) -> list[str]:
         """The options of the recipe that name the files in `folder`, the whole download."""
-        own = folder / self.name
-        return [
-            *("--data.examples.train", str(own / "train.tsv")),
-            *("--data.examples.validation", str(own / self.validation)),
-        ]
+        train, validation = (str(folder / self.name / file) for file in ("train.tsv", self.validation))
+        return ["--data.examples.train", train, "--data.examples.validation", validation]
 
 
 _ACCURACY, _F1 = Score("accuracy", "accuracy"), Score("f1", "F1")

@@ -19,10 +19,8 @@ from matmix.launch.jobs.slurm import scheduler
 from matmix.train.recipe_files import read_toml
 from matmix.train.words import duration
 
-Home = Annotated[
-    tyro.conf.Positional[str],
-    tyro.conf.arg(metavar="RUN", help="Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."),
-]
+_RUN = "Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."
+Home = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN", help=_RUN)]
 
 
 def runs_of(home: Path, job: Job) -> list[Path]:
@@ -61,7 +59,6 @@ class Status:
     home: Home
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints what is known; the exit code. Raises SlurmError if Slurm does not answer."""
         print("\n".join(_status(find_home(self.home))))
         return 0
 
@@ -182,10 +179,8 @@ def time_lines(last: Mapping[str, Any]) -> list[str]:
         lines.append(f"goodput      {useful:.1%} of {duration(spent)} in useful steps{words}")
     if "ranks/slowest" in last:
         own, usual, data = (last[f"ranks/{name}"] * 1e3 for name in ("own_max", "own_median", "data_wait_max"))
-        lines.append(
-            f"ranks        rank {last['ranks/slowest']:.0f} is the slowest: {own:.3g} ms a step of its own, median "
-            f"{usual:.3g} ms; longest wait for data {data:.3g} ms"
-        )
+        words = f"{own:.3g} ms a step of its own, median {usual:.3g} ms; longest wait for data {data:.3g} ms"
+        lines.append(f"ranks        rank {last['ranks/slowest']:.0f} is the slowest: {words}")
     return lines
 
 

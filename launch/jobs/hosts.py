@@ -198,7 +198,6 @@ def wait_for_host(host: str, port: int, seconds: float = _JOIN_SECONDS) -> None:
     try:
         wait_for_port(host, port, seconds)
     except OSError as error:
-        raise RendezvousError(
-            f"{host} port {port} did not answer within {seconds:.0f} s ({error.strerror or error}): is the same "
-            f"command running on {host}, and does no firewall close the port?"
-        ) from None
+        where = f"{host} port {port} did not answer within {seconds:.0f} s ({error.strerror or error})"
+        check = f"is the same command running on {host}, and does no firewall close the port?"
+        raise RendezvousError(f"{where}: {check}") from None

@@ -87,10 +87,8 @@ def _run(
 ) -> int:
     """Runs `command` in each of these environments, which go by the name that a failure is reported by ("" = not
     reported); what is left when all have ended is killed. When this process dies, they end with it.
-
     Each rank is sent SIGUSR2 once as soon as a stop is asked for, on which it saves and leaves, and SIGKILL on a second
-    Ctrl-C. So are ranks of agents: an agent that is told to end would kill them 30 s later, whatever they are writing.
-    """
+    Ctrl-C. So are ranks of agents: one that is told to end would kill them 30 s later, whatever they are writing."""
     own = {launched.LAUNCHER_VARIABLE: str(os.getpid()), _MARK: _new_name()}
     told: set[int] = set()
     failed, since = 0, 0.0

@@ -19,11 +19,9 @@ class Point:
 
 
 def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
-    """Returns the runs of a sweep in a fixed order, the last axis fastest; [] where nothing is swept.
-
-    axes: KEY=VALUE,VALUE each. file: TOML with a list of tables `[[run]]` of overrides, and optionally `name`. Raises
-    ValueError for what cannot be read, and for two runs that would have the same name.
-    """
+    """Returns the runs of a sweep in a fixed order, the last axis fastest; [] where nothing is swept. axes:
+    KEY=VALUE,VALUE each; file: TOML with a list of tables `[[run]]` of overrides, and optionally `name`. Raises
+    ValueError for what cannot be read, and for two runs that would have the same name."""
     if not axes and not file:
         return []
     rows = _read_rows(Path(file)) if file else [("", {})]

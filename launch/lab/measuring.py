@@ -51,11 +51,8 @@ def _version(distribution: str) -> str | None:
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Returns by how many bytes the resident set of this process grows, at its highest, while `run` runs (Linux).
-
-    The kernel keeps the high-water mark; writing 5 to clear_refs sets it back to the present size.
-    """
-    Path("/proc/self/clear_refs").write_text("5")
+    """Returns by how many bytes the resident set of this process grows, at its highest, while `run` runs (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # sets the kernel's high-water mark back to the present size
     before = process_bytes("VmRSS")
     run()
     return process_bytes("VmHWM") - before
@@ -71,11 +68,9 @@ def process_bytes(key: str) -> int:
 
 def prepare(engine: Engine, model: ModelConfig, optimizer: OptimizerConfig, seqlen: int) -> None:
     """Gives the engine a model with the initial weights of seed 0, and its optimizer."""
-    engine.prepare(
-        build_model(model, device="meta"),
-        initialize=functools.partial(initialize, seed=0),
-        make_optimizer=functools.partial(make_optimizer, config=optimizer, seqlen=seqlen),
-    )
+    begin = functools.partial(initialize, seed=0)
+    made = functools.partial(make_optimizer, config=optimizer, seqlen=seqlen)
+    engine.prepare(build_model(model, device="meta"), initialize=begin, make_optimizer=made)
 
 
 def random_batch(config: RunConfig, size: int) -> Batch:

@@ -134,12 +134,10 @@ def why_open(task: PlannedRun) -> str:
 def check_directories(tasks: Sequence[PlannedRun], advice: str = "", *, option: str = "--run-dir") -> None:
     """Raises ValueError (one line) where a folder holds a run with other settings, or something that is not a run.
     option: what names another folder; advice: what else can be done about other settings."""
+    alike = f"and runs of a table are trained alike; give these, or another {option}{advice}"
     for task in tasks:
         if others := other_settings(task):
-            raise ValueError(
-                f"{task.title}: {task.run.where} was {OTHER_SETTINGS} ({others}), and runs of a table are "
-                f"trained alike; give these, or another {option}{advice}"
-            )
+            raise ValueError(f"{task.title}: {task.run.where} was {OTHER_SETTINGS} ({others}), {alike}")
         try:
             task.run.check(task.config)
         except ValueError as error:

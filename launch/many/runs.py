@@ -180,11 +180,9 @@ def listening() -> Iterator[None]:
 
 
 def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
-    """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running.
-
-    Within `listening` signals go on to the runs, which save and end; a second Ctrl-C ends them at once. Raises
-    MovedError where the folder that they lie in is moved away meanwhile: what was running has saved and ended in it.
-    """
+    """Trains what is not finished, `parallel` runs at a time; a failure does not keep the others from running. Within
+    `listening` signals go on to the runs, which save and end; a second Ctrl-C ends them at once. Raises MovedError
+    where the folder that they lie in is moved away meanwhile: what was running has saved and ended in it."""
     waiting = [task for task in tasks if not task.is_finished()]
     if len(waiting) < len(tasks):
         logger.info(f"{len(tasks) - len(waiting)} of {len(tasks)} runs are finished already")
@@ -207,9 +205,8 @@ def run_tasks(tasks: Sequence[PlannedRun], parallel: int) -> Ended:
             if moved is not None:
                 for process in running:
                     process.popen.wait()
-                raise MovedError(
-                    f"{home.given} {moved.words} while runs went on in it; what was running is saved there"
-                )
+                saved = "what was running is saved there"
+                raise MovedError(f"{home.given} {moved.words} while runs went on in it; {saved}")
             while waiting and len(running) < parallel:
                 place = min(set(range(parallel)) - {process.place for process in running})
                 running.append(_Process(waiting.pop(0), place, parallel))

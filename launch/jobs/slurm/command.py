@@ -39,7 +39,6 @@ class Slurm:
         return "recipe", "RECIPE [--key value ...]"
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Submits; the exit code. Raises ValueError (one line) for the user's mistakes."""
         from matmix.launch.jobs.slurm import submit  # imports torch, and --help should not
         from matmix.train.config import RunConfig
 
@@ -56,9 +55,8 @@ class Slurm:
             print(*plan.scripts.values(), sep="\n", end="")
             return 0
         job, home = plan.submit(), plan.home
-        log = (
-            shell_line("tail", "-F", home / "logs" / f"slurm-{job.after or job.job}") + "_*" * bool(job.tasks) + ".out"
-        )
+        output = home / "logs" / f"slurm-{job.after or job.job}"
+        log = shell_line("tail", "-F", output) + "_*" * bool(job.tasks) + ".out"
         if self.prepare:
             home = home.with_suffix("")  # they find the launches beside the dataset by its own path
             end = f"Failed parts are made again by: {shell_line('matmix', 'launch', 'resubmit', home)}"

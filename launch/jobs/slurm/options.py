@@ -82,10 +82,8 @@ class SlurmOptions:
             if not re.fullmatch(pattern, getattr(self, name)):
                 raise ValueError(f"{name} should be {words}, got {getattr(self, name)!r}")
         if 0 < _seconds(self.time) <= self.save_seconds:
-            raise ValueError(
-                f"time {self.time} must be longer than save_seconds = {self.save_seconds}: the run would be told to "
-                f"save as soon as it begins, again and again"
-            )
+            why = "the run would be told to save as soon as it begins, again and again"
+            raise ValueError(f"time {self.time} must be longer than save_seconds = {self.save_seconds}: {why}")
         for name in self.env:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(f"env: {name!r} cannot be the name of a variable")

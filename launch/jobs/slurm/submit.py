@@ -211,9 +211,8 @@ def render(template: str, values: Mapping[str, Any], replacement: str = "") -> s
     source = Path(replacement or str(resources.files("matmix.launch.jobs.slurm.templates") / template))
     if not source.is_file():
         raise FileNotFoundError(f"template not found: {source}")
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
+    blanks = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **blanks)
     environment.filters |= {"sh": shell_line, "sbatch": sbatch_value}
     try:
         return environment.from_string(source.read_text(encoding="utf-8")).render(**values)

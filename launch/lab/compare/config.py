@@ -194,14 +194,12 @@ class ComparisonConfig:
         require(self.parameters >= 0, f"comparison.parameters should be >= 0, got {self.parameters}")
         require(0 < self.tolerance < 1, f"comparison.tolerance should lie between 0 and 1, got {self.tolerance}")
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
+        advice = "give them other names (the controls are entries too, unless comparison.controls is false)"
         for rows in (self.entry, self.variant):
             folders = [row.folder.lower() for row in rows]
             for row in rows:
-                require(
-                    folders.count(row.folder.lower()) == 1,
-                    f'"{row.name}" would share the folder "{row.folder}" with another one; give them other names (the '
-                    "controls are entries too, unless comparison.controls is false)",
-                )
+                shared = f'"{row.name}" would share the folder "{row.folder}" with another one; {advice}'
+                require(folders.count(row.folder.lower()) == 1, shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,12 +277,10 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         where = f"{path} with {' '.join(overrides)}"
     own = {key: value for key, value in values.items() if key != "comparison"}
     try:
-        settings = _settings(values["comparison"], where)
-        require(
-            not (settings.parameters and ("model", "d_model") in given),
-            f"--model.d-model: widths follow from comparison.parameters = {settings.parameters:,}; give that "
-            "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)",
-        )
+        settings = _settings(values["comparison"])
+        advice = "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)"
+        fixed = f"widths follow from comparison.parameters = {settings.parameters:,}; give that {advice}"
+        require(not (settings.parameters and ("model", "d_model") in given), f"--model.d-model: {fixed}")
         entries = _entries(own, settings)
         if settings.controls:
             missing = missing_controls([entry.config.model for entry in entries])
@@ -317,12 +313,13 @@ def _rows(table: Any, kind: str, where: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _settings(table: dict[str, Any], where: str) -> ComparisonConfig:
-    named: dict[str, Any] = {}
-    for kind in ("entry", "variant"):
-        rows = [dict(row) for row in _rows(table, kind, where)]
-        names = [{"name": row.pop("name")} if "name" in row else {} for row in rows]
-        named[kind] = [{**name, "overrides": row} for name, row in zip(names, rows, strict=True)]
+def _settings(table: dict[str, Any]) -> ComparisonConfig:
+    """Reads the table; the keys of an entry or a variant but its name are its overrides."""
+    named: dict[str, Any] = {"entry": [], "variant": []}
+    for kind, rows in named.items():
+        for row in table.get(kind, ()):
+            overrides = {key: value for key, value in row.items() if key != "name"}
+            rows.append({key: row[key] for key in row if key == "name"} | {"overrides": overrides})
     return read_table(ComparisonConfig, {**table, **named}, "[comparison]")
 
 

@@ -72,10 +72,9 @@ class Finetuned:
             return
         for before, now in zip(self.kept().planned(entry.config.model, words), configs, strict=True):
             if texts := words_on_settings(before, now):
-                raise ValueError(
-                    f"--finetune {self.name}: {self.folder} was fine-tuned with other settings ({'; '.join(texts)}), "
-                    f"and runs of a table are trained alike; give these, or {self.advice[1]}"
-                )
+                others = f"{self.folder} was fine-tuned with other settings ({'; '.join(texts)})"
+                alike = f"runs of a table are trained alike; give these, or {self.advice[1]}"
+                raise ValueError(f"--finetune {self.name}: {others}, and {alike}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,15 +235,10 @@ class FinetunedGlue(Finetuned):
     def plans(self, pretrained: Sequence[PlannedRun]) -> Iterator[Plan]:
         """Plans the fine-tunings of each of these runs, which are finished."""
         for task in pretrained:
-            yield Plan(
-                source=str(task.run.path),
-                name=task.title,
-                out=self.folder_of(task),
-                asked=dataclasses.replace(self.settings, seeds=self._seeds(task)),
-                notes=self.notes,
-                model=task.title if self.settings.seeds else task.entry,
-                may_be_moved=True,
-            )
+            asked = dataclasses.replace(self.settings, seeds=self._seeds(task))
+            model = task.title if self.settings.seeds else task.entry
+            about = {"source": str(task.run.path), "name": task.title, "model": model, "may_be_moved": True}
+            yield Plan(**about, out=self.folder_of(task), asked=asked, notes=self.notes)
 
     def scores(self, pretrained: PlannedRun) -> dict[str, list[float]]:
         scores: dict[str, list[float]] = {}

@@ -144,8 +144,7 @@ def is_measured(comparison: Comparison) -> bool:
 
 def measure_all(comparison: Comparison) -> bool:
     """Measures all entries, with variants those of the first, and writes speed.json, beside rows of entries that the
-    recipe no longer has. One whose process fails has no numbers. False where a signal stopped it: nothing is written.
-    """
+    recipe no longer has. One whose process fails has no numbers. False, and no file, where a signal came."""
     comparison = comparison.by_variant()[0]
     rounds: dict[str, list[Row]] = {entry.name: [] for entry in comparison.entries}
     load = []
@@ -166,18 +165,14 @@ def measure_all(comparison: Comparison) -> bool:
             else:
                 logger.info(f"speed of {entry.name}: not measured: {result}")
         logger.info(f"speed: round {number} of {ROUNDS} done")
-    rows, machine = read_speed(comparison.home), _machine(comparison.entries[0].config)
+    rows, on = read_speed(comparison.home), _machine(comparison.entries[0].config) | {"load_before_each_round": load}
     for entry in comparison.entries:
-        rows[entry.name] = {
-            "fingerprint": fingerprint(entry),
-            "of": _facts(entry),
-            "on": {**machine, "load_before_each_round": load},
-            "rounds": rounds[entry.name],
-        }
-        if len(rounds[entry.name]) == ROUNDS:
-            for key in ("tokens_per_second", "peak_bytes"):
-                values = [one[key] for one in rounds[entry.name]]
-                rows[entry.name][key] = None if None in values else statistics.median(values)
+        its = rounds[entry.name]
+        row = {"fingerprint": fingerprint(entry), "of": _facts(entry), "on": on, "rounds": its}
+        for key in ("tokens_per_second", "peak_bytes") if len(its) == ROUNDS else ():
+            values = [one[key] for one in its]
+            row[key] = None if None in values else statistics.median(values)
+        rows[entry.name] = row
     write_atomic(speed_path(comparison.home), json.dumps({"entries": rows}, indent=1) + "\n")
     return True
 
@@ -239,10 +234,8 @@ def _session_words(row: Row, unit: str) -> str:
     machine = on["device"] if on["device"] != "CPU" else f"{where['processor']}, {where['threads']} threads"
     load = on["load_before_each_round"][0]  # before later rounds it holds the measurement itself
     busy = f", load of the machine before the rounds {load:.1f}" if load > 1 else ""
-    return (
-        f"training steps of {batch} side by side, median of {ROUNDS} rounds; {machine}, torch {where['torch']}, "
-        f"{where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
-    )
+    measured = f"training steps of {batch} side by side, median of {ROUNDS} rounds; {machine}"
+    return f"{measured}, torch {where['torch']}, {where['dtype']}, {where['date'][:10]}{busy}. Memory: {on['memory']}."
 
 
 if __name__ == "__main__":

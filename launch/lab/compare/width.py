@@ -69,12 +69,10 @@ def headdims(model: ModelConfig) -> dict[str, int]:
 
 
 def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
-    """Returns `model` with the d_model that brings it within `tolerance` of `target` parameters.
-
-    Of several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8
-    before those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
-    deviation. Raises ValueError naming the nearest widths where none is within the tolerance.
-    """
+    """Returns `model` with the d_model that brings it within `tolerance` of `target` parameters. Of
+    several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8 before
+    those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
+    deviation. Raises ValueError naming the nearest widths where none is within the tolerance."""
     widths = _Widths(model)
 
     def deviation(width: int) -> float:
@@ -93,13 +91,10 @@ def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfi
     within = [width for width in near if abs(deviation(width)) <= tolerance]
     if not within:
         nearest = sorted(sorted(near, key=lambda width: abs(deviation(width)))[:2])
-        listed = ", ".join(
-            f"{widths.count(width):,} ({deviation(width):+.2%}) at d_model = {width}" for width in nearest
-        )
-        raise ValueError(
-            f"no width has {target:,} parameters within {tolerance:.2%}; the nearest: {listed or 'none'}; raise "
-            "comparison.tolerance, or give the entry another headdim or number of layers"
-        )
+        sizes = [f"{widths.count(width):,} ({deviation(width):+.2%}) at d_model = {width}" for width in nearest]
+        lack = f"no width has {target:,} parameters within {tolerance:.2%}; the nearest: {', '.join(sizes) or 'none'}"
+        advice = "raise comparison.tolerance, or give the entry another headdim or number of layers"
+        raise ValueError(f"{lack}; {advice}")
 
     def preference(width: int) -> tuple[bool, int, float]:
         sizes = (width, *headdims(widths.at(width)).values())
@@ -207,10 +202,8 @@ def changed_headdims(entry: Entry) -> str:
 
 def _values(entries: Sequence[Entry]) -> dict[str, list[Any]]:
     """Returns for each key in which entries differ its value in each entry."""
-    first = entries[0].config
-    changes = [
-        {key: (old, new) for key, old, new in differences(config_to_dict(first), entry.config)} for entry in entries
-    ]
+    first = config_to_dict(entries[0].config)
+    changes = [{key: (old, new) for key, old, new in differences(first, entry.config)} for entry in entries]
     firsts = {key: old for change in changes for key, (old, _) in change.items()}
     return {key: [change.get(key, (None, old))[1] for change in changes] for key, old in firsts.items()}
 

@@ -222,9 +222,9 @@ class Cluster:
         """Returns the dense peak of a GPU in FLOP/s. Raises ValueError where it is not known."""
         name = "peak_tflops" if kind == "bf16" else f"peak_tflops_{kind}"
         if (tflops := getattr(self, name)) is None:
+            advice = f"set {name} in the file of --cluster, or plan with {shell_line('--engine.precision', 'bf16')}"
             raise ValueError(
-                f"the recipe computes in {kind}, and the peak of {self.gpu} in that is not known: set {name} in the "
-                f"file of --cluster, or plan with {shell_line('--engine.precision', 'bf16')}"
+                f"the recipe computes in {kind}, and the peak of {self.gpu} in that is not known: {advice}"
             )
         return tflops * 1e12
 
@@ -248,9 +248,7 @@ GPUS = {
 
 def read_cluster(path: Path, gpu: str | None = None) -> Cluster:
     """Reads a cluster from a TOML file whose keys are Cluster's fields; `gpu` names one of GPUS that fills in the rest.
-
-    Raises FileNotFoundError, or ValueError (one line) for an unknown key, a missing or a bad value.
-    """
+    Raises FileNotFoundError, or ValueError (one line) for an unknown key, a missing or a bad value."""
     if not path.is_file():
         raise FileNotFoundError(f"cluster file not found: {path}")
     values = read_toml(path)

@@ -24,29 +24,21 @@ MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as n
 
 def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     """Returns the warnings about an estimate, one line each."""
-    config, plan, warnings = one.config, one.plan, []
-    if not one.fits:
-        warnings.append(
-            f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * plans.USABLE:.0f} GB that can "
-            f"be used of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below"
-        )
+    config, plan = one.config, one.plan
     tokens = plan.micro_batch_size * config.positions
-    if tokens < FEW_TOKENS:
-        warnings.append(
-            f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS.get(plan.unit, plan.unit)} in a "
-            f"pass, which leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size"
-        )
-    if one.traffic_seconds > one.compute_seconds:
-        warnings.append(
-            f"exchanges between GPUs ({duration(one.traffic_seconds)} a step) take longer than arithmetic "
-            f"({duration(one.compute_seconds)}): the batch is too small for the mesh, or the mesh too wide"
-        )
-    if one.launch_seconds > max(one.compute_seconds, one.traffic_seconds):
-        warnings.append(
-            f"a step is too small for one {cluster.gpu}: to launch its kernels takes the host "
-            f"{duration(one.launch_seconds)}, their arithmetic {duration(one.compute_seconds)}; a larger "
-            "micro_batch_size, or --engine.compile, launches fewer"
-        )
+    computing, exchanging = duration(one.compute_seconds), duration(one.traffic_seconds)
+    host, launches = duration(one.launch_seconds), one.launch_seconds > max(one.compute_seconds, one.traffic_seconds)
+    notes = {
+        f"a rank needs {plan.total_bytes / 1e9:.0f} GB of the {cluster.memory_gb * plans.USABLE:.0f} GB that can "
+        f"be used of a {cluster.gpu}: take a smaller micro-batch, checkpointing, or a suggestion below": not one.fits,
+        f"global batch too small for the mesh: a rank sees {tokens} {_POSITIONS.get(plan.unit, plan.unit)} in a pass, "
+        f"which leaves most of a {cluster.gpu} idle; use fewer GPUs or a larger global_batch_size": tokens < FEW_TOKENS,
+        f"exchanges between GPUs ({exchanging} a step) take longer than arithmetic ({computing}): the batch is too "
+        "small for the mesh, or the mesh too wide": one.traffic_seconds > one.compute_seconds,
+        f"a step is too small for one {cluster.gpu}: to launch its kernels takes the host {host}, their "
+        f"arithmetic {computing}; a larger micro_batch_size, or --engine.compile, launches fewer": launches,
+    }
+    warnings = [note for note, holds in notes.items() if holds]
     available, needed = config.modality.size(config.data), plan.units_per_step * plan.steps
     # None where the data is not on this machine, or has no end.
     if available is not None and needed > MANY_EPOCHS * available:
@@ -150,9 +142,7 @@ def _describe_failures(one: Estimate, risk: Risk) -> str:
 
 def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config: RunConfig, cluster: Cluster) -> str:
     """Returns the command that starts a recipe as an estimate has it: on this host if one node is enough, or by Slurm.
-
-    overrides: what the command line changes of the recipe, which gives `config`.
-    """
+    overrides: what the command line changes of the recipe, which gives `config`."""
     ranks = one.plan.ranks
     words = ["matmix", "launch", "local", recipe, "--nproc", str(ranks)]
     if ranks > cluster.gpus_per_node:

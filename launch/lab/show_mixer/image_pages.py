@@ -41,9 +41,8 @@ def chosen_place(patch: str, subject: Subject) -> tuple[int, int] | None:
         raise ValueError(f'--patch {patch}: give ROW,COLUMN, such as 0,3, or "class" for the class token')
     row, column = int(match[1]), int(match[2])
     if max(row, column) >= side:
-        raise ValueError(
-            f"--patch {patch}: the picture has {side} x {side} patches; rows and columns are 0 to {side - 1}"
-        )
+        size = f"the picture has {side} x {side} patches; rows and columns are 0 to {side - 1}"
+        raise ValueError(f"--patch {patch}: {size}")
     return row, column
 
 

@@ -33,10 +33,8 @@ def check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
 @torch.no_grad()
 def mixer_matrices(model: Backbone, inputs: torch.Tensor, layers: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yields for each layer its number and M (H, L, L) in float64, for the MRU (H, L, L, order, order). Of pictures
-    rows and columns are as positions stand in them, and M is the mean of several orders.
-
-    Raises ValueError where M is not finite.
-    """
+    rows and columns are as positions stand in them, and M is the mean of several orders. Raises ValueError where M is
+    not finite."""
     read: dict[int, tuple] = {}
     with contextlib.ExitStack() as hooks:
         for layer in layers:
@@ -56,18 +54,14 @@ def mixer_matrices(model: Backbone, inputs: torch.Tensor, layers: Sequence[int])
 
 def numerical_rank(matrix: torch.Tensor, largest: float | None = None) -> int:
     """Counts singular values of a float64 matrix above eps * max(rows, columns) * the largest one, eps that of float64.
-
-    largest: what to take for the largest one, where rounding errors are those of a larger matrix.
-    """
+    largest: what to take for the largest one, where rounding errors are those of a larger matrix."""
     least = None if largest is None else torch.finfo(matrix.dtype).eps * max(matrix.shape) * largest
     return int(torch.linalg.matrix_rank(matrix, atol=least))
 
 
 def as_head(matrix: torch.Tensor, name: str, skip: bool = False) -> Head:
     """Returns M (L, L) of a head with its ranks; of an MRU's (L, L, order, order) the matrix of all L * order rows.
-
-    skip: M is I and another matrix, whose rank is what one wants to know.
-    """
+    skip: M is I and another matrix, whose rank is what one wants to know."""
     length = matrix.shape[0]
     order = matrix.shape[2] if matrix.dim() == 4 else 1
     if matrix.dim() == 4:  # M[t, s] multiplies row vectors from the right
@@ -118,10 +112,8 @@ def choose_matrices(mixer: Mixer, matrices: torch.Tensor, most: int) -> tuple[li
 
 
 def choose_heads(matrices: torch.Tensor, most: int, word: str = "head") -> list[tuple[int, str]]:
-    """Chooses the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and names them.
-
-    word: what has a matrix of its own. Where the first half of them looks back and the second one ahead, each has two.
-    """
+    """Chooses the matrices (H, L, L) to draw, at most `most` of them and evenly spaced, and names them. word: what has
+    a matrix of its own. Where the first half of them looks back and the second one ahead, each has two."""
     count, half = len(matrices), len(matrices) // 2
     past, future = matrices[:half], matrices[half:]
     paired = count % 2 == 0 and matrices.dim() == 3 and not past.triu(1).any() and not future.tril(-1).any()

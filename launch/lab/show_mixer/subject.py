@@ -232,10 +232,9 @@ def _read_picture(file: str, inputs: ImageInputs, notes: list[str], model: Backb
     """Returns what a subject holds of a picture."""
     images, image = read_pictures([file], inputs), model.config.image
     if images.shape[1] != image.channels or images.shape[2] % image.patch:
-        raise ValueError(
-            f"pictures of {inputs.size} pixels and {len(inputs.mean)} channels do not fit a model of patches of "
-            f"{image.patch} pixels and {image.channels} channels"
-        )
+        given = f"pictures of {inputs.size} pixels and {len(inputs.mean)} channels"
+        wanted = f"patches of {image.patch} pixels and {image.channels} channels"
+        raise ValueError(f"{given} do not fit a model of {wanted}")
     pixels = images[0] * torch.tensor(inputs.std).view(-1, 1, 1) + torch.tensor(inputs.mean).view(-1, 1, 1)
     picture = pixels.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
     return {"given": file, "inputs": images, "picture": picture, "notes": notes}
