@@ -67,7 +67,6 @@ class Finetune:
         return Train(recipe=self.recipe, dry_run=not trains).begin()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Trains and returns the exit code (`matmix.train.process.exits`)."""
         from matmix.launch.many.runs import check_alone, check_parallel, is_one_of_several
         from matmix.launch.many.scores import tasks_of_seeds, train_seeds
         from matmix.train.command import train_phases

@@ -122,7 +122,6 @@ class Recipes:
     """Recipe to print; none: list all."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prints, and returns the exit code. Raises FileNotFoundError (one line) where there is no such recipe."""
         print(find_recipe(self.name).read_text() if self.name else listed(), end="")
         return 0
 

@@ -1,9 +1,4 @@
-"""Prepares datasets of texts and of pictures, and joins their parts.
-
-matmix prepare INPUT ... --out DIR [--option value ...]
-matmix prepare-images INPUT ... --out DIR [--option value ...]
-matmix prepare --merge --out DIR
-"""
+"""`matmix prepare` and `prepare-images`: prepare datasets of texts and of pictures, and join their parts."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -56,7 +51,6 @@ class _Verb:
     """With --merge: only show the state of the parts, and check those that are finished."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Prepares or joins; returns the exit code. Raises ValueError (one line) for the user's mistakes."""
         usage = f"{self.options.described.verb} --merge --out DIR"
         if self.merge:
             self._merge(usage)
@@ -71,7 +65,6 @@ class _Verb:
         return 0
 
     def prepare(self, config: PrepareOptions) -> None:
-        """Prepares a dataset. Raises as `prepare` of matmix.data.prepare.command."""
         from matmix.data.prepare.command import prepare
 
         prepare(config)

@@ -60,7 +60,6 @@ class Glue:
         return begin_alone()
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        """Checks, trains or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
         from matmix.launch.glue import plan, results
         from matmix.launch.glue.tasks import named
         from matmix.launch.many import planned, runs

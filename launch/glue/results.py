@@ -18,7 +18,7 @@ from matmix.launch.glue.plan import GlueRun, Plan
 from matmix.launch.glue.tasks import TASKS, GlueTask
 from matmix.launch.many import runs
 from matmix.launch.many.planned import why_open
-from matmix.launch.many.scores import csv_of, markdown, mean_in_words, spread, write_tables
+from matmix.launch.many.scores import ScoreColumn, csv_of, markdown, spread, write_tables
 from matmix.train.config import RunConfig
 from matmix.train.process import stop
 from matmix.train.tasks.base import Predicted
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 SECOND = "second.json"
 """In a run directory: the metrics on the task's second file."""
 _CONTROL = "most frequent class"
+_SHARE = ScoreColumn("score", "score (x 100)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,9 +180,9 @@ def table_text(plan: Plan, results: Sequence[TaskScores]) -> str:
         if len(scores) > 1:
             scores["mean"] = result.means, [result.control_score]
         for title, values in scores.items():
-            rows.append([result.task.name, title, *map(_words, values), str(len(result.finished))])
-    rows.append(["average", "", *("" if value is None else _words([value]) for value in averages(results)), ""])
-    lines = [markdown(["task", "score (x 100)", plan.name, _CONTROL, "runs"], rows), ""]
+            rows.append([result.task.name, title, *map(_SHARE.words, values), str(len(result.finished))])
+    rows.append(["average", "", *("" if value is None else _SHARE.words([value]) for value in averages(results)), ""])
+    lines = [markdown(["task", _SHARE.heading, plan.name, _CONTROL, "runs"], rows), ""]
     lines.append("Mean ± sample standard deviation over seeds; the last evaluation of a run counts.")
     if missing := missing_tasks(results):
         lines.append(f"No average, which is over all eight tasks: there is no finished run of {', '.join(missing)}.")
@@ -223,7 +224,3 @@ def table_json(plan: Plan, results: Sequence[TaskScores]) -> str:
     record |= {"seeds": list(asked.seeds), "tasks": tasks, "missing": missing_tasks(results)}
     record["average"], record["most_frequent_class"] = averages(results)
     return json.dumps(record, indent=2) + "\n"
-
-
-def _words(values: Sequence[float]) -> str:
-    return mean_in_words(values, 1, scale=100)

@@ -89,9 +89,8 @@ _MAY_NOT_DIFFER = ("engine.precision",)
 
 def matters(key: str) -> bool:
     """Returns True where two runs that differ in this key of their configs are trained differently."""
-    return key in _MAY_NOT_DIFFER or not any(
-        key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in _MAY_DIFFER
-    )
+    tables = tuple(allowed for allowed in _MAY_DIFFER if allowed.endswith("."))
+    return key in _MAY_NOT_DIFFER or not (key in _MAY_DIFFER or key.startswith(tables))
 
 
 def words_on_settings(there: RunConfig, here: RunConfig) -> list[str]:

@@ -40,15 +40,6 @@ def spread(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.fmean(values), statistics.stdev(values) if several else None, len(values))
 
 
-def mean_in_words(values: Sequence[float], digits: int, *, scale: float = 1) -> str:
-    """Returns words such as "1.2345 ± 0.0012", of the values times `scale`; "" without values."""
-    over = spread([scale * value for value in values])
-    if over is None:
-        return ""
-    text = f"{over.mean:.{digits}f}"
-    return text if over.deviation is None else f"{text} ± {over.deviation:.{digits}f}"
-
-
 class ScoreColumn(NamedTuple):
     """A column of a table: the mean and deviation of a metric."""
 
@@ -66,7 +57,11 @@ class ScoreColumn(NamedTuple):
         return cls(metric.name, metric.heading, digits=metric.digits, scale=scale)
 
     def words(self, values: Sequence[float]) -> str:
-        return mean_in_words(values, self.digits, scale=self.scale)
+        """Returns words such as "1.2345 ± 0.0012", of the values times `scale`; "" without values."""
+        if (over := spread([self.scale * value for value in values])) is None:
+            return ""
+        text = f"{over.mean:.{self.digits}f}"
+        return text if over.deviation is None else f"{text} ± {over.deviation:.{self.digits}f}"
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

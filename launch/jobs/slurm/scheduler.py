@@ -31,9 +31,8 @@ def _call(*words: str) -> str:
     try:
         run = subprocess.run(words, capture_output=True, text=True, timeout=_PATIENCE, check=False)
     except FileNotFoundError:
-        raise ValueError(
-            f"{words[0]} not found: this needs a node where Slurm's commands are installed (--dry-run works anywhere)"
-        ) from None
+        needed = "this needs a node where Slurm's commands are installed (--dry-run works anywhere)"
+        raise ValueError(f"{words[0]} not found: {needed}") from None
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{words[0]} did not answer within {_PATIENCE} s") from None
     if run.returncode:

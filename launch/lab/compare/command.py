@@ -73,7 +73,6 @@ class Compare:
         return begin_alone()
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        """Trains, submits or tabulates, and returns the exit code. Raises ValueError (one line) for mistakes."""
         from matmix.launch.glue.plan import GlueSettings
         from matmix.launch.lab.compare import config, downstream, report
         from matmix.launch.lab.compare.width import matched

@@ -1,17 +1,6 @@
-"""Recipes of comparisons: an ordinary recipe, and a table `[comparison]` with the entries that are compared.
-
-    [comparison]
-    seeds = [0, 1]
-    [[comparison.entry]]
-    name = "Toeplitz, data-dependent"
-    model.layers = ["toeplitz_dd"]
-
-An entry is the recipe with the keys that stand beside its name; what the command line gives goes to all entries. With
-variants, such as several tasks, every entry is trained on each of them, in COMPARISON/<entry>/<variant>/seed-0:
-
-    [[comparison.variant]]
-    name = "characters"
-    data.path = "datasets/shakespeare_char"
+"""Recipes of comparisons: an ordinary recipe, and a table `[comparison]` with its entries, `[[comparison.entry]]`, each
+the recipe with the keys that stand beside its name; what the command line gives goes to all of them. With variants,
+such as several tasks, every entry is trained on each `[[comparison.variant]]`, in COMPARISON/<entry>/<variant>/seed-0.
 """
 
 from __future__ import annotations
@@ -130,7 +119,6 @@ def _only(hints: Mapping[str, Any], paths: Sequence[Key]) -> type:
 
 
 def _remove(table: dict[str, Any], path: Key) -> None:
-    """Removes a key of nested tables, if it is there."""
     for part in path[:-1]:
         table = table.get(part, {})
         if not isinstance(table, dict):
@@ -143,10 +131,8 @@ def _remove(table: dict[str, Any], path: Key) -> None:
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 FINETUNED = "finetune"
 """The folder of the fine-tunings."""
-_OWN = (
-    *("report", "launch", "logs", FINETUNED),
-    *("comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"),
-)
+_FILES = "comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"
+_OWN = "report", "launch", "logs", FINETUNED, *_FILES
 """What lies beside the folders of the entries."""
 
 

@@ -1,10 +1,6 @@
-"""Fine-tunes each finished run of a comparison on tasks: those of recipes, and those of GLUE.
-
-COMPARISON/finetune/<task>/recipe.toml               the recipe of a task
-COMPARISON/finetune/<task>/<entry>/<variant>/seed-0  a run that begins with COMPARISON/<entry>/<variant>/seed-0
-COMPARISON/finetune/glue/glue.toml                   settings, tasks and seeds
-COMPARISON/finetune/glue/<entry>/<variant>/seed-0/   what `matmix glue` makes of that run: TASK/seed-N, table.md ...
-"""
+"""Fine-tunes each finished run of a comparison on tasks: those of recipes, in COMPARISON/finetune/<task>, and those of
+GLUE, in COMPARISON/finetune/glue. Both folders hold what `file` names, and what COMPARISON/<entry>/<variant>/seed-0
+becomes in <entry>/<variant>/seed-0: a run, or what `matmix glue` makes of it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""Speed and memory of the entries of a comparison, side by side.
-
-Each entry takes a few training steps in a fresh process, with all cores and on fixed tokens, in rounds over the entries
-so that all meet the same conditions; the median over the rounds counts. A process measures one entry:
-
-    python -P -m matmix.launch.lab.compare.speed CONFIG.toml
-"""
+"""Speed and memory of the entries of a comparison, side by side: each takes a few training steps in a fresh process
+(`python -P -m matmix.launch.lab.compare.speed CONFIG.toml`), with all cores and on fixed tokens, in rounds over the
+entries so that all meet the same conditions; the median over the rounds counts."""
 
 import contextlib
 import hashlib

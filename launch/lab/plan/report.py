@@ -42,21 +42,19 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     available, needed = config.modality.size(config.data), plan.units_per_step * plan.steps
     # None where the data is not on this machine, or has no end.
     if available is not None and needed > MANY_EPOCHS * available:
-        warnings.append(
-            f"data repeats: the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training "
-            f"split; beyond about {MANY_EPOCHS} passes repeated data teach less and less"
-        )
+        reads = f"the run reads {needed / available:.1f} times the {available:,} {plan.unit} of the training split"
+        less = f"beyond about {MANY_EPOCHS} passes repeated data teach less and less"
+        warnings.append(f"data repeats: {reads}; {less}")
     best = min(risk.best_interval, one.seconds)
     more = risk.lost(risk.interval) - risk.lost(best)
     if more > WORTH_A_WARNING and more * one.seconds > WORTH_SECONDS:
         steps = max(1, round(best / one.step_seconds))
         digits = max(0, int(math.log10(steps)) - 1)
         steps = min(round(steps, -digits), config.steps)
-        warnings.append(
-            f"a checkpoint every {config.checkpoint.every or config.steps} steps ({duration(risk.interval)}) "
-            f"loses {risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}; "
-            f"every {duration(best)} is best: {shell_line('--checkpoint.every', steps)}"
-        )
+        every = f"{config.checkpoint.every or config.steps} steps ({duration(risk.interval)})"
+        lost = f"{risk.lost(risk.interval):.1%} of the time to failures, one every {duration(risk.mtbf)}"
+        better = f"every {duration(best)} is best: {shell_line('--checkpoint.every', steps)}"
+        warnings.append(f"a checkpoint every {every} loses {lost}; {better}")
     return warnings
 
 

@@ -26,9 +26,13 @@ _WORDS = {
 """`model.image.scan` -> what its orders are called."""
 
 
-def chosen_place(patch: str, subject: Subject) -> tuple[int, int] | None:
-    """Returns row and column of the patch that "ROW,COLUMN" names, for "" of the one in the middle; None for "class",
-    the class token. Raises ValueError (one line) for a patch that the picture does not have."""
+Place = tuple[int, int] | None
+"""Row and column of the patch that is chosen; None for the class token."""
+
+
+def chosen_place(patch: str, subject: Subject) -> Place:
+    """Returns the patch that "ROW,COLUMN" or "class" names, for "" the one in the middle. Raises ValueError (one line)
+    for a patch that the picture does not have."""
     side = subject.side
     if patch == "":
         return side // 2, side // 2
@@ -63,7 +67,7 @@ def reading_orders(subject: Subject) -> dict[str, np.ndarray]:
     return named
 
 
-def patch_head(row: torch.Tensor, name: str, place: tuple[int, int] | None, subject: Subject) -> PatchHead:
+def patch_head(row: torch.Tensor, name: str, place: Place, subject: Subject) -> PatchHead:
     """Returns a row (L,) of M as weights of the patches and of the class token."""
     side, class_weight = subject.side, None
     if subject.image.class_tokens:
@@ -73,9 +77,9 @@ def patch_head(row: torch.Tensor, name: str, place: tuple[int, int] | None, subj
 
 
 def patch_page(
-    subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int, place: tuple[int, int] | None
+    subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int, place: Place
 ) -> tuple[PatchPage, str]:
-    """Returns the page of a layer, and what is said about it in a line. place: of `chosen_place`."""
+    """Returns the page of a layer, and what is said about it in a line."""
     if matrices.dim() == 5:  # of an MRU the norms of the blocks
         matrices = torch.linalg.matrix_norm(matrices)
     position = subject.image.class_place(subject.side**2)
@@ -92,7 +96,7 @@ def patch_page(
     return page, f"{what}, {_distances(heads)}"
 
 
-def place_label(place: tuple[int, int] | None) -> str:
+def place_label(place: Place) -> str:
     return "class" if place is None else f"patch-{place[0]}-{place[1]}"
 
 
@@ -138,8 +142,7 @@ class PatchHead(Heat):
 
     class_weight: float | None
     """The weight of the class token; None where there is none."""
-    place: tuple[int, int] | None
-    """Row and column of the chosen patch; None for the class token."""
+    place: Place
 
     @property
     def own(self) -> np.ndarray:
@@ -181,12 +184,15 @@ class PatchPage(Page):
     """Of `reading_orders`."""
 
     def draw(self, fonts: Fonts) -> Any:
+        from matplotlib.patches import Rectangle
+
         head = self.heads[0]
         first, grid, place = 1 + len(self.orders), head.weights.shape, head.place
         columns = max(first, min(len(self.heads), 4), 2)
         rows = 1 + -(-len(self.heads) // columns)
         sheet = Sheet(self, fonts, self.notes, _EXPLAINED, (rows, columns), 2.7, gap=0.25)
-        faint = _faint(self.picture)
+        # The picture's brightness, (height, width, 1), close to white: it does not hide what is on it.
+        faint = 0.8 + 0.2 * (self.picture @ np.array([0.299, 0.587, 0.114]))[..., None]
         chosen = "the class token is chosen" if place is None else f"chosen: row {place[0]}, column {place[1]}"
         panels = [(0, 0, f"{grid[0]} x {grid[1]} patches", chosen, self.picture, None)]
         for number, (name, order) in enumerate(self.orders.items(), 1):
@@ -202,22 +208,10 @@ class PatchPage(Page):
             axes.imshow(shown, extent=(-0.5, grid[1] - 0.5, grid[0] - 0.5, -0.5), interpolation="nearest")
             if order is not None:
                 _draw_order(axes, order, grid)
-            _outline(axes, place)
+            if place is not None:
+                corner = place[1] - 0.5, place[0] - 0.5
+                axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=_CHOSEN, linewidth=1.8, zorder=3))
         return sheet.figure
-
-
-def _outline(axes: Any, place: tuple[int, int] | None) -> None:
-    from matplotlib.patches import Rectangle
-
-    if place is not None:
-        corner = place[1] - 0.5, place[0] - 0.5
-        axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=_CHOSEN, linewidth=1.8, zorder=3))
-
-
-def _faint(picture: np.ndarray) -> np.ndarray:
-    """Returns the picture's brightness, (height, width, 1), close to white: it does not hide what is on it."""
-    grey = picture @ np.array([0.299, 0.587, 0.114])
-    return 0.8 + 0.2 * grey[..., None]
 
 
 def _draw_order(axes: Any, places: np.ndarray, grid: tuple[int, int]) -> None:
