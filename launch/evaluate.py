@@ -102,11 +102,10 @@ class Evaluate:
             compressed.append(len(xz.compress(text.encode("utf-8"))))
             return text
 
-        texts = read_texts(self.texts, "scoring", self.text_field, self.text_documents)
+        texts = filter(None, read_texts(self.texts, "scoring", self.text_field, self.text_documents))
         windows = {} if self.carry_state else {"window": self.window, "stride": self.stride}
-        score = (score_with_state if self.carry_state else score_texts)(
-            opened, map(compress, filter(None, texts)), **windows
-        )
+        scoring = score_with_state if self.carry_state else score_texts
+        score = scoring(opened, map(compress, texts), **windows)
         step = "" if opened.step is None else f", {opened.state}"
         xz_bits = 8 * (sum(compressed) + len(xz.flush())) / score.bytes
         say_texts(f"{opened.path}{step}", score, xz_bits, self.out)

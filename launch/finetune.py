@@ -57,7 +57,6 @@ class Finetune:
     """Write the whole recipe of the run into this file, for matmix launch, and train nothing."""
 
     def begin(self) -> int:
-        """Prepares a process of its own for training; returns an exit code, 0 = go on."""
         from matmix.launch.many.runs import begin_alone, is_one_of_several
         from matmix.train.entry import Train
 

@@ -32,6 +32,9 @@ class Convert:
     """Size of a file of tensors."""
 
 
+_Other = Annotated[Convert, tyro.conf.subcommand("convert")] | None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """List the checkpoints of a run, and whether they are whole; the exit code is 1 if one is damaged, else 0.
@@ -43,11 +46,7 @@ class Checkpoints:
     source: RunFolder = ""
     verify: bool = False
     """Read every file and compare checksums (else: presence and sizes)."""
-    other: tyro.conf.OmitArgPrefixes[
-        tyro.conf.DisallowNone[
-            tyro.conf.OmitSubcommandPrefixes[Annotated[Convert, tyro.conf.subcommand("convert")] | None]
-        ]
-    ] = None
+    other: tyro.conf.OmitArgPrefixes[tyro.conf.DisallowNone[tyro.conf.OmitSubcommandPrefixes[_Other]]] = None
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         if self.other is not None:

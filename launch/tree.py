@@ -18,7 +18,8 @@ from matmix.train.arguments import VERB_STYLE, check_rest, read_quietly, verb_re
 class Branch:
     """A verb by its class, "package.module:Class", or a group of verbs by their names; and what it does. The class
     holds the options. Its `run(rest, typed)` takes the words that are none of them, such as fields of a recipe, and all
-    words; it returns the exit code, and raises FileNotFoundError or ValueError (one line) for mistakes."""
+    words; it returns the exit code, and raises FileNotFoundError or ValueError (one line) for mistakes. Its `begin()`,
+    if it has one, prepares a process of its own, and returns an exit code, 0 = go on."""
 
     what: str
     verb: str | Mapping[str, Branch]

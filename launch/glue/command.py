@@ -54,7 +54,6 @@ class Glue:
         return self.check or self.folder
 
     def begin(self) -> int:
-        """Prepares a process of its own; returns an exit code, 0 = go on."""
         from matmix.launch.many.runs import begin_alone
 
         return begin_alone()

@@ -67,7 +67,6 @@ class Compare:
     slurm_options: tyro.conf.OmitArgPrefixes[SlurmWords]
 
     def begin(self) -> int:
-        """Prepares a process of its own; returns an exit code, 0 = go on."""
         from matmix.launch.many.runs import begin_alone
 
         return begin_alone()

@@ -113,9 +113,7 @@ def measured_efficiency(run: Path) -> float:
     return statistics.median(shares[len(shares) // 2 :])
 
 
-def estimate(
-    config: RunConfig, ranks: int, cluster: Cluster, efficiency: float, *, mode: Mode | None = None
-) -> Estimate:
+def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float, mode: Mode | None = None) -> Estimate:
     """Returns the plan of `config` with its times. Raises ValueError where the batch does not divide over the ranks."""
     mode = mode or checkpointing_mode(config)
     plan = make_plan(config, ranks, mode=mode)

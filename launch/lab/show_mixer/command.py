@@ -55,10 +55,12 @@ class ShowMixer:
         Raises FileNotFoundError or ValueError (one line)."""
         from matmix.launch.lab.show_mixer.image_pages import chosen_place, patch_page, place_label
         from matmix.launch.lab.show_mixer.matrices import check_layers, mixer_matrices, page_of
-        from matmix.launch.lab.show_mixer.subject import fresh, trained
+        from matmix.launch.lab.show_mixer.subject import check_no_comparison, fresh, trained
 
         is_model = is_url(self.recipe) or Path(self.recipe).is_dir()
         self._check(is_model, overrides)
+        if not is_url(self.recipe):
+            check_no_comparison(self.recipe)
         if is_model:
             subject = trained(self.recipe, self.text, self.step, self.max_tokens, self.weights, self.image)
         else:
@@ -114,7 +116,3 @@ class ShowMixer:
         for problem, holds in problems.items():
             if holds:
                 raise ValueError(problem)
-        if not is_url(self.recipe):
-            from matmix.launch.lab.show_mixer.subject import check_no_comparison
-
-            check_no_comparison(self.recipe)
