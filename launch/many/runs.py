@@ -8,13 +8,13 @@ import dataclasses
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from subprocess import DEVNULL, STDOUT, Popen
 from typing import Any
 
 import torch
@@ -151,7 +151,9 @@ def threads(parallel: int = 1) -> int:
     return int(given) if given.isdecimal() and int(given) else threads_of_each(parallel)
 
 
-def start(module: str, argument: Path, *, parallel: int = 1, place: int | None = None, **options: Any) -> Popen:
+def start(
+    module: str, argument: Path, *, parallel: int = 1, place: int | None = None, **options: Any
+) -> subprocess.Popen:
     """Starts `python -m module argument` in a session of its own: Ctrl-C at a terminal reaches this process alone,
     which passes it on. place: among `parallel` processes at a time, each of which has a GPU where there are some."""
     own = {"OMP_NUM_THREADS": str(threads(parallel)), launched.LAUNCHER_VARIABLE: str(os.getpid())}
@@ -161,7 +163,7 @@ def start(module: str, argument: Path, *, parallel: int = 1, place: int | None =
         own["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     command = [sys.executable, "-P", "-m", module, str(argument)]
     environment = {**os.environ, **own}
-    return Popen(command, env=environment, stdin=DEVNULL, start_new_session=True, **options)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
 @contextlib.contextmanager
@@ -245,7 +247,7 @@ class _Process:
         self.output = task.log.open("a+b")
         self._first = self.output.tell()
         self._began, self._stopped = time.monotonic(), False
-        pipes = {"stdout": self.output, "stderr": STDOUT}
+        pipes = {"stdout": self.output, "stderr": subprocess.STDOUT}
         self.popen = start("matmix.train", recipe, parallel=parallel, place=place, **pipes)
 
     @property

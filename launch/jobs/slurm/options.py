@@ -76,7 +76,7 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         for name, field in FIELDS.items():
             low = 1 if name in ("nodes", "save_seconds") else 0
-            if field.type == "int" and getattr(self, name) < low:
+            if field.type is int and getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         for name, (pattern, words) in _PATTERNS.items():
             if not re.fullmatch(pattern, getattr(self, name)):
@@ -129,7 +129,7 @@ class SlurmWords(BorrowedOptions):
     @classmethod
     def option(cls, field: StructFieldSpec) -> StructFieldSpec:
         flag = {"container_mounts": "container-mount", "sbatch": "sbatch-option"}.get(field.name)
-        if FIELDS[field.name].type in ("int", "str"):
+        if FIELDS[field.name].type in (int, str):
             shown = f"(default: {field.default})" if field.type is int else ""
             kind = tyro.conf.arg(metavar="N" if field.type is int else "TEXT", help_behavior_hint=shown)
             return dataclasses.replace(field, type=Annotated[field.type | None, kind], default=None)
