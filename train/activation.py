@@ -1,9 +1,6 @@
-"""Changes to the blocks of a model that save memory, time or start-up time and do not change its numbers.
-
-Each replaces `forward` on the instance and leaves modules and parameters where they are: names in checkpoints
-stay the same, and hooks that an engine puts on a block (gathering its weights) run outside of what is
-replaced here.
-"""
+"""Changes to the blocks of a model that save memory, time or start-up time and do not change its numbers. Each replaces
+`forward` on the instance: names in checkpoints stay the same, and hooks that an engine puts on a block (gathering its
+weights) run outside of what is replaced."""
 
 import functools
 import logging
@@ -12,32 +9,19 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from matmix.train.process.node_folders import use_caches
 
 _ATEN = torch.ops.aten
-# What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own
-# ops.
-_SAVED_OPS = frozenset(
-    {
-        _ATEN.mm.default,
-        _ATEN.addmm.default,
-        _ATEN._scaled_dot_product_flash_attention.default,
-        _ATEN._scaled_dot_product_efficient_attention.default,
-        _ATEN._scaled_dot_product_cudnn_attention.default,
-        _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-)
-_SAVED_NAMESPACE = "matmix"
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+# What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own ops.
+_SAVED_OPS = {_ATEN.mm.default, _ATEN.addmm.default}
+_SAVED_OPS |= {getattr(_ATEN, f"_scaled_dot_product_{kind}").default for kind in _ATTENTION}
 
 
 def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if op in _SAVED_OPS or getattr(op, "namespace", None) == _SAVED_NAMESPACE:
+    if op in _SAVED_OPS or getattr(op, "namespace", None) == "matmix":
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -51,10 +35,9 @@ def checkpoint_activations(
 ) -> None:
     """Lets blocks of `model.blocks` recompute activations in the backward pass instead of keeping them.
 
-    mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th block
-    (the first, the first + every, ...), by "op" recomputes everything in every block except matrix products
-    and fused ops. Layers that can recompute parts of themselves (attribute `recompute`) do not in such a block:
-    they would compute them a third time and hold what they keep from the first.
+    mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th one, from the
+    first on, by "op" for all of every block but matrix products and fused ops. Layers that can recompute parts of
+    themselves (attribute `recompute`) do not in such a block: they would do so a third time, and hold what they keep.
     """
     if mode == "none":
         return
@@ -81,10 +64,8 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:
-    """Compiles the forward pass of each block of `model.blocks` (equal blocks share one compilation).
-
-    options: passed on to torch.compile. Raises as `caches.use_caches`.
-    """
+    """Compiles the forward pass of each block of `model.blocks` (equal blocks share one compilation). options: of
+    torch.compile. Raises as `use_caches`."""
     use_caches()
     # A mixer notes its `monitor` values in forward. Without this, recomputed blocks that do so would not be compiled.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -95,17 +76,9 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
 
 def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Runs the forward pass of `model` under bf16 autocast: parameters, gradients and reductions stay
-    float32.
+    """Runs the forward pass of `model` under bf16 autocast: parameters, gradients and reductions stay float32.
 
-    Matrix products run in bf16. Norms, softmax, and whatever reads a parameter outside of a matrix product
-    (A_log, dt_bias, D) see the float32 value, which a cast of all parameters to bf16 would round to 8 bits.
+    Matrix products run in bf16. Norms, softmax, and whatever reads a parameter outside of a matrix product (A_log,
+    dt_bias, D) see the float32 value, which a cast of all parameters to bf16 would round to 8 bits.
     """
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            return forward(*args, **kwargs)
-
-    model.forward = autocast_forward
+    model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)

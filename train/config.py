@@ -32,10 +32,8 @@ class EvaluatorConfig:
     """A table with the options of your own evaluator."""
 
     def __post_init__(self) -> None:
-        require(
-            self.every is None or self.every >= 0,
-            f'evaluation.evaluator "{self.name}": every must be >= 0, got {self.every}',
-        )
+        known = self.every is None or self.every >= 0
+        require(known, f'evaluation.evaluator "{self.name}": every must be >= 0, got {self.every}')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

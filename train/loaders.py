@@ -14,33 +14,20 @@ from matmix.train.config import RunConfig
 def make_loader(
     config: RunConfig, split: str, data_rank: int, data_size: int, tokenizer_sha256: str | None = None
 ) -> Loader:
-    """Returns batches without end of the training split, or one pass over the validation split.
-
-    data_rank, data_size: which of how many ranks with data of their own this is. tokenizer_sha256: what the data must
-    have been prepared with; None = any tokenizer.
-    """
+    """Returns batches without end of the training split, or one pass over the validation split. data_rank, data_size:
+    which of how many ranks with data of their own this is; tokenizer_sha256: that of the data, None = any."""
     if generated := config.data.synthetic.task:
         GENERATED[generated] = find_part(generated, GENERATED, "generated task")
-    return config.task().make_loader(
-        config.data,
-        split=split,
-        global_batch_size=config.global_batch_size,
-        micro_batch_size=config.micro_batch(data_size),
-        data_rank=data_rank,
-        data_size=data_size,
-        seed=config.seed,
-        one_pass=split != "train",
-        tokenizer_sha256=tokenizer_sha256,
-    )
+    own = {"data_rank": data_rank, "data_size": data_size, "micro_batch_size": config.micro_batch(data_size)}
+    own |= {"global_batch_size": config.global_batch_size, "seed": config.seed, "one_pass": split != "train"}
+    return config.task().make_loader(config.data, split=split, tokenizer_sha256=tokenizer_sha256, **own)
 
 
 def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
     """Fills in what the data decides: the vocabulary size, where the recipe leaves it at 0 and the model reads tokens,
     the steps of `epochs`, the number of outputs of a classifier, where that is 0, and the names of classes and the mean
-    and spread of images, which exports and scores need long after the data.
-
-    Raises ValueError (one line) where the model reads tokens and the data holds none, or the other way round.
-    """
+    and spread of images, which exports and scores need long after the data. Raises ValueError (one line) where the
+    model reads tokens and the data holds none, or the other way round."""
     facts, model = loader.facts, config.model
     if facts.inputs != model.model_class.inputs:
         raise ValueError(

@@ -85,13 +85,9 @@ class Trainer:
         self.groups = parameter_groups(model, config.optimizer, config.positions)
         self.say_what_begins(distributed)
         self.engine: Engine = build_engine(config.engine, distributed, self.mesh)
-        self.engine.prepare(
-            model,
-            initialize=functools.partial(initialize, seed=config.seed),
-            make_optimizer=functools.partial(
-                make_optimizer, config=config.optimizer, seqlen=config.positions, ema=config.ema
-            ),
-        )
+        options = {"config": config.optimizer, "seqlen": config.positions, "ema": config.ema}
+        seeded = functools.partial(initialize, seed=config.seed)
+        self.engine.prepare(model, seeded, functools.partial(make_optimizer, **options))
         self.lock = RunLock(self.run.path)
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
@@ -495,11 +491,9 @@ class Trainer:
 
 def train(config: RunConfig, attempt: Attempt | None = None) -> Result:
     """Runs `config` to its last step, resuming where its run directory stands. SIGTERM, Ctrl-C, SIGUSR1 and SIGUSR2 to
-    any rank end it early, with a checkpoint; attempt: where callers follow how far it comes.
-
-    Raises ValueError for a config, data or checkpoint that cannot be used, and RunFailure when training diverged,
-    memory ran out, or a rank is gone or a node not fit.
-    """
+    any rank end it early, with a checkpoint; attempt: where callers follow how far it comes. Raises ValueError for a
+    config, data or checkpoint that cannot be used, and RunFailure when training diverged, memory ran out, or a rank is
+    gone or a node not fit."""
     with (
         stop.during_run(),
         Distributed.from_environment(config.device) as distributed,

@@ -1,7 +1,6 @@
 """Trackers of experiments: TensorBoard, Weights & Biases (the extra `wandb`) and MLflow (the extra `mlflow`)."""
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import logging
@@ -29,12 +28,12 @@ _START_SECONDS = 30  # until Weights & Biases answers
 _END_SECONDS, _STOP_SECONDS = 60, 5  # for what is left, at the end, and where a signal asked the run to end
 
 
-def _check_installed(package: str, extra: str) -> None:
-    """Raises ValueError (one line) where the package that an extra brings is not installed."""
+def _check_installed(package: str) -> None:
+    """Raises ValueError (one line) where the package that the extra of its name brings is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ValueError(
-            f'callback "{extra}" needs {package}, which is not installed: in the clone of matmix, pip install -c '
-            f"constraints.txt -e '.[{extra}]'"
+            f'callback "{package}" needs {package}, which is not installed: in the clone of matmix, pip install -c '
+            f"constraints.txt -e '.[{package}]'"
         )
 
 
@@ -140,7 +139,7 @@ class WandBOptions:
     """offline: keeps everything in RUN/wandb; "" = WANDB_MODE, or online."""
 
     def __post_init__(self) -> None:
-        _check_installed("wandb", "wandb")
+        _check_installed("wandb")
 
 
 class WandB(Recorder):
@@ -159,34 +158,18 @@ class WandB(Recorder):
         where = f"wandb {options.entity}/{options.project}"
         if (own := _ids(path).get(where)) is None:
             _keep_id(path, where, own := secrets.token_hex(4))
-        begin = functools.partial(
-            wandb.init,
-            project=options.project,
-            entity=options.entity or None,
-            name=options.name or path.name,
-            group=options.group or None,
-            tags=options.tags or None,
-            id=own,
-            resume="allow",
-            dir=str(path),
-            config=config_to_dict(run.config),
-            allow_val_change=True,
-            settings=wandb.Settings(
-                silent=True,
-                console="off",
-                reinit="create_new",
-                login_timeout=_START_SECONDS,
-                init_timeout=_START_SECONDS,
-                finish_timeout=_END_SECONDS,
-            ),
-        )
+        given = {name: value or None for name, value in dataclasses.asdict(options).items()}
+        given |= {"name": options.name or path.name, "id": own, "resume": "allow", "dir": str(path)}
+        given |= {"config": config_to_dict(run.config), "allow_val_change": True}
+        waits = {"login_timeout": _START_SECONDS, "init_timeout": _START_SECONDS, "finish_timeout": _END_SECONDS}
+        given["settings"] = wandb.Settings(silent=True, console="off", reinit="create_new", **waits)
         try:
-            self._run = begin(mode=options.mode or None)
+            self._run = wandb.init(**given)
         except Exception as error:  # of many kinds: no key, no network, no such project
             reason = " ".join(str(error).split())[:300]
             logger.warning(f"Weights & Biases cannot be used now ({reason}); the records are kept in {path}/wandb")
             wandb.teardown()  # its process takes the run for one that is at work
-            self._run = begin(mode="offline")
+            self._run = wandb.init(**{**given, "mode": "offline"})
         # Over our steps: wandb's own count goes up with every call, also where steps are done again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -223,7 +206,7 @@ class MLflowOptions:
     """The name of the run; "" = that of its directory."""
 
     def __post_init__(self) -> None:
-        _check_installed("mlflow", "mlflow")
+        _check_installed("mlflow")
         refuse_secrets(self.uri, 'callback "mlflow": uri')
         if not (self.uri or os.environ.get("MLFLOW_TRACKING_URI")):
             raise ValueError('callback "mlflow": give a tracking server as uri, or in MLFLOW_TRACKING_URI')

@@ -36,15 +36,10 @@ class Distributed:
     one process which a library needs."""
 
     @classmethod
-    def from_environment(
-        cls, device: Literal["auto", "cpu", "cuda"] = "auto", *, timeout_minutes: float = 30
-    ) -> Distributed:
-        """Reads torchrun's RANK, WORLD_SIZE and LOCAL_RANK; without them this is a run of one process.
-
-        device: "auto" is CUDA where there is one. timeout_minutes: how long a collective waits for a rank once all
-        have met, for which they have a minute. Raises ValueError if CUDA is asked for and absent, or if there are
-        more processes than devices; RendezvousError where ranks stay away.
-        """
+    def from_environment(cls, device: Literal["auto", "cpu", "cuda"] = "auto") -> Distributed:
+        """Reads torchrun's RANK, WORLD_SIZE and LOCAL_RANK; without them this is a run of one process. device: "auto"
+        is CUDA where there is one. Raises ValueError if CUDA is asked for and absent, or if there are more processes
+        than devices; RendezvousError where ranks stay away for a minute."""
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         chosen = choose_device(device, local_rank)
@@ -52,7 +47,7 @@ class Distributed:
             torch.cuda.set_device(chosen)
         owns_group = not dist.is_initialized()
         if owns_group and world_size > 1:
-            _make_group(_backend(chosen), datetime.timedelta(minutes=timeout_minutes))
+            _make_group(_backend(chosen))
         return cls(rank, world_size, local_rank, chosen, owns_group)
 
     def __enter__(self) -> Distributed:
@@ -65,8 +60,8 @@ class Distributed:
             dist.destroy_process_group()
 
 
-def _make_group(backend: str, timeout: datetime.timedelta) -> None:
-    """Makes the group of all ranks. Connections must stand within a minute; collectives may then take `timeout`."""
+def _make_group(backend: str) -> None:
+    """Makes the group of all ranks. Connections must stand within a minute; collectives may then take half an hour."""
     meeting, seconds = Meeting.from_environment(), patience()
     store, soon = meet(meeting, seconds), datetime.timedelta(seconds=seconds)
     try:
@@ -77,7 +72,7 @@ def _make_group(backend: str, timeout: datetime.timedelta) -> None:
             f"{str(error).splitlines()[0]}; name the network interface that joins the nodes with GLOO_SOCKET_IFNAME "
             f"and NCCL_SOCKET_IFNAME"
         ) from None
-    _set_pg_timeout(timeout, dist.group.WORLD)
+    _set_pg_timeout(datetime.timedelta(minutes=30), dist.group.WORLD)
 
 
 def wait_for_ranks(minutes: float) -> None:

@@ -39,11 +39,9 @@ class NodeReport:
 
 
 def check_health(distributed: Distributed, run_dir: str | Path) -> list[NodeReport]:
-    """Checks all nodes, on all ranks together, says what it finds and returns it. Raises HealthError.
-
-    Each rank looks at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong
-    byte has a sender and a receiver, and time an all-reduce.
-    """
+    """Checks all nodes, on all ranks together, says what it finds and returns it. Raises HealthError. Each rank looks
+    at its own device, disk and clock; then all exchange a known pattern around a ring, so that a wrong byte has a
+    sender and a receiver, and time an all-reduce."""
     mine = NodeReport(distributed.rank, node_name(), problem=_find_problem(distributed.device))
     # Problems are told before anything collective touches the devices: a dead one would leave the others waiting.
     _raise_problems(gather_objects(mine))
@@ -52,9 +50,8 @@ def check_health(distributed: Distributed, run_dir: str | Path) -> list[NodeRepo
     mine = dataclasses.replace(mine, free_bytes=shutil.disk_usage(here).free)
     if is_distributed():
         problem, link = _pass_around_ring(distributed)
-        mine = dataclasses.replace(
-            mine, problem=problem, link_seconds=link, bandwidth=_all_reduce_bandwidth(distributed)
-        )
+        bandwidth = _all_reduce_bandwidth(distributed)
+        mine = dataclasses.replace(mine, problem=problem, link_seconds=link, bandwidth=bandwidth)
     barrier()
     reports = gather_objects(dataclasses.replace(mine, clock=time.time()))
     _raise_problems(reports)

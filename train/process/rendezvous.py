@@ -125,15 +125,8 @@ def _open_store(meeting: Meeting, seconds: float) -> dist.Store:
             # By itself torch listens on every interface, and anybody may read and write what lies in its store.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             own = socket.create_server((host, port), family=family).detach()
-        return dist.TCPStore(
-            host,
-            port,
-            meeting.world_size,
-            is_master=meeting.serves,
-            timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=own,
-        )
+        options = {"timeout": datetime.timedelta(seconds=seconds), "wait_for_workers": False, "master_listen_fd": own}
+        return dist.TCPStore(host, port, meeting.world_size, is_master=meeting.serves, **options)
     except socket.gaierror as error:
         reason = (
             f"{unreachable}: the name {host} does not resolve here ({error.strerror}); give an address with "
