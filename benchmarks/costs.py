@@ -21,7 +21,7 @@ from matmix.launch.lab.measuring import environment
 from matmix.model import build_model, initialize
 from matmix.train.arguments import Recipe
 from matmix.train.config import RunConfig
-from matmix.train.evaluators import evaluate
+from matmix.train.evaluators import Evaluation, evaluate
 from matmix.train.evaluators.ablation import mixing_metrics
 from matmix.train.evaluators.context import position_sums
 from matmix.train.guards.replicas import fingerprint
@@ -137,10 +137,11 @@ def measure_context(config: RunConfig) -> dict[str, float]:
             sums = [position_sums(batch, loss, config.data.seqlen) for batch, loss in zip(batches, losses, strict=True)]
             torch.stack(sums).sum(0).cpu()
 
-        parts = [by_position, lambda: mixing_metrics(engine, lambda: first)]
+        evaluation = Evaluation(engine=engine, task=trainer.task, loader=loader)
+        parts = [by_position, lambda: mixing_metrics(engine, trainer.task, lambda: first)]
         context = [[seconds(part) for part in parts] for _ in range(6)][1:]  # the first warms up
         return {
-            "evaluation_seconds": seconds(lambda: evaluate(evaluators, engine, trainer.task, config, loader)),
+            "evaluation_seconds": seconds(lambda: evaluate(evaluators, evaluation, config)),
             "context_seconds": sum(map(statistics.median, zip(*context, strict=True))),
         }
 

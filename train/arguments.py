@@ -23,14 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tyro
-from tyro.constructors import (
-    ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
-    StructConstructorSpec,
-    StructFieldSpec,
-    StructTypeInfo,
-)
+from tyro import constructors
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -78,21 +71,17 @@ def _wide_terminal() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _message(box: str) -> str:
-    """Returns the text of tyro's box below its title and above its advice, as one line."""
-    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
-    body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
-    said = itertools.takewhile(lambda line: line.strip("─-"), body)
-    return " ".join(" ".join(said).split()) or "arguments not understood"
-
-
 _NO_NUMBER = re.compile(
     r"Error parsing (\S+): (?:invalid literal for int\(\) with base 10|could not convert string to (float)): ('.*')"
 )
 
 
-def _plainly(message: str) -> str:
-    """Replaces Python's words about numbers in a message by plain ones."""
+def _message(box: str) -> str:
+    """Returns the text of tyro's box below its title and above its advice, as one line, in plain words."""
+    lines = [line.strip(" │╭╮╰╯") for line in box.splitlines()]
+    body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
+    said = itertools.takewhile(lambda line: line.strip("─-"), body)
+    message = " ".join(" ".join(said).split()) or "arguments not understood"
     return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
 
 
@@ -115,7 +104,7 @@ def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
     except SystemExit as end:
         if not end.code:
             raise  # after a --help
-        raise ValueError(f"command line: {_plainly(_message(shown.getvalue()))} ({prog()} --help lists all)") from None
+        raise ValueError(f"command line: {_message(shown.getvalue())} ({prog()} --help lists all)") from None
     except ValueError as error:
         raise ValueError(f"command line: {error}") from None
 
@@ -209,15 +198,15 @@ def row_type(hint: Any) -> type | None:
     return inner if dataclasses.is_dataclass(inner) else None
 
 
-def _registry() -> ConstructorRegistry:
+def _registry() -> constructors.ConstructorRegistry:
     """Lets tyro take true and false in any of their common spellings, and tables, and lists of them, as TOML's inline
     tables: {match = "*.weight", lr = 0.1}."""
-    registry = ConstructorRegistry()
+    registry = constructors.ConstructorRegistry()
 
     @registry.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    def rule(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec | None:
         if info.type is bool:
-            return PrimitiveConstructorSpec(
+            return constructors.PrimitiveConstructorSpec(
                 nargs=1,
                 metavar="{True,False}",
                 instance_from_str=_read_boolean,
@@ -225,7 +214,7 @@ def _registry() -> ConstructorRegistry:
                 str_from_instance=lambda value: [str(value)],
             )
         if (cls := row_type(info.type)) is not None:
-            return PrimitiveConstructorSpec(
+            return constructors.PrimitiveConstructorSpec(
                 nargs="*",
                 metavar="[{KEY = VALUE, ...} ...]",
                 instance_from_str=lambda words: tuple(read_table(cls, _read_table(word), word) for word in words),
@@ -233,7 +222,7 @@ def _registry() -> ConstructorRegistry:
                 str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
             )
         if info.type == dict[str, Any]:
-            return PrimitiveConstructorSpec(
+            return constructors.PrimitiveConstructorSpec(
                 nargs=1,
                 metavar="{KEY = VALUE, ...}",
                 instance_from_str=lambda words: _read_table(words[0]),
@@ -269,18 +258,20 @@ def _key(name: str) -> str:
     return name if re.fullmatch(r"[\w-]+", name, flags=re.ASCII) else json.dumps(name)
 
 
-def _with_fields(registry: ConstructorRegistry, only: tuple[type, Collection[str]] | None, described: bool) -> None:
+def _with_fields(
+    registry: constructors.ConstructorRegistry, only: tuple[type, Collection[str]] | None, described: bool
+) -> None:
     """Tells tyro the fields of tables that have values: of the table `only` no others than these, which keep their
     values. Unless they are `described`, tyro does not look for docstrings in the sources, which is half of its time."""
 
     @registry.struct_rule
-    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    def rule(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         here = only is not None and info.type is only[0]
         if not (here or (not described and dataclasses.is_dataclass(info.default))):
             return None
         hints = typing.get_type_hints(info.type, include_extras=True)
         fields = tuple(
-            StructFieldSpec(
+            constructors.StructFieldSpec(
                 name=field.name,
                 type=hints[field.name],
                 default=getattr(info.default, field.name),
@@ -289,7 +280,7 @@ def _with_fields(registry: ConstructorRegistry, only: tuple[type, Collection[str
             for field in dataclasses.fields(info.type)
             if only is None or not here or field.name in only[1]
         )
-        return StructConstructorSpec(lambda **values: dataclasses.replace(info.default, **values), fields)
+        return constructors.StructConstructorSpec(lambda **values: dataclasses.replace(info.default, **values), fields)
 
 
 def parse_arguments(
@@ -336,24 +327,24 @@ class BorrowedOptions(dict):
     described: ClassVar[type]
 
     @classmethod
-    def option(cls, field: StructFieldSpec) -> StructFieldSpec | None:
+    def option(cls, field: constructors.StructFieldSpec) -> constructors.StructFieldSpec | None:
         """Returns a field as it is shown and read; None = not at all."""
         return field
 
 
-def verb_registry() -> ConstructorRegistry:
+def verb_registry() -> constructors.ConstructorRegistry:
     """Lets tyro read `BorrowedOptions`."""
     registry = _registry()
 
     @registry.struct_rule
-    def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    def rule(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
         if not (isinstance(info.type, type) and issubclass(info.type, BorrowedOptions)):
             return None
-        spec = ConstructorRegistry.get_struct_spec(
-            StructTypeInfo.make(info.type.described, tyro.MISSING_NONPROP, in_union_context=False)
+        spec = constructors.ConstructorRegistry.get_struct_spec(
+            constructors.StructTypeInfo.make(info.type.described, tyro.MISSING_NONPROP, in_union_context=False)
         )
-        assert isinstance(spec, StructConstructorSpec)
-        return StructConstructorSpec(info.type, tuple(filter(None, map(info.type.option, spec.fields))))
+        assert isinstance(spec, constructors.StructConstructorSpec)
+        return constructors.StructConstructorSpec(info.type, tuple(filter(None, map(info.type.option, spec.fields))))
 
     return registry
 
@@ -416,28 +407,24 @@ def find_part(name: str, known: Mapping[str, Part], kind: str, base: type | None
     code, so only names from a recipe or the command line come here, never names from a dataset or somebody else's
     checkpoint. Raises ValueError (one line) if there is no such entry, module, attribute or subclass.
     """
-    part = _look_up(name, known, kind)
-    if base is not None and not (isinstance(part, type) and issubclass(part, base)):
-        public = f"{base.__module__.removesuffix('.base')}.{base.__name__}"
-        raise ValueError(f"{kind} {name!r} is not a subclass of {public}")
-    return part
-
-
-def _look_up(name: str, known: Mapping[str, Part], kind: str) -> Part:
+    if name in known:
+        return known[name]
     module, separator, attribute = name.partition(":")
     if not separator:
-        if name in known:
-            return known[name]
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         there = f"there are {', '.join(known)}; " if known else ""
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"unknown {kind} {name!r}{hint} ({there}your own: 'package.module:Name')")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        part = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ValueError(f"{kind} {name!r}: Python cannot import {module} ({error}); is it on PYTHONPATH?") from error
     except AttributeError as error:
         raise ValueError(f"{kind} {name!r}: {module} has no {attribute}") from error
+    if base is not None and not (isinstance(part, type) and issubclass(part, base)):
+        public = f"{base.__module__.removesuffix('.base')}.{base.__name__}"
+        raise ValueError(f"{kind} {name!r} is not a subclass of {public}")
+    return part
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.mesh import make_mesh
 from matmix.train.errors import ReplicaError
-from matmix.train.evaluators import evaluate, make_evaluators
+from matmix.train.evaluators import Evaluation, evaluate, make_evaluators
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
@@ -301,7 +301,8 @@ class Trainer:
         changes: list[Change] = []
         newest = self.checkpoints.newest(self.engine)
         if newest is None:
-            self.goodput.begin(first_start(self.run.path, write=False))
+            started = {"seconds": {}, "until": first_start(self.run.path, write=False)}
+            self.goodput.load_state_dict(started, "restarts")
             if self.config.init.from_:
                 start_weights(self.config, self.engine, self.loader.facts.tokenizer)
         else:
@@ -433,8 +434,13 @@ class Trainer:
         with self.speed.paused():
             last = self.state.step == self.config.steps
             due = [evaluator for evaluator, every in self.evaluators if last or self.is_time(every)]
-            parts = (self.engine, self.task, self.config, self.validation)
-            metrics = evaluate(due, *parts, interrupted=lambda: bool(stop.received()) or self.moved_run() is not None)
+            evaluation = Evaluation(
+                engine=self.engine,
+                task=self.task,
+                loader=self.validation,
+                interrupted=lambda: bool(stop.received()) or self.moved_run() is not None,
+            )
+            metrics = evaluate(due, evaluation, self.config)
             self.goodput.spend("evaluation")
             self.follow_run()
             if metrics is None:

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,12 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
 
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
     """
-    path, values = _read_recipe(recipe)
+    path, values, run_dir = _read_recipe(recipe)
     if _PHASES in values:
         raise ValueError(
             f"{path} has several phases ([[{_PHASES}]]), which only {shell_line('matmix', 'train', recipe)} trains"
         )
-    where, run_dir = str(path), _own_run_dir(recipe, path, values)
+    where = str(path)
     if isinstance(overrides, Mapping):
         if "steps" in overrides:  # in place of the recipe's epochs, as on the command line
             values.pop("epochs", None)
@@ -84,8 +84,7 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     """Returns the configs of a recipe's phases, in order; for a recipe without phases its own. A phase is the recipe
     with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and begins with the weights
     that the one before it ends with. Raises as `load_config`; overrides are for all phases."""
-    path, values = _read_recipe(recipe)
-    run_dir = _own_run_dir(recipe, path, values)
+    path, values, run_dir = _read_recipe(recipe)
     if _PHASES not in values:
         return [resolved_config(values, str(path), overrides, run_dir)]
     tables = values.pop(_PHASES)
@@ -110,24 +109,18 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     return configs
 
 
-def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the path of a recipe and its values."""
+def _read_recipe(recipe: str) -> tuple[Path, dict[str, Any], str]:
+    """Returns the path of a recipe, its values, and the place of its run unless the command line names another one."""
     path = Path(recipe) if is_url(recipe) else find_recipe(recipe)
     values = read_remote_toml(recipe) if is_url(recipe) else read_toml(path)
     if "comparison" in values:
         raise ValueError(f"{path} is a comparison of several models: {shell_line('matmix', 'compare', recipe)}")
-    return path, values
-
-
-def _own_run_dir(recipe: str, path: Path, values: dict[str, Any]) -> str:
-    """Returns the place of a recipe's run, unless the command line names another one."""
-    if is_url(recipe) or Path(recipe).is_dir():
-        return recipe  # a run goes on where it lies, wherever it began
-    return values.get("run_dir") or f"runs/{path.stem}"
+    is_run = is_url(recipe) or Path(recipe).is_dir()  # it goes on where it lies, wherever it began
+    return path, values, recipe if is_run else values.get("run_dir") or f"runs/{path.stem}"
 
 
 def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str], run_dir: str) -> RunConfig:
-    """Returns the config that `values` and the command line give."""
+    """Returns the config that `values` and the command line give. Raises ValueError (one line)."""
     _import_architecture(values, overrides)
     config = dataclasses.replace(config_from_dict(values, where), run_dir=run_dir)
     # Of all mixers, `--help` shows those that the layers hold; to look at fewer fields is also several times faster.
@@ -135,18 +128,12 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
     mixers = {name for name in MIXERS if name in config.model.layers or any(name in word for word in words)}
     only = (MixerOptions, mixers)
     config = parse_arguments(RunConfig, list(overrides), default=config, prog="matmix train RECIPE", only=only)
-    config = _with_typed_steps(config, {word.partition("=")[0] for word in overrides})
+    typed = {word.partition("=")[0] for word in overrides}
+    if "--steps" in typed and config.epochs:  # in place of the recipe's epochs
+        if "--epochs" in typed:
+            raise ValueError("--steps and --epochs are both given: keep one of them")
+        config = dataclasses.replace(config, epochs=0.0)
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
-
-
-def _with_typed_steps(config: RunConfig, typed: Container[str]) -> RunConfig:
-    """Returns `config` with --steps of the command line in place of a recipe's epochs. Raises ValueError (one line)
-    where the command line gives both."""
-    if "--steps" not in typed or not config.epochs:
-        return config
-    if "--epochs" in typed:
-        raise ValueError("--steps and --epochs are both given: keep one of them")
-    return dataclasses.replace(config, epochs=0.0)
 
 
 def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -1,15 +1,13 @@
 """Evaluators: measurements of a model between steps. Each is one file and one line in `EVALUATORS`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from matmix.data.loading.loader import Loader
 from matmix.train.arguments import find_part, read_options
 from matmix.train.config import EvaluatorConfig, RunConfig
-from matmix.train.engine.base import Engine
 from matmix.train.evaluators.ablation import MixingGain
-from matmix.train.evaluators.base import Evaluation, Evaluator, Interrupted, as_averaged
+from matmix.train.evaluators.base import PREFIX, Evaluation, Evaluator, Interrupted
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
 from matmix.train.evaluators.validation import Scores, ValidationLoss
@@ -56,23 +54,17 @@ def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]
 
 
 @torch.no_grad()
-def evaluate(
-    evaluators: Sequence[Evaluator],
-    engine: Engine,
-    task: Task,
-    config: RunConfig,
-    loader: Loader,
-    interrupted: Callable[[], bool] = lambda: False,
-) -> dict[str, float] | None:
+def evaluate(evaluators: Sequence[Evaluator], evaluation: Evaluation, config: RunConfig) -> dict[str, float] | None:
     """Runs these evaluators and returns their metrics by name, those of the averaged weights besides where the run has
-    such; or None on all ranks where a signal interrupted one. See `Evaluation`."""
-    evaluation = Evaluation(engine=engine, task=task, loader=loader, interrupted=interrupted)
+    such; or None on all ranks where a signal interrupted one."""
+    engine = evaluation.engine
     engine.eval()
     try:
         metrics = _metrics_of(evaluators, evaluation, config.evaluation.batches)
         if config.ema.decay:
             with engine.averaged():
-                metrics |= as_averaged(_metrics_of(evaluators, evaluation, config.evaluation.batches))
+                averaged = _metrics_of(evaluators, evaluation, config.evaluation.batches)
+                metrics |= {PREFIX + name: value for name, value in averaged.items()}
     except Interrupted:
         return None
     finally:

@@ -26,15 +26,15 @@ class Interrupted(Exception):
 class Evaluation:
     """One evaluation: the model, the task, and the batches of the validation split. All ranks make the same calls.
 
-    loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no
-    targets), so that sharded models can gather their weights together.
-    interrupted: asked before each micro-batch; where it is true on any rank, `Interrupted` is raised on all.
+    loader: a one-pass loader that gives each rank the same number of micro-batches (rows without data have no targets),
+    so that sharded models can gather their weights together. interrupted: asked before each micro-batch; where it is
+    true on any rank, `Interrupted` is raised on all.
     """
 
     engine: Engine
     task: Task
     loader: Loader
-    interrupted: Callable[[], bool]
+    interrupted: Callable[[], bool] = lambda: False
 
     @property
     def model(self) -> torch.nn.Module:
@@ -109,12 +109,8 @@ class Evaluator:
 
 
 PREFIX = "ema_"
+"""What the names of metrics of the averaged weights begin with in records."""
 TITLE = "averaged weights"
-
-
-def as_averaged(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics of the averaged weights by the names that records have for them."""
-    return {PREFIX + name: value for name, value in metrics.items()}
 
 
 def of_averaged(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -99,23 +99,17 @@ def linear_cross_entropy(
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss))
 
 
-class RowCrossEntropy(NamedTuple):
-    """The cost of each row, without gradients. Rows without a target have zeros."""
-
-    loss: Tensor  # (n,) float32, nats
-    correct: Tensor  # (n,) float32, 1 where the most likely class is the target
-
-
 @torch.no_grad()
-def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> RowCrossEntropy:
-    """Returns the cross-entropy of each row; arguments as of `linear_cross_entropy`."""
+def row_cross_entropy(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each row its cross-entropy in nats and whether the most likely class is the target: float32 (n,),
+    without gradients, 0 where there is no target. Arguments as of `linear_cross_entropy`."""
     if features.is_cuda and features.shape[0]:
         output = _liger(features, weight, bias, targets, reduction="none")
-        return RowCrossEntropy(output.loss.float(), output.token_accuracy.float())
+        return output.loss.float(), output.token_accuracy.float()
     loss, correct = features.new_zeros(2, features.shape[0], dtype=torch.float32)
     for chunk in _chunks(features, weight, bias, targets):
         loss[chunk.rows], correct[chunk.rows] = chunk.loss, chunk.correct.float()
-    return RowCrossEntropy(loss, correct)
+    return loss, correct
 
 
 def _fused(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float) -> CrossEntropy:

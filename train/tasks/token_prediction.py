@@ -11,7 +11,7 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.train.tasks.base import Costs, Loss, Metric, Task, forward
-from matmix.train.tasks.cross_entropy import RowCrossEntropy, linear_cross_entropy, row_cross_entropy
+from matmix.train.tasks.cross_entropy import linear_cross_entropy, row_cross_entropy
 
 
 class TokenPrediction(Task):
@@ -34,8 +34,8 @@ class TokenPrediction(Task):
         return Loss(total, loss, {"accuracy": correct})
 
     def costs(self, model: nn.Module, batch: Batch) -> Costs:
-        rows = row_losses(model, batch)
-        return Costs(rows.loss, {"accuracy": rows.correct})
+        loss, correct = row_losses(model, batch)
+        return Costs(loss, {"accuracy": correct})
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
         """Returns perplexity and accuracy; of generated samples also the accuracy of a constant guess."""
@@ -56,12 +56,10 @@ class TokenPrediction(Task):
         return [] if "chance_accuracy" in metrics else super().summary(metrics)
 
 
-def row_losses(model: nn.Module, batch: Batch) -> RowCrossEntropy:
-    """Returns the cross-entropy of each position that goes through the readout, without gradients."""
+def row_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns what `row_cross_entropy` makes of each position that goes through the readout."""
     targets = _targets(batch)
-    # Unpacked by position: some engines hand a named tuple back as a plain one.
-    loss, correct = forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))
-    return RowCrossEntropy(loss, correct)
+    return forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from matmix.train.activation import compile_blocks, compute_in_bfloat16
 from matmix.train.callbacks import records as records_module
 from matmix.train.command import _closing_words
 from matmix.train.engine.build import build_engine
-from matmix.train.evaluators import ablation, evaluate, make_evaluators
+from matmix.train.evaluators import Evaluation, ablation, evaluate, make_evaluators
 from matmix.train.evaluators.context import context_words, position_metrics, position_sums
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.process.distributed import Distributed
@@ -231,20 +231,23 @@ def test_an_evaluation_is_given_up_at_any_batch(dataset):
     engine.prepare(build_model(config.model, device="meta"), lambda model: initialize(model, 0), lambda model: None)
     loader = make_loader(config, "validation", 0, 1)
     task, calls = config.task(), []
-    parts = [each for each, _ in make_evaluators(config, task)], engine, task, config, loader
+    evaluators = [each for each, _ in make_evaluators(config, task)]
+
+    def evaluated(**options):
+        return evaluate(evaluators, Evaluation(engine=engine, task=task, loader=loader, **options), config)
 
     def interrupted(at):
         calls.append(None)
         return len(calls) == at
 
-    metrics = evaluate(*parts, lambda: interrupted(-1))
+    metrics = evaluated(interrupted=lambda: interrupted(-1))
     batches = len(calls)
     assert batches == 4 + 2 * 2  # and two passes over the first global batch
     for at in range(1, batches + 1):
         calls.clear()
-        assert evaluate(*parts, lambda at=at: interrupted(at)) is None
+        assert evaluated(interrupted=lambda at=at: interrupted(at)) is None
         assert engine.module.training
-    assert evaluate(*parts) == metrics
+    assert evaluated() == metrics
 
 
 def test_without_ablation_batches_only_positions_are_measured(dataset, tmp_path):

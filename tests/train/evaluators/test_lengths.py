@@ -14,7 +14,7 @@ from matmix.launch.lab.show_mixer.subject import fresh
 from matmix.model import build_model, initialize
 from matmix.model.mixers.mru import MRUConfig
 from matmix.train.engine.build import build_engine
-from matmix.train.evaluators import evaluate
+from matmix.train.evaluators import Evaluation, evaluate
 from matmix.train.evaluators.lengths import AccuracyByLength, multiples, words_on_accuracy
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.loop import train
@@ -145,9 +145,10 @@ def test_scores_are_those_of_single_samples(masked, batches, parity, tmp_path):
             make_optimizer=lambda model: make_optimizer(model, config.optimizer, config.data.seqlen),
         )
         task = config.task()
-        parts = [AccuracyByLength(config, task, None)], engine, task, config, make_loader(config, "validation", 0, 1)
-        found = evaluate(*parts)
-        assert evaluate(*parts, interrupted=lambda: True) is None
+        evaluators, loader = [AccuracyByLength(config, task, None)], make_loader(config, "validation", 0, 1)
+        parts = {"engine": engine, "task": task, "loader": loader}
+        found = evaluate(evaluators, Evaluation(**parts), config)
+        assert evaluate(evaluators, Evaluation(**parts, interrupted=lambda: True), config) is None
     assert engine.module.training
     for multiple in multiples(config):
         longer = config_of(parity, tmp_path, *options, "--data.seqlen", str(multiple * config.data.seqlen))

@@ -14,43 +14,31 @@ from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, Val
 from matmix.data.loading.batch import Batch
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
-from matmix.train.tasks.finetuning.base import (
-    CALIBRATION,
-    MOST_FREQUENT,
-    ClassOptions,
-    ExampleTask,
-    calibration_error,
-    check_weights,
-    class_cost,
-    labelled,
-    most_frequent,
-    weights_like,
-    with_labels,
-)
+from matmix.train.tasks.finetuning import base
 from matmix.train.tasks.metrics import share
 
 _ONE_CLASS = "one class for all"
 _SAME_CLASSES = "the same classes for all"
 
 
-class SequenceClassification(ExampleTask):
+class SequenceClassification(base.ExampleTask):
     """One class for each text or pair of texts."""
 
     architectures = ("sequence_classifier",)
     examples = ClassTexts
     has_classes = True
     stands_for = Outputs(problem_type="single_label_classification")
-    Options = ClassOptions
+    Options = base.ClassOptions
     recorded = ("accuracy",)
     metrics = (
-        share("accuracy", "accuracy", MOST_FREQUENT),
+        share("accuracy", "accuracy", base.MOST_FREQUENT),
         share("f1", "F1", _ONE_CLASS),
         Metric(name="matthews", title="Matthews correlation", higher_is_better=True, digits=3, control=_ONE_CLASS),
-        CALIBRATION,
+        base.CALIBRATION,
     )
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
-        return class_cost(outputs, batch.labels, self.options)
+        return base.class_cost(outputs, batch.labels, self.options)
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
         return Predicted(batch.examples, outputs.softmax(1), batch.labels)
@@ -59,20 +47,20 @@ class SequenceClassification(ExampleTask):
         """Returns the metrics. F1 is that of the second of two classes, of more the mean over the classes."""
         from sklearn import metrics
 
-        values, labels = with_labels(predicted)
+        values, labels = base.with_labels(predicted)
         predictions = values.argmax(1)
         several = {"average": "macro", "labels": range(values.shape[1])} if values.shape[1] > 2 else {}
         return {
             "accuracy": float(metrics.accuracy_score(labels, predictions)),
             "f1": float(metrics.f1_score(labels, predictions, zero_division=0, **several)),
             "matthews": float(metrics.matthews_corrcoef(labels, predictions)),
-            "calibration_error": calibration_error(values, labels),
+            "calibration_error": base.calibration_error(values, labels),
         }
 
     def constants(self, values: np.ndarray, labels: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the most frequent class; of two also the second, whose F1 is that of the metric."""
         classes = np.eye(values.shape[1])
-        yield classes[most_frequent(labels)]
+        yield classes[base.most_frequent(labels)]
         if len(classes) == 2:
             yield classes[1]
 
@@ -92,10 +80,10 @@ class MultiLabelOptions:
     1. Empty = 1 each. Weights above 1 make rare classes be found more often."""
 
     def __post_init__(self) -> None:
-        check_weights(self.class_weights)
+        base.check_weights(self.class_weights)
 
 
-class MultiLabel(ExampleTask):
+class MultiLabel(base.ExampleTask):
     """Any number of classes for each text or pair of texts."""
 
     architectures = ("sequence_classifier",)
@@ -113,13 +101,13 @@ class MultiLabel(ExampleTask):
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         """With weights to train on, without them to report."""
-        kept, labels = labelled(batch.labels)[:, None], batch.labels.nan_to_num()
+        kept, labels = base.labelled(batch.labels)[:, None], batch.labels.nan_to_num()
 
         def summed(weights: Tensor | None) -> Tensor:
             costs = F.binary_cross_entropy_with_logits(outputs, labels, pos_weight=weights, reduction="none")
             return (costs * kept).sum()
 
-        weights, plain = weights_like(self.options.class_weights, outputs), summed(None)
+        weights, plain = base.weights_like(self.options.class_weights, outputs), summed(None)
         return Loss(plain if weights is None else summed(weights), plain.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
@@ -128,7 +116,7 @@ class MultiLabel(ExampleTask):
     def scores(self, predicted: Predicted, examples: Examples) -> dict[str, float]:
         from sklearn import metrics
 
-        values, labels = with_labels(predicted)
+        values, labels = base.with_labels(predicted)
         predictions, labels = values >= self.options.threshold, labels > 0
         return {
             "f1_micro": float(metrics.f1_score(labels, predictions, average="micro", zero_division=0)),
@@ -155,7 +143,7 @@ class MultiLabel(ExampleTask):
         return {"predicted": list(compress(names, given)), "label": known, "values": value}
 
 
-class Regression(ExampleTask):
+class Regression(base.ExampleTask):
     """The mean squared error of the values of each example."""
 
     architectures = ("sequence_classifier",)
@@ -171,7 +159,7 @@ class Regression(ExampleTask):
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         errors = (outputs - batch.labels.nan_to_num()).square().mean(1)
-        total = (errors * labelled(batch.labels)).sum()
+        total = (errors * base.labelled(batch.labels)).sum()
         return Loss(total, total.detach(), {})
 
     def predictions(self, outputs: Tensor, batch: Batch) -> Predicted:
@@ -181,7 +169,7 @@ class Regression(ExampleTask):
         """Returns the means over the values of an example."""
         from sklearn import metrics
 
-        values, labels = with_labels(predicted)
+        values, labels = base.with_labels(predicted)
         error = metrics.root_mean_squared_error(labels.astype(np.float64), values.astype(np.float64))
         return {**correlations(values, labels), "rmse": float(error)}
 
@@ -217,7 +205,7 @@ class MultipleChoice(SequenceClassification):
     has_classes = False
     stands_for = Outputs(multiple_choice=True)
     made_up = (2, 0)
-    metrics = (share("accuracy", "accuracy", "the same choice for all"), CALIBRATION)
+    metrics = (share("accuracy", "accuracy", "the same choice for all"), base.CALIBRATION)
 
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return super().cost(outputs.view(len(batch.labels), -1), batch)
