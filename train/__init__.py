@@ -17,12 +17,11 @@ class _Train(types.ModuleType):
     """A module that is a function, too: a function of this name beside it would hide the package."""
 
     def __call__(self, recipe: str | RunConfig, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Result:
-        """Trains a recipe to its last step, or goes on with the run where it stands.
+        """Trains a recipe to its last step, or goes on with the run where it stands; returns the last step, whether the
+        run has finished, and the metrics of its last evaluation.
 
-        Args:
-            recipe: the name of a bundled recipe, a .toml file, a run, or a config.
-            overrides: fields of the recipe, as in {"optimizer.lr": 3e-4} or ["--optimizer.lr", "3e-4"].
-        Returns: the last step, whether the run has finished, and the metrics of its last evaluation.
+        recipe: the name of a bundled recipe, a .toml file, a run, or a config. overrides: fields of the recipe, as in
+        {"optimizer.lr": 3e-4} or ["--optimizer.lr", "3e-4"].
 
         Raises FileNotFoundError or ValueError (one line) for a config, data or a checkpoint that cannot be used, and
         RunFailure where training diverged or memory ran out.

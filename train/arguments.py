@@ -88,9 +88,9 @@ def _message(box: str) -> str:
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 
 
-def _read_boolean(words: list[str]) -> bool:
-    if (value := _BOOLEANS.get(words[0].lower())) is None:
-        raise ValueError(f"should be True or False, got {words[0]}")
+def _read_boolean(word: str) -> bool:
+    if (value := _BOOLEANS.get(word.lower())) is None:
+        raise ValueError(f"should be True or False, got {word}")
     return value
 
 
@@ -111,11 +111,9 @@ def read_quietly(read: Callable[[], Result], prog: Callable[[], str]) -> Result:
 
 def read_table(cls: type[Config], values: Mapping[str, Any], where: str) -> Config:
     """Builds a config dataclass from a table as TOML has it: what is left out has its default, an integer is a fine
-    value for a float, and an array is a tuple.
-
-    Raises ValueError (one line that begins with `where`) for an unknown key, naming the nearest, for a value of another
-    type, for one without a default that is missing, and where the class itself refuses values.
-    """
+    value for a float, and an array is a tuple. Raises ValueError (one line that begins with `where`) for an unknown
+    key, naming the nearest, for a value of another type, for one without a default that is missing, and where the class
+    itself refuses values."""
     return _built(cls, values, where, "", cls)
 
 
@@ -205,14 +203,6 @@ def _registry() -> constructors.ConstructorRegistry:
 
     @registry.primitive_rule
     def rule(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec | None:
-        if info.type is bool:
-            return constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="{True,False}",
-                instance_from_str=_read_boolean,
-                is_instance=lambda value: isinstance(value, bool),
-                str_from_instance=lambda value: [str(value)],
-            )
         if (cls := row_type(info.type)) is not None:
             return constructors.PrimitiveConstructorSpec(
                 nargs="*",
@@ -221,15 +211,19 @@ def _registry() -> constructors.ConstructorRegistry:
                 is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
                 str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
             )
-        if info.type == dict[str, Any]:
-            return constructors.PrimitiveConstructorSpec(
-                nargs=1,
-                metavar="{KEY = VALUE, ...}",
-                instance_from_str=lambda words: _read_table(words[0]),
-                is_instance=lambda value: isinstance(value, dict),
-                str_from_instance=lambda table: [_inline(table)],
-            )
-        return None
+        if info.type is bool:
+            kind, metavar, read, write = bool, "{True,False}", _read_boolean, str
+        elif info.type == dict[str, Any]:
+            kind, metavar, read, write = dict, "{KEY = VALUE, ...}", _read_table, _inline
+        else:
+            return None
+        return constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=metavar,
+            instance_from_str=lambda words: read(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [write(value)],
+        )
 
     return registry
 
@@ -291,12 +285,9 @@ def parse_arguments(
     default: Any = tyro.MISSING_NONPROP,
     only: tuple[type, Collection[str]] | None = None,
 ) -> Config:
-    """Reads `arguments` (``--key value``, tables with dots) as a `cls`; `default` gives the others.
-
-    only: a table and those of its fields that may be given and are shown by ``--help``; needs a `default`.
-
-    Raises ValueError (one line); ``--help`` prints all fields with their docstrings and exits.
-    """
+    """Reads `arguments` (``--key value``, tables with dots) as a `cls`; `default` gives the others. only: a table and
+    those of its fields that may be given and are shown by ``--help``; needs a `default`. Raises ValueError (one line);
+    ``--help`` prints all fields with their docstrings and exits."""
     registry = _registry()
     described = "--help" in arguments or "-h" in arguments
     _with_fields(registry, only, described)

@@ -83,20 +83,17 @@ def _train(config: RunConfig) -> tuple[int, bool]:
 
 
 def _closing_words(config: RunConfig, result: Result) -> str:
+    step = f"step {result.step} of {config.steps}"
     if not result.saved:
         return (
-            f"Step {result.step} of {config.steps} is not saved: its checkpoint could not be written (see above). "
-            f"Make room and start the same command again; it goes on from the newest checkpoint."
+            f"{step.capitalize()} is not saved: its checkpoint could not be written (see above). "
+            "Make room and start the same command again; it goes on from the newest checkpoint."
         )
+    if result.stopped and not result.finished:
+        who = signal.Signals(result.signal).name if result.signal else "a signal to another rank"
+        return f"Stopped by {who} at {step}{', saved' if result.step else ''}. The same command goes on from there."
     if not result.finished:
-        if result.stopped:
-            who = signal.Signals(result.signal).name if result.signal else "a signal to another rank"
-            saved = ", saved" if result.step else ""
-            return (
-                f"Stopped by {who} at step {result.step} of {config.steps}{saved}. The same command goes on from there."
-            )
-        stopped = f"Stopped at step {result.step} of {config.steps} as stop_step says, saved."
-        return f"{stopped} Without stop_step it goes on from there."
+        return f"Stopped at {step} as stop_step says, saved. Without stop_step it goes on from there."
     from matmix.train.evaluators import make_evaluators
     from matmix.train.evaluators.base import TITLE, averaged_metrics, of_averaged
 

@@ -45,10 +45,8 @@ class Train:
 
 def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
     """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
-    they name none, the names of the bundled recipes, which needs no torch.
-
-    read: turns words into a verb with a `recipe`, and the words that it does not know.
-    """
+    they name none, the names of the bundled recipes, which needs no torch. read: turns words into a verb with a
+    `recipe`, and the words that it does not know."""
     try:
         verb, rest = read([word for word in words if word not in ("-h", "--help")])
         from matmix.train.recipe import load_phases

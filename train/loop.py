@@ -57,7 +57,7 @@ class Trainer:
         attempt: Attempt | None = None,
         run: RunDirectory | None = None,
     ) -> None:
-        rank, world_size = distributed.rank, distributed.world_size
+        rank = distributed.rank
         self.mesh = make_mesh(config.engine, distributed)
         data = self.mesh.data_rank, self.mesh.data_size
         self.run = run or RunDirectory(config.run_dir)
@@ -91,8 +91,7 @@ class Trainer:
         self.lock = RunLock(self.run.path)
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
-        flops = self.task.flops(config.model, config.data.seqlen)
-        self.speed = Speedometer(flops, distributed.device, world_size, config.engine.precision, self.task.unit)
+        self.speed = Speedometer(self.engine, self.task.flops(config.model, config.data.seqlen), self.task.unit)
         self.monitor = Monitor(self.engine)
         self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks

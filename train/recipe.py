@@ -49,13 +49,9 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
-    """Reads the config of a recipe (path or bundled name) or of a run (folder or URL).
-
-    overrides: fields that differ, as words of a command line such as ["--optimizer.lr", "3e-4"], or as a mapping such
-    as {"optimizer.lr": 3e-4}.
-
-    Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value.
-    """
+    """Reads the config of a recipe (path or bundled name) or of a run (folder or URL). overrides: fields that differ,
+    as words of a command line such as ["--optimizer.lr", "3e-4"], or as a mapping such as {"optimizer.lr": 3e-4}.
+    Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value."""
     path, values, run_dir = _read_recipe(recipe)
     if _PHASES in values:
         raise ValueError(

@@ -29,9 +29,7 @@ _AT_THE_END = {"lengths"}
 
 def make_evaluators(config: RunConfig, task: Task) -> list[tuple[Evaluator, int]]:
     """Returns a run's evaluators in order, each with the steps between its evaluations (0 = only after the last step).
-
-    Raises ValueError (one line) for names and options that cannot be used.
-    """
+    Raises ValueError (one line) for names and options that cannot be used."""
     named: dict[str, EvaluatorConfig] = {}
     for entry in config.evaluation.evaluator:
         if entry.name in named:

@@ -100,15 +100,13 @@ class StepRecord:
 class Speedometer:
     """Collects sums between records. Time spent in `paused` (evaluation, saving) is not counted."""
 
-    def __init__(
-        self, forward_flops: float, device: torch.device, devices: int, precision: str, unit: str = "tokens"
-    ) -> None:
-        """forward_flops: of one token, or other `unit`; devices: how many work on the run; precision: the engine's."""
+    def __init__(self, engine: Engine, forward_flops: float, unit: str) -> None:
+        """forward_flops: of one token, or other `unit`."""
         self.flops, self.unit = 3 * forward_flops, unit  # a backward pass costs two forward passes
-        self.device = device
-        peak = peak_flops(device, precision)
-        self.peak = None if peak is None else peak * devices
-        self.collectives = CollectiveClock(device)
+        self.device = engine.device
+        peak = peak_flops(self.device, engine.config.precision)
+        self.peak = None if peak is None else peak * engine.world_size
+        self.collectives = CollectiveClock(self.device)
         self.start()
 
     def start(self) -> None:
@@ -231,11 +229,9 @@ class Monitor:
 
 
 class Goodput:
-    """An account in which every second since the run's first start appears once, under one of `CAUSES`.
-
-    It is part of the checkpoints and ends at a save. A start from a checkpoint books the time since then as restart:
-    steps that are done again, time without a process, and the start itself.
-    """
+    """An account in which every second since the run's first start appears once, under one of `CAUSES`. It is part of
+    the checkpoints and ends at a save. A start from a checkpoint books the time since then as restart: steps that are
+    done again, time without a process, and the start itself."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)

@@ -68,10 +68,7 @@ def image_controls(counts: np.ndarray) -> dict[str, float]:
 
 def image_costs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns for each image the cross-entropy, whether the class is the likeliest, and whether it is one of the five
-    likeliest: float32 (B,), 0 where there is no label.
-
-    logits: float32 (B, classes). labels: int64 (B,), or float32 (B, classes).
-    """
+    likeliest: float32 (B,), 0 where there is no label. logits: float32 (B, classes); labels: as the task's."""
     there = labelled(labels)
     if labels.is_floating_point():
         shares = torch.where(there[:, None], labels, 0.0)

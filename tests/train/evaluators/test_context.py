@@ -78,11 +78,11 @@ def test_bins_hold_the_losses_of_their_positions(recipe, packing, dataset):
     for batch in [batches[0], batches[-1]]:
         for position, loss in losses_by_position(model, batch):
             expected[:, position.bit_length() - 1] += torch.tensor([loss, 1.0])
-        found = row_losses(model, batch)
-        sums += position_sums(batch, found.loss, config.data.seqlen)
+        losses, correct = row_losses(model, batch)
+        sums += position_sums(batch, losses, config.data.seqlen)
         whole = config.task().loss(model, batch)
         total += whole.loss.item()
-        assert found.correct.sum().item() == whole.sums["accuracy"].item()
+        assert correct.sum().item() == whole.sums["accuracy"].item()
     assert expected[1].sum() > 30
     assert torch.equal(sums[1], expected[1])
     torch.testing.assert_close(sums[0], expected[0], rtol=1e-4, atol=1e-3)
@@ -129,7 +129,7 @@ class Constant(nn.Module):
 
 
 def loss_on(model, batches):
-    found = [row_losses(model, batch).loss.double().sum() for batch in batches]
+    found = [row_losses(model, batch)[0].double().sum() for batch in batches]
     return sum(found).item() / sum(int((batch.labels != -100).sum()) for batch in batches)
 
 
@@ -155,7 +155,7 @@ def test_the_ablated_loss_is_that_of_a_model_with_constants_for_mixers(recipe, p
         block.mixer = Constant(torch.cat(rows).double().mean(0))
     found = ablation.mixing_metrics(engine_of(model), TASK, lambda: batches)
     expected, plain = loss_on(without, batches), loss_on(model, batches)
-    rows = [[row_losses(each, batch).loss for batch in batches] for each in (model, without)]
+    rows = [[row_losses(each, batch)[0] for batch in batches] for each in (model, without)]
     assert (torch.cat(rows[0]) - torch.cat(rows[1])).abs().mean() > 1e-2  # the two models differ
     assert found["loss_without_mixing"] == pytest.approx(expected, rel=1e-5)
     assert found["mixing_gain"] == pytest.approx(expected - plain, abs=1e-4)

@@ -147,9 +147,7 @@ def check_weights(weights: Sequence[float]) -> None:
 
 def weights_like(weights: Sequence[float], logits: Tensor) -> Tensor | None:
     """Returns (classes,): the weights of the classes that logits (n, classes) stand for; None where none are given.
-
-    Raises ValueError (one line) for another number of them.
-    """
+    Raises ValueError (one line) for another number of them."""
     if not weights:
         return None
     if len(weights) != logits.shape[1]:
