@@ -104,8 +104,8 @@ def _packed_nats(opened: TrainedModel, windows: Sequence[tuple[Sequence[int], in
     ends = zip(read["cu_seqlens"][1:].tolist(), windows, strict=True)
     places = [place for end, (_, predicted) in ends for place in range(end - predicted, end)]
     select, targets = (torch.tensor(values, device=opened.device) for values in (places, targets))
-    rows = opened.model(**read, select=select, readout=lambda *arguments: row_cross_entropy(*arguments, targets))
-    return rows.loss.double().sum().item()
+    losses, _ = opened.model(**read, select=select, readout=lambda *arguments: row_cross_entropy(*arguments, targets))
+    return losses.double().sum().item()
 
 
 @torch.inference_mode()
