@@ -300,8 +300,7 @@ class Trainer:
         changes: list[Change] = []
         newest = self.checkpoints.newest(self.engine)
         if newest is None:
-            started = {"seconds": {}, "until": first_start(self.run.path, write=False)}
-            self.goodput.load_state_dict(started, "restarts")
+            self.goodput.begin(first_start(self.run.path, write=False))
             if self.config.init.from_:
                 start_weights(self.config, self.engine, self.loader.facts.tokenizer)
         else:

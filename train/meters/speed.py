@@ -237,6 +237,10 @@ class Goodput:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
         self.mark = time.monotonic()
 
+    def begin(self, since: float) -> None:
+        """Begins the account of a run without a checkpoint; since: when the run first started, seconds since 1970."""
+        self.load_state_dict({"seconds": {}, "until": since}, "restarts")
+
     def spend(self, cause: str) -> None:
         """Books the time since the last call under this cause."""
         now = time.monotonic()
