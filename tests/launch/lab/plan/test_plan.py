@@ -335,7 +335,7 @@ def test_the_command_that_starts_the_fastest_can_be_copied(gpus, where, capsys, 
     command = shlex.split(lines[lines.index("to start the fastest:") + 1])
     assert command[:3] == ["matmix", "launch", where]
     verb, rest = TREE.read(command[1:])
-    ranks = verb.nproc if where == "local" else int(*verb.slurm["nodes"]) * int(*verb.slurm["gpus_per_node"])
+    ranks = verb.nproc if where == "local" else int(verb.slurm["nodes"]) * int(verb.slurm["gpus_per_node"])
     config = load_config(verb.recipe, rest)
     first = lines[lines.index("fastest that fit:") + 1]
     assert ranks == gpus
