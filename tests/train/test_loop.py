@@ -161,6 +161,7 @@ def _full_disk(*_: object, **__: object):
 
 def test_a_disk_that_fills_up_costs_records_and_checkpoints_but_not_the_run(monkeypatch, capsys, dataset, tmp_path):
     run_recipe("debug_mru", dataset, tmp_path / "whole")
+    capsys.readouterr()
     true_step = loop.Trainer.train_step
 
     def step(trainer, batches):
