@@ -48,7 +48,7 @@ def stated_rules(model: nn.Module, seqlen: int) -> dict[str, tuple[str, Paramete
     """
     names = {name for name, _ in model.named_parameters()}
     mixers: dict[str, str] = {}  # name of a module -> of the mixer that it is or is part of
-    found: dict[str, tuple[str, ParameterRule]] = {}
+    rules: dict[str, tuple[str, ParameterRule]] = {}
     for prefix, module in model.named_modules():
         mixers[prefix] = getattr(module, "name", "") or mixers.get(prefix.rpartition(".")[0], "")
         if not hasattr(module, "parameter_rules"):
@@ -58,5 +58,5 @@ def stated_rules(model: nn.Module, seqlen: int) -> dict[str, tuple[str, Paramete
             full = f"{prefix}.{name}" if prefix else name
             if full not in names:
                 raise ValueError(f"parameter_rules of {owner}: there is no parameter {name}")
-            found.setdefault(full, (owner, rule))
-    return found
+            rules.setdefault(full, (owner, rule))
+    return rules

@@ -73,7 +73,7 @@ class Definition:
     text: str
 
 
-class Source:
+class ModuleSource:
     """Holds what a module of the project defines and imports."""
 
     def __init__(self, name: str) -> None:
@@ -136,7 +136,7 @@ def bundle(
 class _Bundle:
     def __init__(self, registries: dict[str, frozenset[str]], siblings: dict[str, str]) -> None:
         self.registries, self.siblings = registries, siblings
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, ModuleSource] = {}
         self.wanted: dict[str, set[Definition]] = {}
         """Module -> its definitions that the bundle takes over."""
         self.names: dict[Place, str] = {}
@@ -144,9 +144,9 @@ class _Bundle:
         self.ops: dict[str, str] = {}
         """Operation -> the PyTorch form that it is where matmix is not installed."""
 
-    def source(self, name: str) -> Source:
+    def source(self, name: str) -> ModuleSource:
         if name not in self.sources:
-            self.sources[name] = Source(name)
+            self.sources[name] = ModuleSource(name)
         return self.sources[name]
 
     def is_source(self, module: str) -> bool:
