@@ -159,8 +159,11 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def from_rank_zero(value: Any) -> Any:
-    """Returns rank 0's `value` on every rank."""
-    return gather_objects(value)[0]
+    """Returns rank 0's `value` on every rank; the others' are not sent."""
+    box = [value]
+    if is_distributed():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def barrier() -> None:
