@@ -97,8 +97,11 @@ def check_choice(op: str, name: str, value: object, choices: tuple) -> None:
         raise ValueError(f"{op}: {name} is {value!r}; use {' or '.join(map(repr, choices))}")
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int, like: Tensor) -> None:
-    """Boundaries of packed documents: int32 (ndocs + 1,), first 0, last seqlen, never decreasing, batch 1."""
+def check_cu_seqlens(
+    op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int, like: Tensor, *, part: bool = False
+) -> None:
+    """Boundaries of packed documents: int32 (ndocs + 1,), first 0, last seqlen, never decreasing, batch 1. Of a `part`
+    of a sequence the first may be lower and the last higher."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
@@ -114,6 +117,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor | None, batch: int, seqlen: int
     if not can_look(cu_seqlens):
         return
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if part and first <= 0 and last >= seqlen:
+        first, last = 0, seqlen
     if first != 0 or last != seqlen:
         raise ValueError(f"{op}: cu_seqlens runs from {first} to {last}; it must run from 0 to {seqlen}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from matmix.kernels.context import Context
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
 from matmix.model.calls import Called, is_quantised
 from matmix.model.config import ModelConfig
+from matmix.model.mixers import MIXERS
 from matmix.model.positions import in_one_row, unpad_indices
 
 
@@ -19,6 +21,13 @@ def final_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "pre" and config.final_norm:
         return nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
     return nn.Identity()
+
+
+def check_context(config: ModelConfig) -> None:
+    """Raises ValueError (one line) for a model that cannot work on parts of rows while other ranks hold the others."""
+    for name in dict.fromkeys(mixer for mixer, _ in config.layer_kinds() if mixer is not None):
+        if why := MIXERS[name].why_no_context(config.mixer_config(name), config.mixer_is_causal(name)):
+            raise ValueError(f"engine.context: {name} {why}; set it to 1, or take another mixer")
 
 
 class Backbone(Called, Architecture):
@@ -146,6 +155,14 @@ class Backbone(Called, Architecture):
         if streams is not None:
             streams.append(x)
         return x
+
+    def cut_rows(self, context: Context) -> None:
+        """From now on the model is given parts of rows that the ranks of `context` share, with `cu_seqlens`. Raises
+        ValueError (one line) for a mixer that cannot mix those."""
+        check_context(self.config)
+        for block in self.blocks:
+            if block.mixer is not None:
+                block.mixer.context = context
 
     def monitor(self) -> dict[str, Tensor]:
         """Scalars of the last forward pass to watch in training, such as the norms of MRU states, by layer."""

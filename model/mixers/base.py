@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
 from matmix.kernels.checks import transformed
+from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
 from matmix.model.initialization import InitRule, NoDraws, constant_init, normal_init, uniform_init
@@ -186,6 +187,9 @@ class Mixer(Called):
     """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
     not_decayed: ClassVar[tuple[str, ...]] = ()
     """Parameters, where the mixer has them, that the base class's `parameter_rules` keeps from weight decay."""
+    context: Context | None = None
+    """The ranks that rows are cut over; `forward` is then given a part, as `matmix.kernels.context` says. None = whole
+    rows."""
     monitor_limits: ClassVar[dict[str, float]] = {}
     """The limits of values of `monitor` above which the layers after this mixer overflow, where it is known."""
 
@@ -270,6 +274,12 @@ class Mixer(Called):
                 f"inference cut or fill every text to {self.max_seqlen} tokens"
             )
         self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
+
+    @classmethod
+    def why_no_context(cls, config: Any, causal: bool) -> str:
+        """Returns the reason why the mixer cannot mix a part of a row while other ranks hold the others, as a clause
+        behind its name; empty if it can."""
+        return "has parameters for every position" if cls.fixed_length else "needs whole rows on one rank"
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         """Rules of parameters that are trained differently, by name; seqlen: length of the training sequences."""

@@ -1,0 +1,193 @@
+"""The ranks that one sequence is cut over, each with a part of its tokens, and what they send each other.
+
+With a context, operations and mixers are given a part of a row of N L tokens: L of them, those of rank r from the token
+r L on. `cu_seqlens` (see `documents`) then counts from the part's own first token: a document that began on an earlier
+rank begins below 0, and one that goes on ends above L. Without `cu_seqlens` every row is one document over all ranks.
+
+All ranks of a context call the same operations in the same order, forward and backward. Operations name a context by
+its process group's name, which torch.library takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from matmix.kernels.functions import Function
+
+
+class Context(NamedTuple):
+    """The ranks that a sequence is cut over, as one of them sees it."""
+
+    name: str
+    """Of the process group, in the order of the parts."""
+    rank: int
+    """Which part of the sequence is here."""
+    size: int
+    """The number of parts."""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Context:
+        return cls(group.group_name, dist.get_rank(group), dist.get_world_size(group))
+
+    @classmethod
+    def named(cls, name: str) -> Context | None:
+        """Returns the context of the group of this name; None for ""."""
+        return cls.of(dist.distributed_c10d._resolve_process_group(name)) if name else None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return dist.distributed_c10d._resolve_process_group(self.name)
+
+
+def context_name(context: Context | None) -> str:
+    """Returns what operations call a context by."""
+    return "" if context is None else context.name
+
+
+# -- documents that parts cut ---------------------------------------------------------------------------------------
+
+
+def within_part(cu_seqlens: Tensor | None, seqlen: int) -> Tensor | None:
+    """Returns the boundaries of what documents have of a part of `seqlen` tokens: from 0 to seqlen."""
+    return None if cu_seqlens is None else cu_seqlens.clamp(0, seqlen)
+
+
+class Crossing(NamedTuple):
+    """Which documents cross the edges of a part: bool tensors without dimensions, or None where all rows do."""
+
+    left: Tensor | None
+    """The first token's document began on an earlier rank."""
+    right: Tensor | None
+    """The last token's document goes on on a later rank."""
+    through: Tensor | None
+    """One document crosses both edges."""
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor | None, seqlen: int) -> Crossing:
+        """No value is read on the host."""
+        if cu_seqlens is None:
+            return cls(None, None, None)
+        inside = (cu_seqlens >= 0) & (cu_seqlens <= seqlen)
+        return cls(~(cu_seqlens == 0).any(), ~(cu_seqlens == seqlen).any(), ~inside.any())
+
+
+def where_crossing(crossing: Tensor | None, x: Tensor) -> Tensor:
+    """Returns x where documents cross an edge, else zeros, also in place of NaN."""
+    return x if crossing is None else torch.where(crossing, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+# -- what ranks send each other -------------------------------------------------------------------------------------
+
+
+class Gathering:
+    """An all-gather under way: small floating tensors of all ranks, sent as one buffer of the first one's type."""
+
+    def __init__(self, context: Context, *tensors: Tensor) -> None:
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.sent = torch.cat([tensor.reshape(-1).to(tensors[0].dtype) for tensor in tensors])
+        self.received = self.sent.new_empty(context.size * self.sent.numel())
+        self.work = dist.all_gather_into_tensor(self.received, self.sent, group=context.group, async_op=True)
+
+    def wait(self) -> list[Tensor]:
+        """Returns each tensor of all ranks, (ranks, ...), in their order."""
+        self.work.wait()
+        rows = self.received.view(-1, self.sent.numel())
+        parts = rows.split([shape.numel() for shape in self.shapes], 1)
+        return [part.unflatten(1, shape or (1,)) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def carried(added: Tensor, log_passed: Tensor, rank: int, rightwards: bool) -> Tensor:
+    """Returns the state that enters a rank's part: state_{r+1} = exp(log_passed_r) state_r + added_r from zero on.
+
+    added (ranks, *heads, ...): what each part adds to the state behind it; log_passed (ranks, *heads): the sum of its
+    log-decays, -inf where a document ends in it. rightwards: from the first rank to the last one, else back.
+    """
+    added, log_passed = (x[:rank] if rightwards else x[rank + 1 :].flip(0) for x in (added, log_passed))
+    if not len(added):
+        return added.new_zeros(added.shape[1:])
+    # Of the parts between: none behind the last one.
+    later = torch.cat([log_passed[1:], torch.zeros_like(log_passed[:1])])
+    weight = later.flip(0).cumsum(0).flip(0).exp().to(added.dtype)
+    weight = weight.reshape(*weight.shape, *[1] * (added.dim() - weight.dim()))
+    # What nothing comes through from may be NaN.
+    return (weight * added.masked_fill(weight == 0, 0)).sum(0)
+
+
+def from_neighbours(context: Context, to_left: Tensor | None, to_right: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Sends a tensor to the rank before and one to the rank behind this one; None, on all ranks, is not sent. Returns
+    what came from the left (shaped like `to_right`) and from the right; zeros at the ends of the sequence."""
+    operations, received, kept = [], [], []
+    for sent, step in ((to_right, 1), (to_left, -1)):
+        if sent is None:
+            received.append(None)
+            continue
+        kept.append(sent.contiguous())
+        received.append(torch.zeros_like(kept[-1]))
+        target, source = context.rank + step, context.rank - step
+        if 0 <= target < context.size:
+            operations.append(dist.P2POp(dist.isend, kept[-1], group=context.group, group_peer=target))
+        if 0 <= source < context.size:
+            operations.append(dist.P2POp(dist.irecv, received[-1], group=context.group, group_peer=source))
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    return received[0], received[1]
+
+
+class _Gathered(Function):
+    """All parts, one after the other; the gradient of a part is the sum of what all ranks have for it."""
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, name: str) -> Tensor:
+        context = Context.named(name)
+        x = x.movedim(dim, 0).contiguous()
+        whole = x.new_empty(context.size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x, group=context.group)
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, ctx.dim, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        context = Context.named(ctx.name)
+        gradient = gradient.movedim(ctx.dim, 0).contiguous()
+        own = gradient.new_empty(gradient.shape[0] // context.size, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient, group=context.group)
+        return own.movedim(0, ctx.dim), None, None
+
+
+def gathered(x: Tensor, dim: int, context: Context) -> Tensor:
+    """Returns the parts of all ranks, shaped alike, one after the other along `dim`; differentiable."""
+    return _Gathered.apply(x, dim, context.name)
+
+
+class _Exchanged(Function):
+    """Each rank gets all parts of one slice."""
+
+    @staticmethod
+    def forward(x: Tensor, cut: int, join: int, name: str) -> Tensor:
+        context = Context.named(name)
+        sent = torch.stack(x.chunk(context.size, cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=context.group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, ctx.cut, ctx.join, ctx.name = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchanged.forward(gradient, ctx.join, ctx.cut, ctx.name), None, None, None
+
+
+def exchanged(x: Tensor, cut: int, join: int, context: Context) -> Tensor:
+    """Cuts x along the dimension `cut`, a multiple of the ranks, and sends each rank its slice (an all-to-all): returns
+    one slice of the parts of all ranks, one after the other along `join`; differentiable. With `cut` and `join`
+    changed round it is undone."""
+    return _Exchanged.apply(x, cut, join, context.name)
