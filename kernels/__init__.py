@@ -21,6 +21,7 @@ if __name__ == "kernels":
     else:
         __file__, __path__ = None, []
 else:
+    from matmix.kernels.context import gathered
     from matmix.kernels.gated_norm.chunked import gated_norm_torch
     from matmix.kernels.gated_norm.op import gated_norm
     from matmix.kernels.lion.chunked import lion_mixer_torch
@@ -38,13 +39,16 @@ else:
     from matmix.kernels.semiseparable.step import semiseparable_step
     from matmix.kernels.short_conv.chunked import short_conv_step_torch, short_conv_torch
     from matmix.kernels.short_conv.op import short_conv, short_conv_step
+    from matmix.kernels.whole_rows import over_heads, over_heads_here
 
     finish_registration()
 
     PYTORCH_FORMS = {
         gated_norm: gated_norm_torch,
+        gathered: None,
         lion_mixer: lion_mixer_torch,
         lion_mixer_is_fused: None,
+        over_heads: over_heads_here,
         matrix_product_scan: matrix_product_chunked,
         mru_mixer: mru_mixer_torch,
         mru_mixer_is_fused: None,

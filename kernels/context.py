@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from matmix.kernels.functions import Function
+from matmix.kernels.functions import working_dtype
 
 
 class Context(NamedTuple):
@@ -137,57 +137,96 @@ def from_neighbours(context: Context, to_left: Tensor | None, to_right: Tensor |
     return received[0], received[1]
 
 
-class _Gathered(Function):
-    """All parts, one after the other; the gradient of a part is the sum of what all ranks have for it."""
+# Registered, as they have to stay whole under torch.compile.
 
-    @staticmethod
-    def forward(x: Tensor, dim: int, name: str) -> Tensor:
-        context = Context.named(name)
-        x = x.movedim(dim, 0).contiguous()
-        whole = x.new_empty(context.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(whole, x, group=context.group)
-        return whole.movedim(0, dim)
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.dim, ctx.name = inputs
+def shares(total: int, ranks: int) -> list[int]:
+    """Returns how many of `total` heads or tokens each rank gets: as many as the last one, or one more."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        context = Context.named(ctx.name)
-        gradient = gradient.movedim(ctx.dim, 0).contiguous()
-        own = gradient.new_empty(gradient.shape[0] // context.size, *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient, group=context.group)
-        return own.movedim(0, ctx.dim), None, None
+
+def share(total: int, context: Context) -> slice:
+    """Returns which of them this rank gets."""
+    counts = shares(total, context.size)
+    first = sum(counts[: context.rank])
+    return slice(first, first + counts[context.rank])
+
+
+@torch.library.custom_op(
+    "matmix::exchanged", mutates_args=(), schema="(Tensor x, int cut, int join, SymInt joined, str context) -> Tensor"
+)
+def _exchanged(x: Tensor, cut: int, join: int, joined: int, context: str) -> Tensor:
+    ranks = Context.named(context)
+    slices = [one.movedim(join, 0) for one in x.split(shares(x.shape[cut], ranks.size), cut)]
+    sent = torch.cat([one.reshape(-1) for one in slices])
+    received = sent.new_empty(joined, *slices[ranks.rank].shape[1:])
+    coming = [len(part) * received[0].numel() for part in received.split(shares(joined, ranks.size))]
+    going = [one.numel() for one in slices]
+    dist.all_to_all_single(received.view(-1), sent, coming, going, group=ranks.group)
+    return received.movedim(0, join).contiguous()
+
+
+@_exchanged.register_fake
+def _(x: Tensor, cut: int, join: int, joined: int, context: str) -> Tensor:
+    shape = list(x.shape)
+    own = share(shape[cut], Context.named(context))
+    shape[cut], shape[join] = own.stop - own.start, joined
+    return x.new_empty(shape)
+
+
+def _exchanged_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, ctx.cut, ctx.join, _, ctx.context = inputs
+    ctx.whole = x.shape[ctx.cut]
+
+
+def _exchanged_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return _exchanged(gradient, ctx.join, ctx.cut, ctx.whole, ctx.context), None, None, None, None
+
+
+_exchanged.register_autograd(_exchanged_back, setup_context=_exchanged_setup)
+
+
+def exchanged(x: Tensor, cut: int, join: int, context: Context, joined: int | None = None) -> Tensor:
+    """Cuts x along the dimension `cut` as `share` does and sends each rank its slice (an all-to-all): returns one slice
+    of the parts of all ranks, one after the other along `join`; differentiable.
+
+    joined: the length of all parts along `join`, which `share` has made; None where they are as long as this one. With
+    `cut` and `join` changed round, and the first length along `cut`, it is undone.
+    """
+    return _exchanged(x, cut, join, context.size * x.shape[join] if joined is None else joined, context.name)
+
+
+@torch.library.custom_op("matmix::gathered", mutates_args=(), schema="(Tensor x, int dim, str context) -> Tensor")
+def _gathered(x: Tensor, dim: int, context: str) -> Tensor:
+    ranks = Context.named(context)
+    x = x.movedim(dim, 0).contiguous()
+    whole = x.new_empty(ranks.size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x, group=ranks.group)
+    return whole.movedim(0, dim).contiguous()
+
+
+@_gathered.register_fake
+def _(x: Tensor, dim: int, context: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= Context.named(context).size
+    return x.new_empty(shape)
+
+
+def _gathered_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.dim, ctx.context = inputs
+
+
+def _gathered_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    # A reduce-scatter as an all-to-all: as many bytes, and bfloat16 is added in float32.
+    ranks = Context.named(ctx.context)
+    own = _exchanged(gradient.unsqueeze(0), 1 + ctx.dim, 0, ranks.size, ctx.context)
+    return own.sum(0, dtype=working_dtype(own)).to(own.dtype), None, None
+
+
+_gathered.register_autograd(_gathered_back, setup_context=_gathered_setup)
 
 
 def gathered(x: Tensor, dim: int, context: Context) -> Tensor:
-    """Returns the parts of all ranks, shaped alike, one after the other along `dim`; differentiable."""
-    return _Gathered.apply(x, dim, context.name)
-
-
-class _Exchanged(Function):
-    """Each rank gets all parts of one slice."""
-
-    @staticmethod
-    def forward(x: Tensor, cut: int, join: int, name: str) -> Tensor:
-        context = Context.named(name)
-        sent = torch.stack(x.chunk(context.size, cut))
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=context.group)
-        return torch.cat(received.unbind(), join)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.cut, ctx.join, ctx.name = inputs
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchanged.forward(gradient, ctx.join, ctx.cut, ctx.name), None, None, None
-
-
-def exchanged(x: Tensor, cut: int, join: int, context: Context) -> Tensor:
-    """Cuts x along the dimension `cut`, a multiple of the ranks, and sends each rank its slice (an all-to-all): returns
-    one slice of the parts of all ranks, one after the other along `join`; differentiable. With `cut` and `join`
-    changed round it is undone."""
-    return _Exchanged.apply(x, cut, join, context.name)
+    """Returns the parts of all ranks, shaped alike, one after the other along `dim`; differentiable: the gradient of a
+    part is the sum of what all ranks have for it."""
+    return _gathered(x, dim, context.name)

@@ -8,16 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from matmix.kernels.context import Context
 
-def document_positions(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+
+def document_positions(
+    length: int, cu_seqlens: Tensor | None, device: torch.device, context: Context | None = None
+) -> Tensor:
     """Position of each of `length` tokens within its document: (length,) int64, counting from 0.
 
-    `cu_seqlens` (ndocs + 1,) int32 holds the document boundaries; None means one document.
+    `cu_seqlens` (ndocs + 1,) int32 holds the document boundaries, of a part also those of documents that began before
+    it (below 0) or go on behind it; None means one document, over all ranks of a context.
     """
     positions = torch.arange(length, device=device)
     if cu_seqlens is None:
-        return positions
-    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        return positions if context is None else positions + context.rank * length
+    boundaries = cu_seqlens.long()
+    starts, lengths = boundaries[:-1], boundaries.clamp(0, length).diff()
     return positions - torch.repeat_interleave(starts, lengths, output_size=length)
 
 

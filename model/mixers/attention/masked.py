@@ -31,6 +31,7 @@ from matmix.model.mixers.base import (
     zero_state,
 )
 from matmix.model.mixers.convolutions.long import cosine_transform
+from matmix.model.mixers.whole_documents import documents_over_heads
 
 STATE_BLOCK = 4
 """State channels that a product with L takes at a time: it works on `STATE_BLOCK` times as much as there are values."""
@@ -113,6 +114,14 @@ class MaskedAttention(Mixer):
         cls.require_heads(d_model, config)
 
     @classmethod
+    def why_no_context(cls, config: MaskedAttentionConfig, causal: bool) -> str:
+        if cls.fixed_length or cls.causal_form:
+            return super().why_no_context(config, causal)
+        if config.contraction == "quadratic":
+            return 'makes all scores on one rank with contraction = "quadratic"'
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
         nheads, headdim = head_count(d_model, config), config.headdim
         seen = (seqlen + 1) / 2 if causal else seqlen
@@ -139,7 +148,7 @@ class MaskedAttention(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         quadratic = self.config.contraction == "quadratic"
-        if cu_seqlens is not None and (quadratic or not self.causal_form):
+        if cu_seqlens is not None and (quadratic or not self.causal_form) and self.context is None:
             return self.forward_by_document(x, cu_seqlens)
         if not quadratic:
             return self.combine(self.linear_order(x, cu_seqlens), x)
@@ -267,7 +276,14 @@ class SmaFourier(MaskedAttention):
         return fourier_mask(x.shape[1], x)
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        return masked_product(*self.project(x), partial(cosine_transform, dim=-1))
+        q, k, v = self.project(x)
+
+        def mixed(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return masked_product(q, k, v, partial(cosine_transform, dim=-1))
+
+        if self.context is None:
+            return mixed(v, q, k)
+        return documents_over_heads(mixed, self.context, cu_seqlens, v, q, k)
 
 
 def retnet_decay_logits(shape: torch.Size, generator: Any) -> Tensor:

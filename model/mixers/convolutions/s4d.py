@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from matmix.kernels import over_heads
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer
@@ -85,6 +86,10 @@ class S4D(Mixer):
         cls.require_steps(config)
 
     @classmethod
+    def why_no_context(cls, config: S4DConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:
         kernels = 1 if causal else 2
         # The kernel is counted as made for each document; a batch shares it.
@@ -109,10 +114,10 @@ class S4D(Mixer):
         dt = self.log_dt.to(rates.real.dtype).exp().unsqueeze(-1)
         return 2 * torch.view_as_complex(self.C.to(rates.real.dtype)) * (grown * dt / rates)
 
-    def kernels(self, length: int) -> Tensor:
-        """K (kernels, d_model, length), in about 2 sqrt(length) exponentials per rate: with l = i J + j the sum over n
+    def kernels(self, length: int, channels: slice = slice(None)) -> Tensor:
+        """K (kernels, channels, length), in about 2 sqrt(length) exponentials per rate: with l = i J + j the sum over n
         is a product of the matrices exp(dt A i J) and exp(dt A j)."""
-        rates, coefficients = self.rates(), self.coefficients()
+        rates, coefficients = self.rates()[channels], self.coefficients()[:, channels]
         inner = 1 << (max(length - 1, 1).bit_length() + 1) // 2
         outer = -(-length // inner)
         steps = torch.arange(max(inner, outer), dtype=rates.real.dtype, device=rates.device)
@@ -124,13 +129,18 @@ class S4D(Mixer):
 
     @outside_autocast
     def mixed(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """K * x + D x (B, L, d_model) in float32 at least."""
-        y = packed_convolution(x, cu_seqlens, self.taps)
-        return y + self.D.to(y.dtype) * x
+        """K * x + D x (B, L, d_model) in float32 at least; of a part of a row typed like x."""
 
-    def taps(self, length: int) -> tuple[Tensor, ...]:
-        """K (d_model, length), and if bidirectional that of later tokens (d_model, length - 1)."""
-        after, *other = self.kernels(length)
+        def convolved(x: Tensor, cu_seqlens: Tensor | None, channels: slice) -> Tensor:
+            x = x.squeeze(-1)
+            y = packed_convolution(x, cu_seqlens, partial(self.taps, channels=channels))
+            return (y + self.D[channels].to(y.dtype) * x).unsqueeze(-1)
+
+        return over_heads(convolved, self.context, cu_seqlens, x.unsqueeze(-1)).squeeze(-1)
+
+    def taps(self, length: int, channels: slice = slice(None)) -> tuple[Tensor, ...]:
+        """K (channels, length), and if bidirectional that of later tokens (channels, length - 1)."""
+        after, *other = self.kernels(length, channels)
         return after, *(before[:, :-1] for before in other)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:

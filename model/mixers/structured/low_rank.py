@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan
-from matmix.model.mixers.attention.softmax_attention import packed_attention
+from matmix.model.mixers.attention.over_ranks import attention
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer
 
 
@@ -65,7 +65,7 @@ class Softmax(QueryKeyMixer):
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         q, k = (part.to(v.dtype).expand(v.shape[0], -1, -1, -1) for part in self.queries_and_keys(inputs))
-        return packed_attention(q, k, v, causal=False, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return attention(q, k, v, context=self.context, cu_seqlens=cu_seqlens, causal=False, max_seqlen=max_seqlen)
 
 
 class SoftmaxDI(Softmax):

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from matmix.model.mixers.attention.softmax_attention import attention_by_length, packed_attention
+from matmix.model.mixers.attention.packed import attention_by_length, packed_attention
 
 LENGTHS = [1, 40, 2, 3, 33, 0, 17, 16, 1, 64, 5]
 BOUNDARIES = list(itertools.accumulate(LENGTHS, initial=0))
