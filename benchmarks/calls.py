@@ -179,7 +179,7 @@ def _scan(
     # Backward passes are of linear scans: the registered op takes products and quotients apart first.
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
-    return out, module.backward(dy, out.row_sum, out.final, ScanCall(v, sides, skip, linear, cu_seqlens))
+    return out, module.backward(dy, out.row_sum, out.finals, ScanCall(v, sides, skip, linear, cu_seqlens))
 
 
 def _scan_step(

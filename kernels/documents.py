@@ -49,6 +49,17 @@ class ChunkLayout(NamedTuple):
     def aligned(self) -> bool:
         return self.gather is not None
 
+    def edge_document(self, last: bool) -> slice:
+        """The document of the last or first token, as a slice of one (aligned layout only)."""
+        at = self.lasts.index(self.per_row - 1) if last else self.firsts.index(0)
+        return slice(at, at + 1)
+
+    def put_edge(self, chunks: Tensor, row: Tensor, last: bool) -> None:
+        """Writes the last or first row (batch, ...) of x into what `split` made of it."""
+        rows = chunks.view(self.rows, -1, *chunks.shape[2:])
+        at = slice(self.seqlen - 1, self.seqlen) if last else slice(0, 1)
+        rows[:, at if self.scatter is None else self.scatter[at]] = row.unsqueeze(1)
+
     def split(self, x: Tensor) -> Tensor:
         """(batch, seqlen, ...) -> (M, chunk, ...), zero where there is no token. A view where possible."""
         if self.gather is not None:

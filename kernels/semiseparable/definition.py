@@ -102,13 +102,18 @@ def quasiseparable_matrix(
 
 def quasiseparable_definition(
     *tensors: Tensor | None, normalize: str | None = None, gate_offset: int = 0, **options: Any
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """shift(SS_f(v)) and flip(shift(SS_b(flip(v)))), with real flips and two causal scans, put together.
 
-    What the row sums and halved own terms make of M is taken from M itself.
+    The row sums are what becomes of values of 1. What halved own terms make of M is taken from M itself.
     """
     given = _in_float64(TwoSidedInputs(*tensors, **options))
     v, cu_seqlens, gates = given.v, given.cu_seqlens, given.log_decay_backward
+    if normalize:
+        with_ones = given._replace(v=torch.cat([v, torch.ones_like(v[..., :1])], -1), return_final_states=True)
+        sums, *finals = quasiseparable_definition(gate_offset=gate_offset, **with_ones._asdict())
+        y = sums[..., :-1] / (sums[..., -1:] + given.eps)
+        return (y, *finals) if given.return_final_states else y
     spans = _documents(cu_seqlens, v.shape[1])
 
     def flip(x: Tensor | None) -> Tensor | None:
@@ -127,29 +132,29 @@ def quasiseparable_definition(
     if gate_offset and gates is not None and gates.dim() == 3:
         gates = flip(moved(flip(gates)))
 
-    def both(v: Tensor) -> tuple[Tensor, Tensor]:
-        forward = semiseparable_definition(
+    def both(v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        forward, final = semiseparable_definition(
             v, given.q_forward, given.k_forward, given.log_decay_forward, given.input_scale_forward, None,
-            given.initial_state_forward, cu_seqlens,
+            given.initial_state_forward, cu_seqlens, True,
         )  # fmt: skip
-        backward = semiseparable_definition(
+        backward, other = semiseparable_definition(
             flip(v), flip(given.q_backward), flip(given.k_backward), flip(gates), flip(given.input_scale_backward),
-            None, given.initial_state_backward, cu_seqlens,
+            None, given.initial_state_backward, cu_seqlens, True,
         )  # fmt: skip
-        return (moved(forward), flip(moved(backward))) if given.shift else (forward, flip(backward))
+        forward, backward = (moved(forward), moved(backward)) if given.shift else (forward, backward)
+        return forward, flip(backward), final, other
 
-    if normalize or (given.self_term == "mean" and not given.shift):
-        matrix = quasiseparable_matrix(*tensors, normalize=normalize, gate_offset=gate_offset, **options)
-        y = torch.einsum("bhts,bshp->bthp", matrix, v)
-        if given.initial_state_forward is None and given.initial_state_backward is None:
-            return y
-        # What the initial states alone give.
-        return y + sum(both(torch.zeros_like(v)))
-    forward, backward = both(v)
+    forward, backward, *finals = both(v)
     own = 0 if given.diagonal is None else _per_token(given.diagonal, v)[..., None] * v
-    if given.combine == "concat":
-        return torch.cat([forward + own, backward + own], -1)
-    return own + (forward * backward if given.combine == "mult" else forward + backward)
+    if given.self_term == "mean" and not given.shift:
+        matrix = quasiseparable_matrix(gate_offset=gate_offset, **given._replace(normalize=None)._asdict())
+        # What the initial states alone give.
+        y = torch.einsum("bhts,bshp->bthp", matrix, v) + sum(both(torch.zeros_like(v))[:2])
+    elif given.combine == "concat":
+        y = torch.cat([forward + own, backward + own], -1)
+    else:
+        y = own + (forward * backward if given.combine == "mult" else forward + backward)
+    return (y, *finals) if given.return_final_states else y
 
 
 def _in_float64(given: Any) -> Any:

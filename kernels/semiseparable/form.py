@@ -15,6 +15,7 @@ from matmix.kernels.checks import (
     check_same_dtype,
     check_shape,
 )
+from matmix.kernels.context import within_part
 
 LARGEST_LOG_DECAY = 0.01
 """Bound of a log-decay per token: states may grow this fast and no faster, so that no product inside a chunk overflows.
@@ -31,7 +32,7 @@ class ScanForm(NamedTuple):
     self_term: str = "sum"
     """Two directions without shift: a token's own terms count in full in each ("sum") or half ("mean")."""
     normalize: bool = False
-    """Divide each row by its sum of mixer weights plus `eps`; "add" only, without initial states."""
+    """Divide each row by its sum of mixer weights plus `eps`; "add" only. States have a column for the sums."""
     eps: float = 1e-6
 
 
@@ -55,7 +56,15 @@ class ScanCall(NamedTuple):
     diagonal: Tensor | None
     form: ScanForm
     cu_seqlens: Tensor | None = None
+    """With a context relative to the part."""
     chunk_size: int | None = None
+    context: str = ""
+    """The name of the context whose ranks hold parts of the rows; "" for whole rows."""
+
+    @property
+    def bounds(self) -> Tensor | None:
+        """The boundaries of documents in memory."""
+        return within_part(self.cu_seqlens, self.v.shape[1]) if self.context else self.cu_seqlens
 
 
 class SideGradients(NamedTuple):
@@ -83,8 +92,8 @@ class ScanOutput(NamedTuple):
     """(batch, seqlen, nheads, headdim), 2 * headdim wide for "concat"; already normalised if asked for."""
     row_sum: Tensor | None
     """(batch, seqlen, nheads) float32 sums of the mixer's rows, without eps; only with `normalize`."""
-    final: Tensor | None
-    """The state after the last token, float32; only if asked for, one direction only."""
+    finals: tuple[Tensor, ...] | None
+    """The state behind the last token of each direction, float32; only if asked for."""
     rest: Tensor | None = None
     """The part of a normalised y that rounding to half precision took off, in the same dtype. The gradient of a
     normalised row is a difference to the row's own mean, y, whose rounding would count in all of its entries alike."""
@@ -118,7 +127,7 @@ def check_scan(op: str, given: Any) -> None:
         shape = f"(batch, {tokens}ngroups, d_state)"
         raise ValueError(f"{op}: {vectors[0]} has shape {tuple(vector.shape)}; expected {shape}")
     cu_seqlens = None if step else given.cu_seqlens
-    check_cu_seqlens(op, cu_seqlens, rows[0], rows[-1], v)
+    check_cu_seqlens(op, cu_seqlens, rows[0], rows[-1], v, part=not step and given.context != "")
     groups, d_state = vector.shape[-2:]
     if heads % groups:
         raise ValueError(f"{op}: {heads} heads cannot share {groups} groups; make nheads a multiple of ngroups")
@@ -126,7 +135,8 @@ def check_scan(op: str, given: Any) -> None:
     shapes |= dict.fromkeys([*decays, "diagonal"], ((*rows, heads), (heads,)))
     shapes |= dict.fromkeys(scales, ((*rows, heads),))
     count = rows[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    shapes |= dict.fromkeys(states, ((count, heads, d_state, headdim),))
+    width = headdim + getattr(given, "normalize", False)
+    shapes |= dict.fromkeys(states, ((count, heads, d_state, width),))
     for name, expected in shapes.items():
         if tensors[name] is not None:
             check_shape(op, name, tensors[name], *expected)
@@ -134,8 +144,10 @@ def check_scan(op: str, given: Any) -> None:
     check_finite(op, below=tuple(decays), **tensors)
 
 
-def no_kernel(d_state: int, headdim: int) -> str:
+def no_kernel(d_state: int, headdim: int, context: str = "") -> str:
     """The reason why the Triton form cannot be used; empty if it can."""
+    if context:
+        return "takes no parts of rows"
     if max(d_state, headdim) > LARGEST_WIDTH:
         return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
     return ""
@@ -152,10 +164,5 @@ def check_form(op: str, given: Any, normalize: str | None, gate_offset: int) -> 
     check_eps(op, eps)
     if given.self_term == "mean" and combine != "add":
         raise ValueError(f'{op}: self_term is "mean" and combine {combine!r}; "mean" needs combine="add"')
-    if normalize is None:
-        return
-    if combine != "add":
+    if normalize is not None and combine != "add":
         raise ValueError(f'{op}: normalize is {normalize!r} and combine {combine!r}; rows are summed with "add" only')
-    for name in ("initial_state_forward", "initial_state_backward"):
-        if getattr(given, name) is not None:
-            raise ValueError(f"{op}: {name} is given and normalize is {normalize!r}; a state has no row sum, use None")

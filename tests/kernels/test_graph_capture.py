@@ -77,7 +77,7 @@ def test_the_causal_scan_looks_at_no_value(dtype, as_packed, seqlen):
         side = ScanSide(q, k, inputs["log_decay"], inputs["input_scale"], inputs["initial_state"], False)
         call = ScanCall(v, (side,), inputs["diagonal"], ScanForm(), bounds)
         out = fused.forward(call, True)
-        dv, (found,), ddiagonal = fused.backward(out.y, None, out.final, call)
+        dv, (found,), ddiagonal = fused.backward(out.y, None, out.finals, call)
         gradients = {"v": dv, "q": found.q, "k": found.k, "diagonal": ddiagonal} | found._asdict()
         for name, x in inputs.items():
             assert gradients[name].shape == x.shape

@@ -445,7 +445,7 @@ BAD = {
     "eps is nan": lambda: bidirectional(normalize="row_sum", eps=float("nan")),
     '"mean" needs combine="add"': lambda: bidirectional(shift=False, self_term="mean", combine="mult"),
     "normalize is 'row_sum' and combine 'concat'": lambda: bidirectional(combine="concat", normalize="row_sum"),
-    "initial_state_backward is given and normalize is 'row_sum'": lambda: bidirectional(
+    "initial_state_backward has shape (2, 4, 4, 5); expected (2, 4, 4, 6)": lambda: bidirectional(
         normalize="row_sum", initial_state_backward=STATE
     ),
     "shift is 1; use True or False": lambda: bidirectional(shift=1),

@@ -13,20 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.documents import shift_left
+from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import Form, Operation, in_pytorch, working_dtype
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
+from matmix.kernels.semiseparable.context import moved_left
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, SideGradients
 
 
-def move_gates(log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | None) -> Tensor | None:
+def move_gates(
+    log_decay: Tensor | None, gate_offset: int, cu_seqlens: Tensor | None, context: Context | None = None
+) -> Tensor | None:
     """The backward direction's log-decays where each step's gate acts between a token and its left neighbour
     (`gate_offset` 1): one token to the left inside its document, no decay at the last one."""
     if gate_offset == 0 or log_decay is None or log_decay.dim() == 1:
         return log_decay
-    return shift_left(log_decay, cu_seqlens)
+    return moved_left(log_decay, cu_seqlens, context)
 
 
 class CausalInputs(NamedTuple):
@@ -42,11 +45,12 @@ class CausalInputs(NamedTuple):
     cu_seqlens: Tensor | None = None
     return_final_state: bool = False
     chunk_size: int | None = None
+    context: str = ""
 
     @property
     def call(self) -> ScanCall:
         side = ScanSide(self.q, self.k, self.log_decay, self.input_scale, self.initial_state, False)
-        return ScanCall(self.v, (side,), self.diagonal, ScanForm(), self.cu_seqlens, self.chunk_size)
+        return ScanCall(self.v, (side,), self.diagonal, ScanForm(), self.cu_seqlens, self.chunk_size, self.context)
 
 
 class CausalOutputs(NamedTuple):
@@ -58,13 +62,13 @@ class CausalOutputs(NamedTuple):
 
 def causal_forward(form: Form, given: CausalInputs) -> CausalOutputs:
     output = form.forward(given.call, given.return_final_state)
-    return CausalOutputs(output.y, output.final)
+    return CausalOutputs(output.y, output.finals[0] if given.return_final_state else None)
 
 
 def causal_backward(form: Form, given: CausalInputs, _: CausalOutputs, cotangents: CausalOutputs) -> tuple:
     dy = torch.zeros_like(given.v) if cotangents.y is None else cotangents.y
-    dfinal = cotangents.final if given.return_final_state else None
-    dv, (side,), ddiagonal = form.backward(dy, None, dfinal, given.call)
+    dfinals = (cotangents.final,) if given.return_final_state and cotangents.final is not None else None
+    dv, (side,), ddiagonal = form.backward(dy, None, dfinals, given.call)
     return dv, side.q, side.k, side.log_decay, side.input_scale, ddiagonal, side.initial_state
 
 
@@ -97,6 +101,8 @@ class TwoSidedInputs(NamedTuple):
     normalize: bool = False
     eps: float = 1e-6
     chunk_size: int | None = None
+    return_final_states: bool = False
+    context: str = ""
 
     @property
     def call(self) -> ScanCall:
@@ -105,7 +111,7 @@ class TwoSidedInputs(NamedTuple):
             for name in ("forward", "backward")
         )
         form = ScanForm(self.shift, self.combine, self.self_term, self.normalize, self.eps)
-        return ScanCall(self.v, tuple(sides), self.diagonal, form, self.cu_seqlens, self.chunk_size)
+        return ScanCall(self.v, tuple(sides), self.diagonal, form, self.cu_seqlens, self.chunk_size, self.context)
 
 
 class TwoSidedOutputs(NamedTuple):
@@ -114,11 +120,13 @@ class TwoSidedOutputs(NamedTuple):
     y: Tensor
     row_sum: Tensor | None
     rest: Tensor | None
+    final_forward: Tensor | None
+    final_backward: Tensor | None
 
 
 def two_sided_forward(form: Form, given: TwoSidedInputs) -> TwoSidedOutputs:
-    output = form.forward(given.call, False)
-    return TwoSidedOutputs(output.y, output.row_sum, output.rest)
+    output = form.forward(given.call, given.return_final_states)
+    return TwoSidedOutputs(output.y, output.row_sum, output.rest, *(output.finals or (None, None)))
 
 
 def two_sided_backward(
@@ -129,23 +137,26 @@ def two_sided_backward(
     exact = working_dtype(v)
     if dy is None:
         dy = v.new_zeros(*v.shape[:3], v.shape[3] * (2 if given.combine == "concat" else 1))
+    dfinals = cotangents.final_forward, cotangents.final_backward
+    if not given.return_final_states or all(dfinal is None for dfinal in dfinals):
+        dfinals = None
     if given.normalize:
         # y = n / s, so dn = dy / s and ds = -dy . y / s.
-        y, row_sum, rest = outputs
+        y, row_sum, rest, *_ = outputs
         divided = (dy.to(exact) / (row_sum + given.eps).unsqueeze(-1)).to(v.dtype)
         drow_sum = -(divided.to(exact) * (y if rest is None else y.to(exact) + rest)).sum(-1)
-        dv, (first, second), ddiagonal = form.backward(divided, drow_sum, None, call)
+        dv, (first, second), ddiagonal = form.backward(divided, drow_sum, dfinals, call)
     elif given.combine == "mult":
         apart = call._replace(diagonal=None, form=call.form._replace(combine="concat"))
         halves = form.forward(apart, False).y.chunk(2, -1)
         dv, (first, second), ddiagonal = form.backward(
-            torch.cat([dy * halves[1], dy * halves[0]], -1), None, None, apart
+            torch.cat([dy * halves[1], dy * halves[0]], -1), None, dfinals, apart
         )
         if diagonal is not None:
             dv = (dv.to(exact) + diagonal.to(exact).unsqueeze(-1) * dy).to(v.dtype)
             ddiagonal = reduce_like((dy.to(exact) * v).sum(-1), diagonal)
     else:
-        dv, (first, second), ddiagonal = form.backward(dy, None, None, call)
+        dv, (first, second), ddiagonal = form.backward(dy, None, dfinals, call)
     return (
         dv, first.q, first.k, second.q, second.k, first.log_decay, second.log_decay, first.input_scale,
         second.input_scale, ddiagonal, first.initial_state, second.initial_state,
@@ -159,17 +170,24 @@ QUASISEPARABLE = Operation(
 )  # fmt: skip
 
 
-def semiseparable_chunked(*tensors: Tensor | None, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+def semiseparable_chunked(
+    *tensors: Tensor | None, context: Context | None = None, **options: Any
+) -> Tensor | tuple[Tensor, Tensor]:
     """`semiseparable_scan` in PyTorch, without argument checks; see there."""
-    given = CausalInputs(*tensors, **options)
+    given = CausalInputs(*tensors, context=context_name(context), **options)
     y, final = in_pytorch(SEMISEPARABLE)(given)
     return (y, final) if given.return_final_state else y
 
 
 def quasiseparable_chunked(
-    *tensors: Tensor | None, normalize: str | None = None, gate_offset: int = 0, **options: Any
-) -> Tensor:
+    *tensors: Tensor | None,
+    normalize: str | None = None,
+    gate_offset: int = 0,
+    context: Context | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`quasiseparable_scan` in PyTorch, without argument checks; see there."""
-    given = TwoSidedInputs(*tensors, normalize=normalize is not None, **options)
-    gates = move_gates(given.log_decay_backward, gate_offset, given.cu_seqlens)
-    return in_pytorch(QUASISEPARABLE)(given._replace(log_decay_backward=gates)).y
+    given = TwoSidedInputs(*tensors, normalize=normalize is not None, context=context_name(context), **options)
+    gates = move_gates(given.log_decay_backward, gate_offset, given.cu_seqlens, context)
+    outputs = in_pytorch(QUASISEPARABLE)(given._replace(log_decay_backward=gates))
+    return (outputs.y, *outputs[3:]) if given.return_final_states else outputs.y

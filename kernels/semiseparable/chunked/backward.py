@@ -9,6 +9,7 @@ from matmix.kernels.documents import shift_left, shift_right
 from matmix.kernels.functions import outside_autocast, working_dtype
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
 from matmix.kernels.semiseparable.chunked.forward import (
+    all_states,
     block_mask,
     chunk_matrices,
     multiply_by_group,
@@ -20,19 +21,22 @@ from matmix.kernels.semiseparable.chunked.forward import (
 )
 from matmix.kernels.semiseparable.chunked.setup import (
     ScanSetup,
+    SideStates,
+    add_entering,
     chunk_blocks,
-    entering_states,
     grouped_rows,
-    pass_states,
+    pass_side,
     reduce_like,
+    send_states,
     set_up_scan,
     spread_heads,
     ungrouped_rows,
 )
+from matmix.kernels.semiseparable.context import edge_gradient, edge_row
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanGradients, ScanSide, SideGradients
 
 
-class SideStates(NamedTuple):
+class SidePasses(NamedTuple):
     """States of one direction in the backward pass, (M, ngroups, d_state, heads of the group * headdim)."""
 
     entering: Tensor
@@ -41,6 +45,8 @@ class SideStates(NamedTuple):
     """The gradient of the state that leaves each chunk."""
     initial: Tensor
     """The gradient of the initial state, in the op's shape."""
+    edge: Tensor | None
+    """What the next rank's gradient of q is at the token before its own, with shift; (batch, ngroups, d_state)."""
 
 
 class SideSums(NamedTuple):
@@ -57,38 +63,40 @@ class SideSums(NamedTuple):
     """(M, chunk, nheads): of the exponents from columns to the chunk's edge."""
     total: Tensor | None
     """(M, nheads): of the exponent over the whole chunk."""
-    states: SideStates | None
+    states: SidePasses | None
 
 
 @outside_autocast
-def scan_backward(dy: Tensor, drow_sum: Tensor | None, dfinal: Tensor | None, call: ScanCall) -> ScanGradients:
+def scan_backward(
+    dy: Tensor, drow_sum: Tensor | None, dfinals: tuple[Tensor | None, ...] | None, call: ScanCall
+) -> ScanGradients:
     """Returns the gradients of the linear scan, combined by "add" or "concat".
 
     dy: cotangent of the output before any normalisation; drow_sum (batch, seqlen, nheads): of the sums of the
-    mixer's rows, or None; dfinal: of the final state, or None.
+    mixer's rows, or None; dfinals: of each direction's final state, or None; None where there are no final states.
     """
     if call.form.combine == "concat" and len(call.sides) == 2:
         first, second = (
-            linear_backward(half, None, call._replace(sides=(side,)))
-            for half, side in zip(dy.chunk(2, -1), call.sides, strict=True)
+            linear_backward(half, None if dfinals is None else dfinals[at : at + 1], call._replace(sides=(side,)))
+            for at, (half, side) in enumerate(zip(dy.chunk(2, -1), call.sides, strict=True))
         )
         ddiagonal = None if first.diagonal is None else first.diagonal + second.diagonal
         return ScanGradients(first.v + second.v, first.sides + second.sides, ddiagonal)
     if drow_sum is None:
-        return linear_backward(dy, dfinal, call)
+        return linear_backward(dy, dfinals, call)
     exact = working_dtype(call.v)
     dy = torch.cat([dy.to(exact), drow_sum.to(exact).unsqueeze(-1)], -1)
-    gradients = linear_backward(dy, dfinal, call._replace(v=with_ones(call.v)))
+    gradients = linear_backward(dy, dfinals, call._replace(v=with_ones(call.v)))
     return gradients._replace(v=gradients.v[..., :-1].to(call.v.dtype, memory_format=torch.contiguous_format))
 
 
-def linear_backward(dy: Tensor, dfinal: Tensor | None, call: ScanCall) -> ScanGradients:
+def linear_backward(dy: Tensor, dfinals: tuple[Tensor | None, ...] | None, call: ScanCall) -> ScanGradients:
     """Returns the gradients of `linear_forward`."""
-    v, sides, diagonal, *_, cu_seqlens, _ = call
-    setup = set_up_scan(call, dfinal is not None)
+    v, sides, diagonal, cu_seqlens = call.v, call.sides, call.diagonal, call.bounds
+    setup = set_up_scan(call, dfinals is not None)
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
-    states = [side_states(chunks, dout, setup, number, dfinal if number == 0 else None) for number in range(len(sides))]
+    states = both_passes(chunks, dy, dout, setup, sides, dfinals)
     sums = [side_sums(setup, number, of_side, v.shape[2]) for number, of_side in enumerate(states)]
     spread = spread_heads(diagonal, layout, dtype)
     ddiagonal = None if spread is None else torch.empty(spread.shape, dtype=dtype, device=v.device)
@@ -107,23 +115,49 @@ def linear_backward(dy: Tensor, dfinal: Tensor | None, call: ScanCall) -> ScanGr
     return ScanGradients(layout.join(dv), gradients, ddiagonal)
 
 
-def side_states(
-    chunks: Tensor, dout: Tensor, setup: ScanSetup, number: int, dfinal: Tensor | None
-) -> SideStates | None:
-    """The states of a direction computed again, and their cotangents; None where no state passes a chunk."""
-    if not setup.carries[number] and dfinal is None:
-        return None
+def both_passes(
+    chunks: Tensor,
+    dy: Tensor,
+    dout: Tensor,
+    setup: ScanSetup,
+    given: tuple[ScanSide, ...],
+    dfinals: tuple[Tensor | None, ...] | None,
+) -> list[SidePasses | None]:
+    """The states of all directions computed again, and their cotangents; None where no state passes a chunk. dout: dy
+    in chunks; given: the directions as the scan was given them."""
+    dfinals = dfinals or (None,) * len(given)
+    final_state = any(dfinal is not None for dfinal in dfinals)
+    states, leaving, passing = all_states(chunks, setup, given, final_state), [], []
+    for number, (side, of_side) in enumerate(zip(given, states, strict=True)):
+        if of_side is None:
+            leaving.append(None)
+            continue
+        leaving.append(cotangents(dout, setup, number, dfinals[number], torch.empty_like(of_side.chunks)))
+        if setup.part is not None:
+            row = None
+            if setup.exclusive:
+                row = edge_gradient(of_side.entered, edge_row(dy, side.reverse), setup.groups)
+            passing.append(send_states(setup, side, leaving[number], row))
+    edges = [None] * len(given)
+    for number, under_way in enumerate(passing):
+        entering, edges[number] = under_way.wait()
+        add_entering(setup, number, leaving[number], entering)
+    return [
+        None if of_side is None else SidePasses(of_side.chunks, back.chunks, setup.own_ends(back), edge)
+        for of_side, back, edge in zip(states, leaving, edges, strict=True)
+    ]
+
+
+def cotangents(dout: Tensor, setup: ScanSetup, number: int, dfinal: Tensor | None, into: Tensor) -> SideStates:
+    """The gradients of the states that leave the chunks, of what `dout` and `dfinal` are gradients of."""
     side, decay = setup.sides[number], setup.decays[number]
-    entering, _ = entering_states(chunks, setup, number)
-    leaving = torch.empty_like(entering)
     for at in chunk_blocks(setup):
         read = grouped_rows(dout[at].to(setup.dtype) * decay.enter[at].unsqueeze(-1), setup.groups)
-        torch.matmul(side.q[at].to(setup.dtype).permute(0, 2, 3, 1), read, out=leaving[at])
-    initial = pass_states(leaving, decay.total, dfinal, setup.layout, side.reverse)
-    return SideStates(entering, leaving, initial)
+        torch.matmul(side.q[at].to(setup.dtype).permute(0, 2, 3, 1), read, out=into[at])
+    return pass_side(into, dfinal, setup, number, side.reverse)
 
 
-def side_sums(setup: ScanSetup, number: int, states: SideStates | None, heads: int) -> SideSums:
+def side_sums(setup: ScanSetup, number: int, states: SidePasses | None, heads: int) -> SideSums:
     side, decay = setup.sides[number], setup.decays[number]
     shape = (*side.q.shape[:2], heads)
     wide = decay.cumulate.dtype
@@ -248,6 +282,8 @@ def side_gradients(
     dq = layout.join(sums.q)
     if setup.exclusive:
         dq = shift_right(dq, cu_seqlens) if side.reverse else shift_left(dq, cu_seqlens)
+        if setup.part is not None:
+            edge_row(dq, not side.reverse).add_(sums.states.edge)
     dlog = dscale = dinitial = None
     if side.log_decay is not None:
         dlog = side_decay_backward(decay, sums.row, sums.col, sums.leave, sums.total, setup.exclusive)

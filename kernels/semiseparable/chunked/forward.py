@@ -9,13 +9,17 @@ from torch.nn.functional import pad
 from matmix.kernels.functions import outside_autocast, working_dtype
 from matmix.kernels.semiseparable.chunked.setup import (
     ScanSetup,
+    SideStates,
+    add_entering,
     chunk_blocks,
     entering_states,
+    send_states,
     set_up_scan,
     spread_heads,
     ungrouped_rows,
 )
-from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanOutput
+from matmix.kernels.semiseparable.context import edge_row
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanOutput, ScanSide
 
 
 class ChunkMatrices(NamedTuple):
@@ -111,27 +115,29 @@ def undecayed_columns(matrix: Tensor, exclusive: bool, reverse: bool, sides: int
 
 @outside_autocast
 def scan_forward(call: ScanCall, final_state: bool) -> ScanOutput:
-    """Computes the scan of one direction or two; `final_state` asks for the first side's last state."""
+    """Computes the scan of one direction or two; `final_state` asks for the last state of each."""
     v, sides, diagonal, form, *_ = call
     if form.normalize:
-        y, _ = linear_forward(call._replace(v=with_ones(v)), False)
+        y, finals = linear_forward(call._replace(v=with_ones(v)), final_state)
         row_sum = y[..., -1].contiguous()
         exact = y[..., :-1] / (row_sum + form.eps).unsqueeze(-1)
         y = exact.to(v.dtype)
-        return ScanOutput(y, row_sum, None, None if y.dtype == exact.dtype else (exact - y).to(v.dtype))
+        return ScanOutput(y, row_sum, finals, None if y.dtype == exact.dtype else (exact - y).to(v.dtype))
     if form.combine == "add" or len(sides) == 1:
-        y, final = linear_forward(call, final_state)
-        return ScanOutput(y, None, final)
+        y, finals = linear_forward(call, final_state)
+        return ScanOutput(y, None, finals)
+    exact = v
+    if form.combine == "mult":
+        exact = v.to(working_dtype(v))
+        call = call._replace(v=exact, diagonal=None)
+    (y, first), (other, second) = (linear_forward(call._replace(sides=(side,)), final_state) for side in sides)
+    finals = (*first, *second) if final_state else None
     if form.combine == "concat":
-        halves = [linear_forward(call._replace(sides=(side,)), False)[0] for side in sides]
-        return ScanOutput(torch.cat(halves, -1), None, None)
-    exact = v.to(working_dtype(v))
-    alone = call._replace(v=exact, diagonal=None)
-    y, other = (linear_forward(alone._replace(sides=(side,)), False)[0] for side in sides)
+        return ScanOutput(torch.cat([y, other], -1), None, finals)
     y.mul_(other)
     if diagonal is not None:
         y.addcmul_(diagonal.to(y.dtype).unsqueeze(-1), exact)
-    return ScanOutput(y.to(v.dtype), None, None)
+    return ScanOutput(y.to(v.dtype), None, finals)
 
 
 def with_ones(v: Tensor) -> Tensor:
@@ -140,19 +146,34 @@ def with_ones(v: Tensor) -> Tensor:
     return torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
 
 
-def linear_forward(call: ScanCall, final_state: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum of all sides, shaped like v, and, if asked for, the final state of the first side."""
+def all_states(
+    chunks: Tensor, setup: ScanSetup, given: tuple[ScanSide, ...], final_state: bool
+) -> list[SideStates | None]:
+    """The states of all directions; None where no state passes a chunk and none is asked for. given: the directions as
+    the scan was given them. In a part q gets the rows of the neighbours, where it is shifted."""
+    states, passing = [], []
+    for number, (side, carries) in enumerate(zip(given, setup.carries, strict=True)):
+        states.append(entering_states(chunks, setup, number) if carries or final_state else None)
+        if setup.part is not None:
+            # Under way while the next direction's states are computed.
+            row = edge_row(side.q, not side.reverse) if setup.exclusive else None
+            passing.append(send_states(setup, side, states[-1], row))
+    for number, under_way in enumerate(passing):
+        entering, row = under_way.wait()
+        states[number] = add_entering(setup, number, states[number], entering)
+        if row is not None:
+            setup.layout.put_edge(setup.sides[number].q, row, given[number].reverse)
+    return states
+
+
+def linear_forward(call: ScanCall, final_state: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    """Returns the sum of all sides, shaped like v, and, if asked for, the final state of each side."""
     setup = set_up_scan(call, final_state)
     layout, dtype = setup.layout, setup.dtype
     heads = call.v.shape[2]
     chunks = layout.split(call.v)
-    states: list[Tensor | None] = []
-    final = None
-    for number, carries in enumerate(setup.carries):
-        wanted = final_state and number == 0
-        entering, end = entering_states(chunks, setup, number) if carries or wanted else (None, None)
-        states.append(entering)
-        final = end if wanted else final
+    states = all_states(chunks, setup, call.sides, final_state)
+    finals = tuple(setup.own_ends(of_side) for of_side in states) if final_state else None
     diagonal = spread_heads(call.diagonal, layout, dtype)
     y = torch.empty_like(chunks, memory_format=torch.contiguous_format)
     for at in chunk_blocks(setup):
@@ -163,11 +184,11 @@ def linear_forward(call: ScanCall, final_state: bool) -> tuple[Tensor, Tensor | 
         if factor is not None:
             out.addcmul_(factor.unsqueeze(-1), values)
         out = out.transpose(1, 2)
-        for (q, _), entering, decay in zip(pairs, states, setup.decays, strict=True):
-            if entering is not None:
-                out.addcmul_(ungrouped_rows(q @ entering[at], heads), decay.enter[at].unsqueeze(-1))
+        for (q, _), of_side, decay, carries in zip(pairs, states, setup.decays, setup.carries, strict=True):
+            if carries:
+                out.addcmul_(ungrouped_rows(q @ of_side.chunks[at], heads), decay.enter[at].unsqueeze(-1))
         y[at] = out
-    return layout.join(y), final
+    return layout.join(y), finals
 
 
 class ScanStepInputs(NamedTuple):

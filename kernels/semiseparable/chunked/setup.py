@@ -1,6 +1,8 @@
 """Cuts a scan into directions, chunks, decays and masks, in the same way for forward and backward passes, carries
 states between chunks, and counts the FLOPs of both."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from torch import Tensor
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
 from matmix.kernels.functions import working_dtype
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, growth, side_decay
+from matmix.kernels.semiseparable.context import Part, Passing, log_decays
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
 
 
@@ -34,6 +37,12 @@ class ScanSetup(NamedTuple):
     """True if any state enters a chunk of this side."""
     chunks_at_once: int
     """Chunks worked on at a time, so that chunk matrices stay in the cache."""
+    part: Part | None
+    """Where other ranks hold the rest of the rows."""
+
+    def own_ends(self, states: SideStates) -> Tensor:
+        """The states at the ends of rows or documents; in a part zeros for those that end elsewhere."""
+        return states.ends if self.part is None else self.part.own(states.ends, not states.rightwards)
 
 
 def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
@@ -45,7 +54,8 @@ def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
 
 def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
     """Sets up both directions of one linear scan: of its form, only `shift` and `self_term` matter here."""
-    v, sides, _, form, cu_seqlens, chunk_size = call
+    v, sides, form, chunk_size = call.v, call.sides, call.form, call.chunk_size
+    cu_seqlens, part = call.bounds, Part.of(call)
     batch, seqlen, heads, headdim = v.shape
     exclusive, both = form.shift, len(sides) == 2
     own_weight = 0.0 if exclusive or not both else 0.5 if form.self_term == "mean" else 1.0
@@ -72,13 +82,13 @@ def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
         if exclusive or both:
             mask = mask & ~torch.eye(chunk, dtype=torch.bool, device=v.device)
         masks.append(((mask & same) if same is not None else mask[None]) * grown)
-        carries.append(layout.per_row > 1 or side.initial_state is not None)
+        carries.append(layout.per_row > 1 or side.initial_state is not None or part is not None)
     # A few MB of chunk matrices fit a CPU's caches and keep its cores busy; accelerators want more at once.
     budget = 3 << 20 if v.device.type == "cpu" else 1 << 28
     chunks_at_once = max(1, budget // (heads * chunk * max(chunk, headdim) * dtype.itemsize))
     return ScanSetup(
         layout, dtype, groups, exclusive, own_weight, tuple(chunks), tuple(scales), tuple(decays), tuple(masks),
-        tuple(carries), chunks_at_once,
+        tuple(carries), chunks_at_once, part,
     )  # fmt: skip
 
 
@@ -114,14 +124,13 @@ def ungrouped_rows(x: Tensor, heads: int) -> Tensor:
     return x.transpose(1, 2).reshape(m, chunk, heads, width * groups // heads)
 
 
-def pass_states(
-    local: Tensor, total: Tensor, boundary: Tensor | None, layout: ChunkLayout, rightwards: bool
-) -> Tensor | None:
+def pass_states(local: Tensor, total: Tensor, boundary: Tensor | None, layout: ChunkLayout, rightwards: bool) -> Tensor:
     """Carry states over chunks, in place: entering_{c+1} = total_c entering_c + local_c.
 
     local (M, ngroups, d_state, width) holds what each chunk adds and is overwritten by the state that enters it; total
     (M, nheads); boundary (rows or documents, nheads, d_state, headdim) is the state at the start, None for zero.
-    Returns the states at the end, shaped like `boundary` (in the dense layout of packed documents: None).
+    Returns the states at the end, shaped like `boundary` (in the dense layout of packed documents (1, ...): that of the
+    document at this end of the row).
     """
     rows, count = (1, local.shape[0]) if layout.aligned else (layout.rows, layout.per_row)
     groups, d_state = local.shape[1:3]
@@ -164,8 +173,20 @@ def from_chunk_state(state: Tensor) -> Tensor:
     return state.transpose(2, 3).flatten(1, 2).contiguous()
 
 
-def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | None, Tensor | None]:
-    """State entering each chunk, (M, ngroups, d_state, width), and the state at the end, for one direction."""
+class SideStates(NamedTuple):
+    """A pass of the states of one direction, or of their cotangents, which go the other way."""
+
+    chunks: Tensor
+    """(M, ngroups, d_state, width): the state that enters each chunk."""
+    ends: Tensor
+    """Those behind the rows or documents, as `pass_states` returns them."""
+    rightwards: bool
+    entered: Tensor | None = None
+    """The state that entered the part, (rows, nheads, d_state, width)."""
+
+
+def entering_states(v: Tensor, setup: ScanSetup, side: int) -> SideStates:
+    """The states of one direction; of a part those that begin in it."""
     scan, decay, scale = setup.sides[side], setup.decays[side], setup.scales[side]
     m, _, heads, headdim = v.shape
     groups, d_state = scan.k.shape[2:]
@@ -174,8 +195,40 @@ def entering_states(v: Tensor, setup: ScanSetup, side: int) -> tuple[Tensor | No
     for at in chunk_blocks(setup):
         written = grouped_rows(v[at].to(setup.dtype) * weight[at].unsqueeze(-1), groups)
         torch.matmul(scan.k[at].to(setup.dtype).permute(0, 2, 3, 1), written, out=local[at])
-    final = pass_states(local, decay.total, scan.initial_state, setup.layout, not scan.reverse)
-    return local, final
+    return pass_side(local, scan.initial_state, setup, side, not scan.reverse)
+
+
+def pass_side(local: Tensor, boundary: Tensor | None, setup: ScanSetup, side: int, rightwards: bool) -> SideStates:
+    """`pass_states` of one direction; in a part from the states of what begins in it."""
+    if setup.part is not None:
+        boundary = setup.part.own(boundary, rightwards)
+    ends = pass_states(local, setup.decays[side].total, boundary, setup.layout, rightwards)
+    return SideStates(local, ends, rightwards)
+
+
+def send_states(setup: ScanSetup, side: ScanSide, states: SideStates, row: Tensor | None) -> Passing:
+    """Sends the state behind the part, and a row for the next rank. side: as the scan was given it."""
+    layout, ends = setup.layout, states.ends
+    behind = ends[layout.edge_document(states.rightwards)] if layout.aligned else ends
+    return Passing(setup.part, states.rightwards, behind, log_decays(side, layout.seqlen, behind), row)
+
+
+def add_entering(setup: ScanSetup, side: int, states: SideStates, entering: Tensor) -> SideStates:
+    """Adds what becomes of the state that enters the part (rows, nheads, d_state, width) to the others, in place."""
+    layout, total, ends = setup.layout, setup.decays[side].total, states.ends
+    chunks, document = slice(None), slice(None)
+    if layout.aligned:
+        # States do not go on into the next document.
+        document = layout.edge_document(not states.rightwards)
+        chunks = slice(layout.firsts[document.start], layout.lasts[document.start] + 1)
+    passed = total[chunks].unflatten(0, (len(entering), -1))
+    passed = (passed if states.rightwards else passed.flip(1)).cumprod(1)
+    ends[document].addcmul_(entering, passed[:, -1, :, None, None])
+    until = torch.cat([torch.ones_like(passed[:, :1]), passed[:, :-1]], 1)
+    until = (until if states.rightwards else until.flip(1)).unflatten(2, (setup.groups, 1, -1, 1))
+    into = states.chunks[chunks].unflatten(0, until.shape[:2]).unflatten(-1, (until.shape[-2], -1))
+    into.addcmul_(as_chunk_state(entering, setup.groups).unsqueeze(1), until)
+    return states._replace(entered=entering)
 
 
 def scan_flops(

@@ -67,11 +67,19 @@ def forward(call: ScanCall, final_state: bool) -> ScanOutput:
         INITIAL=carried and states.given, NORMALIZE=form.normalize, REST=rest is not None,
         COMBINE=form.combine if two else "add", HEADS=heads, WALK=walk,
     )  # fmt: skip
-    return ScanOutput(y, row_sums, states.ends[:, :, 0] if final_state else None, rest)
+    finals = None
+    if final_state:
+        # Outputs of an op share no memory.
+        finals = tuple(states.ends.unbind(2)) if not two else tuple(end.clone() for end in states.ends.unbind(2))
+    return ScanOutput(y, row_sums, finals, rest)
 
 
 def backward(
-    dy: Tensor, drow_sum: Tensor | None, dfinal: Tensor | None, call: ScanCall, into: Into | None = None
+    dy: Tensor,
+    drow_sum: Tensor | None,
+    dfinals: tuple[Tensor | None, ...] | None,
+    call: ScanCall,
+    into: Into | None = None,
 ) -> ScanGradients:
     """See `scan_backward` of the PyTorch form. `into`: where the gradients of v, q and k are to be written."""
     # The scan is linear here; states need sums of rows where the cotangent of those is given.
@@ -86,12 +94,12 @@ def backward(
     sums = scans.sum_decays(scan, sides, triangle)
     initial = [side.initial_state for side in sides]
     starts = any(state is not None for state in initial)
-    stored = scan.seqlen > scan.chunk or starts or dfinal is not None
+    stored = scan.seqlen > scan.chunk or starts or dfinals is not None
     entering = leaving = States(None, None, None, False)
     if stored:
         entering = pass_states(scan, call, [v] * count, initial, sums)
         leaving = pass_states(
-            scan, call, dys, [dfinal, *[None] * (count - 1)], sums, cotangent=True, sum_factor=drow_sum,
+            scan, call, dys, dfinals or [None] * count, sums, cotangent=True, sum_factor=drow_sum,
             want_ends=starts,
         )  # fmt: skip
 

@@ -237,7 +237,7 @@ class Scan(NamedTuple):
 
 def set_up(call: ScanCall, backward: bool) -> tuple[Scan, ScanCall]:
     """The shapes and choices of one pass, and the call with rows that kernels can read as they lie."""
-    v, sides, _, _, cu_seqlens, chunk_size = call
+    v, sides, cu_seqlens, chunk_size = call.v, call.sides, call.bounds, call.chunk_size
     rows, seqlen, heads, headdim = v.shape
     groups, d_state = sides[0].q.shape[2:]
     config = choose(v.dtype, seqlen, chunk_size, tiles.architecture(v.device))

@@ -64,14 +64,14 @@ def make(
         if scaled:
             inputs[f"input_scale_{name}"] = scale * weight(batch, seqlen, heads)
         if states:
-            inputs[f"initial_state_{name}"] = torch.randn(states, heads, d_state, headdim)
+            inputs[f"initial_state_{name}"] = weight(states, heads, d_state, headdim + positive)
     if diagonal:
         inputs["diagonal"] = weight(batch, seqlen, heads) if diagonal == "token" else weight(heads)
     return inputs
 
 
 def make_for(form: str, seqlen: int, *, states: int = 0, **options):
-    """`make` for one of FORMS: a normaliser wants positive weights and no states."""
+    """`make` for one of FORMS: a normaliser wants positive weights, and in Triton no states."""
     normal = "normalize" in FORMS[form]
     return make(seqlen, states=0 if normal else states, positive=normal, **options)
 
@@ -94,6 +94,15 @@ def test_groups_and_large_steps(form, groups):
     """Heads share q and k in groups; input scales of about 50."""
     inputs = make_for(form, 90, groups=groups, scale=50.0, diagonal=None)
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, **FORMS[form])
+
+
+@pytest.mark.parametrize(("form", "lengths"), each_value_once(list(FORMS), [None, [1, 64, 0, 35]]))
+def test_states_on_both_sides(form, lengths):
+    """Of a normaliser they have a column for the sums of rows."""
+    batch, states = (2, 2) if lengths is None else (1, len(lengths))
+    inputs = make(100, batch=batch, heads=2, groups=1, states=states, positive="normalize" in FORMS[form])
+    options = FORMS[form] | {"return_final_states": True, "cu_seqlens": lengths and packed(lengths)}
+    assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, **options)
 
 
 @pytest.mark.parametrize(("form", "lengths", "states"), each_value_once(list(FORMS), DOCUMENTS, [False, True]))

@@ -27,7 +27,7 @@ LONGEST = max(LENGTHS)
 
 
 def check_form(device, form, seqlen, dtype=torch.float32, *, states=0, check_options=None, **options):
-    """One of FORMS, or the causal scan with its final state (`CAUSAL`)."""
+    """One of FORMS, or the causal scan with its final state (`CAUSAL`); where states are given, with final ones."""
     check_options = check_options or {}
     if form == CAUSAL:
         if "scales" in options:
@@ -36,7 +36,8 @@ def check_form(device, form, seqlen, dtype=torch.float32, *, states=0, check_opt
         check(device, semiseparable_scan, inputs, dtype, return_final_state=True, **check_options)
     else:
         inputs = make_for(form, seqlen, states=states, **options)
-        check(device, quasiseparable_scan, inputs, dtype, **check_options, **FORMS[form])
+        finals = "initial_state_forward" in inputs
+        check(device, quasiseparable_scan, inputs, dtype, return_final_states=finals, **check_options, **FORMS[form])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,130 @@
+"""What the ranks that hold parts of rows (see `matmix.kernels.context`) send each other in a scan; both forms use it.
+
+A pass of states over a part, in one direction, goes on from zero, or from the initial states of documents that begin in
+the part. Then a `Passing` sends the state behind the part to all ranks and gives the state that enters the part, which
+is added to the stored states of its chunks, times the decay on the way there. The next direction's states can be
+computed in the meantime. The backward pass does the same with cotangents, which go the other way.
+
+With Hydra's shift the first token of a part reads, with the last q of the part before, the state that enters: y = q h.
+That row of q goes along, and in the backward pass its gradient goes back along with the cotangents.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.context import Context, Crossing, Gathering, carried, gathered, where_crossing, within_part
+from matmix.kernels.documents import shift_left, shift_right
+from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanSide
+
+
+class Part(NamedTuple):
+    """A part of rows, here."""
+
+    context: Context
+    cu_seqlens: Tensor | None
+    """Relative to the part; None: every row is one document over all ranks."""
+    seqlen: int
+
+    @classmethod
+    def of(cls, call: ScanCall) -> Part | None:
+        """None for whole rows."""
+        context = Context.named(call.context)
+        return None if context is None else cls(context, call.cu_seqlens, call.v.shape[1])
+
+    def holds(self, first: bool) -> Tensor:
+        """Which documents, or rows, have their first (last) token in this part: bool (documents,) or (1,). Of those
+        without tokens both are where such a token would be."""
+        last_part = self.context.rank == self.context.size - 1
+        if self.cu_seqlens is None:
+            return torch.tensor([self.context.rank == 0 if first else last_part])
+        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        begins = (starts >= 0) & ((starts < self.seqlen) | last_part)
+        return begins if first else torch.where(starts == ends, begins, (ends > 0) & (ends <= self.seqlen))
+
+    def own(self, states: Tensor | None, first: bool) -> Tensor | None:
+        """Returns the states (documents or rows, ...) of those that `holds` names, zeros for others."""
+        if states is None:
+            return None
+        held = self.holds(first).to(states.device)
+        return torch.where(held.view(-1, *[1] * (states.dim() - 1)), states, states.new_zeros(()))
+
+
+class Passing:
+    """The states of one direction under way over the ranks."""
+
+    def __init__(
+        self, part: Part, rightwards: bool, behind: Tensor, log_decay: Tensor, row: Tensor | None = None
+    ) -> None:
+        """behind (rows, nheads, ...): the state behind the part, of the document at that edge, as if none had entered
+        it; log_decay (rows, nheads): what states that go through it decay by, as `log_decays` has it; row (rows, ...)
+        or None: goes to the next rank. All ranks call it in the same order."""
+        self.crossing, self.typed = Crossing.of(part.cu_seqlens, part.seqlen), None if row is None else row.dtype
+        self.part, self.rightwards = part, rightwards
+        through = self.crossing.through
+        if through is not None:
+            log_decay = log_decay.masked_fill(~through, -torch.inf)
+        self.gathering = Gathering(part.context, behind, log_decay, *(() if row is None else (row,)))
+
+    def wait(self) -> tuple[Tensor, Tensor | None]:
+        """Returns the state that enters the part, shaped like `behind`, and the row of the rank before it in this
+        direction; zeros where no document crosses that edge."""
+        rank, size = self.part.context.rank, self.part.context.size
+        edge = self.crossing.left if self.rightwards else self.crossing.right
+        behind, log_decay, *rows = self.gathering.wait()
+        state = where_crossing(edge, carried(behind, log_decay, rank, self.rightwards))
+        if not rows:
+            return state, None
+        source = rank - 1 if self.rightwards else rank + 1
+        row = rows[0][source] if 0 <= source < size else torch.zeros_like(rows[0][0])
+        return state, where_crossing(edge, row).to(self.typed)
+
+
+def log_decays(side: ScanSide, seqlen: int, like: Tensor) -> Tensor:
+    """Returns the sum of a direction's log-decays over the part, (rows, nheads) in the dtype of `like` (rows, nheads,
+    ...)."""
+    steps = side.log_decay
+    if steps is None:
+        return like.new_zeros(like.shape[:2])
+    steps = steps.to(like.dtype).clamp(max=LARGEST_LOG_DECAY)
+    return steps.sum(1) if steps.dim() == 3 else (steps * seqlen).expand(like.shape[:2])
+
+
+def edge_row(x: Tensor, last: bool) -> Tensor:
+    """The last or the first row (rows, ...) of x (rows, seqlen, ...)."""
+    return x[:, -1 if last else 0]
+
+
+def edge_gradient(entering: Tensor, dy: Tensor, groups: int) -> Tensor:
+    """Returns the gradient (rows, groups, d_state) of the row of q that the token at the edge reads the `entering`
+    state (rows, nheads, d_state, width) with; dy (rows, nheads, width): the gradient of what it reads, the sum of the
+    row in the last column where that has one."""
+    return torch.einsum("bhnp,bhp->bhn", entering, dy.to(entering.dtype)).unflatten(1, (groups, -1)).sum(2)
+
+
+def moved_left(x: Tensor, cu_seqlens: Tensor | None, context: Context | None) -> Tensor:
+    """`shift_left`, also over the edge of a part: x (batch, seqlen, ...). Differentiable."""
+    return _moved(shift_left, x, cu_seqlens, context, 1)
+
+
+def moved_right(x: Tensor, cu_seqlens: Tensor | None, context: Context | None) -> Tensor:
+    """`shift_right`, also over the edge of a part."""
+    return _moved(shift_right, x, cu_seqlens, context, -1)
+
+
+def _moved(shift, x: Tensor, cu_seqlens: Tensor | None, context: Context | None, step: int) -> Tensor:
+    if context is None:
+        return shift(x, cu_seqlens)
+    seqlen, source = x.shape[1], context.rank + step
+    moved = shift(x, within_part(cu_seqlens, seqlen))
+    rows = gathered(x[:, :1] if step > 0 else x[:, -1:], 1, context)
+    # Where there is no neighbour another row is taken and masked: all ranks have to share the backward pass.
+    row = rows.select(1, source % context.size).unsqueeze(1)
+    crossing = Crossing.of(cu_seqlens, seqlen)
+    row = where_crossing(crossing.right if step > 0 else crossing.left, row)
+    if not 0 <= source < context.size:
+        row = row.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return torch.cat([moved[:, :-1], row] if step > 0 else [row, moved[:, 1:]], 1)
