@@ -22,17 +22,8 @@ from matmix.kernels.functions import (
     working,
     working_dtype,
 )
-
-
-class ConvInputs(NamedTuple):
-    """The arguments of matmix::short_conv."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None = None
-    causal: bool = False
-    activation: str | None = None
-    cu_seqlens: Tensor | None = None
+from matmix.kernels.short_conv import parts
+from matmix.kernels.short_conv.form import ConvInputs
 
 
 class StateConvInputs(NamedTuple):
@@ -101,18 +92,17 @@ class ConvCanvas(NamedTuple):
 
 
 def conv_canvas(given: ConvInputs) -> ConvCanvas:
-    x, width, cu_seqlens = given.x, given.weight.shape[1], given.cu_seqlens
-    left = width - 1 if given.causal else width // 2
+    x, cu_seqlens, left, right = given.x, given.cu_seqlens, given.left, given.right
     seqlen = x.shape[1]
     if cu_seqlens is None:
-        return ConvCanvas(left, width - 1 - left, None, None, None, seqlen, seqlen + 2 * left)
+        return ConvCanvas(left, right, None, None, None, seqlen, seqlen + 2 * left)
     ids = document_ids(cu_seqlens, seqlen)
     tokens = torch.arange(seqlen, device=x.device) + (ids + 1) * left
     rows = seqlen + cu_seqlens.shape[0] * left
     sources = tokens.new_zeros(rows).index_copy_(0, tokens, torch.arange(seqlen, device=x.device))
     before = torch.arange(cu_seqlens.shape[0], device=x.device) * left
     gaps = (cu_seqlens + before)[:, None] + torch.arange(left, device=x.device)
-    return ConvCanvas(left, width - 1 - left, tokens, sources, gaps.flatten(), seqlen, rows)
+    return ConvCanvas(left, right, tokens, sources, gaps.flatten(), seqlen, rows)
 
 
 def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,7 +113,7 @@ def depthwise_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @outside_autocast
 def conv_forward(given: ConvInputs) -> Tensor:
-    x, weight, bias, _, activation, _ = given
+    x, weight, bias, _, activation, *_ = given
     dtype, canvas = working_dtype(x), conv_canvas(given)
     spread = canvas.spread(x.to(dtype))
     out = depthwise_rows(spread, weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -134,7 +124,7 @@ def conv_forward(given: ConvInputs) -> Tensor:
 
 @outside_autocast
 def conv_backward(given: ConvInputs, _: Output, cotangents: Output) -> tuple[Tensor, Tensor, Tensor | None]:
-    x, weight, bias, _, activation, _ = given
+    x, weight, bias, _, activation, *_ = given
     dtype, canvas = working_dtype(x), conv_canvas(given)
     width, taps = weight.shape[1], weight.to(dtype)
     spread = canvas.spread(x.to(dtype))
@@ -165,7 +155,9 @@ def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return dy * (s * (1 + x * (1 - s)))
 
 
-SHORT_CONV = Operation("short_conv", ConvInputs, Output, Form(conv_forward, conv_backward))
+SHORT_CONV = Operation(
+    "short_conv", ConvInputs, Output, Form(conv_forward, conv_backward), forward=parts.forward, backward=parts.backward
+)
 
 
 def last_inputs(joined: Tensor, state: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from matmix.kernels.short_conv.chunked import ConvInputs, ConvStepInputs
+from matmix.kernels.short_conv.chunked import ConvStepInputs
+from matmix.kernels.short_conv.form import ConvInputs
 
 
 def short_conv_definition(
@@ -14,7 +15,7 @@ def short_conv_definition(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = sum over taps j of weight[:, j] x_{t + j - left}, zero outside the token's document; before a causal one
     `initial_state`, if given, from which it goes token by token."""
-    x, weight, bias, causal, activation, cu_seqlens = ConvInputs(*tensors, **options)
+    x, weight, bias, causal, activation, cu_seqlens, _ = ConvInputs(*tensors, **options)
     x, weight, rows = x.to(torch.float64), weight.to(torch.float64), []
     if initial_state is not None or return_final_state:
         state = x.new_zeros(x.shape[0], *weight.shape)[..., 1:] if initial_state is None else initial_state

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from matmix.kernels.functions import Output
 from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
-from matmix.kernels.short_conv.chunked import ConvInputs, StateConvInputs, StateConvOutputs
+from matmix.kernels.short_conv.chunked import StateConvInputs, StateConvOutputs
+from matmix.kernels.short_conv.form import ConvInputs
 from matmix.kernels.slots import count_slots, located, slot_table
 
 
@@ -316,9 +317,8 @@ def _contiguous(given: ConvInputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _options(config: ConvConfig, given: ConvInputs, state: Tensor | None) -> dict:
-    width = given.weight.shape[1]
     return {
-        "WIDTH": width, "LEFT": width - 1 if given.causal else width // 2, "SILU": given.activation == "silu",
+        "WIDTH": given.weight.shape[1], "LEFT": given.left, "SILU": given.activation == "silu",
         "BIAS": given.bias is not None, "PACKED": given.cu_seqlens is not None, "STATE": state is not None,
         "SPAN": config.span, "ROWS": config.rows, "CHANNELS": config.channels, "num_warps": config.num_warps,
         "num_stages": 1,

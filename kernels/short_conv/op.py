@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_given, check_shape
+from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import Form
 from matmix.kernels.registration import register, register_step
 from matmix.kernels.short_conv.chunked import (
     SHORT_CONV,
     STATE_CONV,
-    ConvInputs,
     ConvStepInputs,
     StateConvInputs,
     conv_step_forward,
 )
+from matmix.kernels.short_conv.form import ConvInputs
 
 
 def short_conv(
@@ -29,6 +30,7 @@ def short_conv(
     cu_seqlens: Tensor | None = None,
     initial_state: Tensor | None = None,
     return_final_state: bool = False,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Depthwise convolution over time: y_t = sum over taps j of weight[:, j] x_{t + j - left}, plus bias, activated.
@@ -45,6 +47,8 @@ def short_conv(
             x; the Triton form copies nothing.
         return_final_state: also return the inputs of the last width - 1 tokens, as `initial_state` and
             `short_conv_step` take them; under the same conditions.
+        context: the ranks that hold the other parts of the rows (see `matmix.kernels.context`), None for whole rows; x
+            is then at least width - 1 tokens, and ranks send their neighbours that many. Without states.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -62,17 +66,25 @@ def short_conv(
     _check_taps(op, x.shape[2], weight, bias, activation)
     if not causal and width % 2 == 0:
         raise ValueError(f"{op}: a centred convolution needs an odd number of taps, got {width}; or use causal=True")
-    check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
+    check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x, part=context is not None)
+    if context is not None and x.shape[1] < width - 1:
+        raise ValueError(
+            f"{op}: this part of a row has {x.shape[1]} tokens, and {width} taps need at least {width - 1}; cut rows "
+            "into fewer parts"
+        )
     if initial_state is not None or return_final_state:
         what = "return_final_state" if initial_state is None else "initial_state"
         if not causal:
             raise ValueError(f"{op}: {what} needs causal=True; a centred convolution has no state")
+        if context is not None:
+            raise ValueError(f"{op}: {what} and context are both given; give whole rows where there are states")
         if cu_seqlens is not None:
             raise ValueError(f"{op}: {what} and cu_seqlens are both given; give each document as a row of its own")
     if initial_state is not None:
         check_shape(op, "initial_state", initial_state, (x.shape[0], x.shape[2], width - 1))
     if initial_state is None and not return_final_state:
-        return _short_conv(ConvInputs(x, weight, bias, causal, activation, cu_seqlens), backend).y
+        given = ConvInputs(x, weight, bias, causal, activation, cu_seqlens, context_name(context))
+        return _short_conv(given, backend).y
     state = x.new_zeros(x.shape[0], x.shape[2], width - 1) if initial_state is None else initial_state
     y, final = _from_state(StateConvInputs(x, weight, bias, state, activation), backend)
     return (y, final) if return_final_state else y

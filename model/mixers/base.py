@@ -80,14 +80,20 @@ def conv_weights(conv: nn.Conv1d) -> tuple[Tensor, Tensor | None]:
 
 
 def convolve(
-    conv: nn.Conv1d, x: Tensor, window: Tensor | None = None, *, in_place: bool = False, **options: Any
+    conv: nn.Conv1d,
+    x: Tensor,
+    window: Tensor | None = None,
+    *,
+    in_place: bool = False,
+    context: Context | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_conv` of x (B, L, channels) with its `options`, and None. With a `window`, the last inputs (B, channels,
-    taps - 1), it goes on behind them, also by one token x (B, channels), and gives the new window, for a token
-    `in_place` of the old."""
+    """`short_conv` of x (B, L, channels), in a `context` of a part, with its `options`, and None. With a `window`, the
+    last inputs (B, channels, taps - 1), it goes on behind them over whole rows, also by one token x (B, channels), and
+    gives the new window, for a token `in_place` of the old."""
     weight, bias = conv_weights(conv)
     if window is None:
-        return short_conv(x, weight, bias, **options), None
+        return short_conv(x, weight, bias, context=context, **options), None
     if x.dim() == 2:
         return short_conv_step(x, window, weight, bias, activation=options.get("activation"), in_place=in_place)
     return short_conv(x, weight, bias, **options, initial_state=window, return_final_state=True)

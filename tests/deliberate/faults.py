@@ -66,9 +66,9 @@ KERNELS = [
     ),
     Fault(
         "the short convolution sees the token to come",
-        "kernels/short_conv/chunked.py",
-        "left = width - 1 if given.causal else width // 2",
-        "left = width // 2",
+        "kernels/short_conv/form.py",
+        "return width - 1 if self.causal else width // 2",
+        "return width // 2",
         "kernels/test_small_ops.py::test_conv",
     ),
     Fault(

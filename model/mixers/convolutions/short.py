@@ -60,6 +60,10 @@ class Convolution(Mixer):
         cls.require(config.d_conv in (0, *range(2, 10)), config, "d_conv", "must be 0 or from 2 to 9")
 
     @classmethod
+    def why_no_context(cls, config: ConvolutionConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def has_convolution(cls, config: ConvolutionConfig) -> bool:
         return True
 
@@ -72,7 +76,7 @@ class Convolution(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gate z and the convolution's outputs v, both (..., d_inner), and the window of `convolve`."""
         z, inputs = self.in_proj(x).chunk(2, -1)
-        options = {"causal": self.causal, "activation": "silu", "cu_seqlens": cu_seqlens}
+        options = {"causal": self.causal, "activation": "silu", "cu_seqlens": cu_seqlens, "context": self.context}
         return z, *convolve(self.conv1d, inputs, window, **options)
 
     def finish(self, v: Tensor, z: Tensor) -> Tensor:
