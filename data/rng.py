@@ -18,8 +18,13 @@ pictures of a folder are prepared."""
 _WORD = (1 << 64) - 1
 
 
-def generator(seed: int, epoch: int, purpose: int, item: int) -> np.random.Generator:
-    """Returns the generator of one item: the same for the same four numbers, on any process and machine."""
+def generator(seed: int, epoch: int, purpose: int, item: int, *, skip: int = 0) -> np.random.Generator:
+    """Returns the generator of one item: the same for the same four numbers, on any process and machine. skip: how many
+    of its words are left out, of which each uniform float64 takes one."""
     key = np.array([seed & _WORD, epoch & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, item & _WORD, purpose], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+    words = np.random.Philox(key=key, counter=counter)
+    if skip:
+        words.advance(skip // 4)  # each number of the counter gives four
+        words.random_raw(skip % 4)
+    return np.random.Generator(words)

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from matmix.data.config import DataConfig
-from matmix.data.modalities import Modality, modality_of
+from matmix.data.modalities import MODALITIES, Modality, modality_of
 from matmix.data.storage.remote import refuse_secrets
+from matmix.model.backbone import check_context
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.mesh import MeshShape
@@ -244,7 +245,16 @@ class RunConfig:
         )
         require_at_least(self, "", global_batch_size=1, micro_batch_size=0, max_bad_steps=1, gc_every=0, seed=0)
         outside = ":" in self.objective.name  # Python imports your own only where they train or evaluate
-        self._check_data(modality_of(self.data) if outside else self.modality)
+        modality = modality_of(self.data) if outside else self.modality
+        self._check_data(modality)
+        if self.engine.context > 1:
+            name = next((name for name, one in MODALITIES.items() if one is modality), type(modality).__name__)
+            require(
+                modality.cuts_rows,
+                f"engine.context = {self.engine.context} cuts rows of tokens over ranks, but the data of this run are "
+                f"{name}; set it to 1",
+            )
+            check_context(self.model)
 
     def _check_data(self, modality: Modality) -> None:
         """Raises ValueError (one line) where data and model do not fit together."""
@@ -292,7 +302,8 @@ class RunConfig:
 
     def micro_batch(self, data_size: int) -> int:
         """Returns the sequences per rank and forward pass, at most `micro_batch_size`; data_size: the number of ranks
-        that are given data of their own. Raises ValueError where the global batch does not divide over them."""
+        that are given data of their own. Raises ValueError where the global batch does not divide over them, or the
+        tokens of a micro-batch over engine.context."""
         per_rank, rest = divmod(self.global_batch_size, data_size)
         if rest or per_rank == 0:
             low = self.global_batch_size // data_size * data_size
@@ -301,7 +312,14 @@ class RunConfig:
                 f"global_batch_size = {self.global_batch_size} does not divide over {data_size} ranks; use {allowed}"
             )
         most = min(self.micro_batch_size or per_rank, per_rank)
-        return next(size for size in range(most, 0, -1) if per_rank % size == 0)
+        micro = next(size for size in range(most, 0, -1) if per_rank % size == 0)
+        context, seqlen = self.engine.context, self.data.seqlen
+        require(
+            micro * seqlen % context == 0,
+            f"engine.context = {context} does not divide the {micro} x {seqlen} tokens of a micro-batch; set it to a "
+            "divisor of data.seqlen, or change data.seqlen",
+        )
+        return micro
 
     def micro_batch_words(self, data_size: int) -> str:
         """Returns a line for people where passes have fewer sequences than micro_batch_size, else ""."""

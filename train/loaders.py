@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from matmix.data.loading.loader import Loader
-from matmix.data.loading.rows import Facts
+from matmix.data.loading.rows import WHOLE, Facts, Part
 from matmix.data.synthetic import GENERATED
 from matmix.model.config import ModelConfig
 from matmix.train.arguments import find_part
@@ -12,14 +12,22 @@ from matmix.train.config import RunConfig
 
 
 def make_loader(
-    config: RunConfig, split: str, data_rank: int, data_size: int, tokenizer_sha256: str | None = None
+    config: RunConfig,
+    split: str,
+    data_rank: int,
+    data_size: int,
+    tokenizer_sha256: str | None = None,
+    *,
+    part: Part = WHOLE,
 ) -> Loader:
     """Returns batches without end of the training split, or one pass over the validation split. data_rank, data_size:
-    which of how many ranks with data of their own this is; tokenizer_sha256: that of the data, None = any."""
+    which of how many ranks with data of their own this is; tokenizer_sha256: that of the data, None = any. part: what
+    this rank is given of each micro-batch."""
     if generated := config.data.synthetic.task:
         GENERATED[generated] = find_part(generated, GENERATED, "generated task")
     own = {"data_rank": data_rank, "data_size": data_size, "micro_batch_size": config.micro_batch(data_size)}
     own |= {"global_batch_size": config.global_batch_size, "seed": config.seed, "one_pass": split != "train"}
+    own["part"] = part
     return config.task().make_loader(config.data, split=split, tokenizer_sha256=tokenizer_sha256, **own)
 
 

@@ -62,14 +62,14 @@ class Trainer:
         data = self.mesh.data_rank, self.mesh.data_size
         self.run = run or RunDirectory(config.run_dir)
         self.attempt = attempt or Attempt(self.run.path, rank)
-        self.loader = make_loader(config, "train", *data, self.run.tokenizer_sha256())
+        self.loader = make_loader(config, "train", *data, self.run.tokenizer_sha256(), part=self.mesh.part)
         self.config = config = with_data_facts(config, self.loader)
         self.run.check(config)
         facts = self.loader.facts
         tokenizer, histogram = facts.tokenizer, facts.token_histogram  # None where there are no tokens
         self.tokenizer_sha256 = None if tokenizer is None else tokenizer.sha256
         # Now, so that what is wrong with it is said before hours of training.
-        self.validation = make_loader(config, "validation", *data, self.tokenizer_sha256)
+        self.validation = make_loader(config, "validation", *data, self.tokenizer_sha256, part=self.mesh.part)
         self.task = config.task()
         self.task.mesh = self.mesh
         self.evaluators = make_evaluators(config, self.task)

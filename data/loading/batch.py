@@ -15,7 +15,8 @@ from matmix.data.loading.masking import IGNORED
 class Batch:
     """A micro-batch of B sequences of L positions: tokens, or whatever else the source of the data reads or generates.
 
-    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`, whole rows with neither.
+    Concatenated documents come with `cu_seqlens`, one document a row with `attention_mask`, whole rows with neither. A
+    part of rows that ranks share is one row, always with `cu_seqlens`.
     """
 
     inputs: torch.Tensor
@@ -26,7 +27,8 @@ class Batch:
     documents."""
     cu_seqlens: torch.Tensor | None = None
     """int32 (ndocs + 1,): borders of the documents over the flattened B * L tokens, from 0 to B * L. A
-    row begins a new one; padding behind the last token of a row counts as a document of its own."""
+    row begins a new one; padding behind the last token of a row counts as a document of its own. In a part of rows the
+    first may lie below 0 and the last above B * L (`part_batch`)."""
     attention_mask: torch.Tensor | None = None
     """bool (B, L): True where there is a token, False where there is padding."""
     max_seqlen: int = 0
@@ -60,34 +62,16 @@ class Batch:
         return self._map(lambda tensor: tensor.pin_memory())
 
 
-def causal_batch(tokens: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str) -> Batch:
-    """Returns a batch for next-token prediction. Nothing predicts the first token of a document.
-
-    tokens int64 (B, L + 1) with the last column only a target, begins bool (B, L + 1) True where a document begins,
-    counts int64 (B,) = real tokens of each row out of L + 1, packing that of `DataConfig`.
-    """
-    seqlen = tokens.shape[1] - 1
-    input_ids = np.ascontiguousarray(tokens[:, :-1])
-    known = np.arange(1, seqlen + 1) < counts[:, None]
-    labels = np.where(known & ~begins[:, 1:], tokens[:, 1:], IGNORED)
-    return packed_batch(input_ids, labels, begins[:, :-1], np.minimum(counts, seqlen), packing)
-
-
-def masked_batch(
-    input_ids: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, *, packing: str
-) -> Batch:
-    """Returns a batch for masked-token prediction; all (B, L), counts (B,) = real tokens of each row."""
-    batch = packed_batch(input_ids, labels, begins, counts, packing)
-    batch.select = torch.from_numpy(np.flatnonzero(labels != IGNORED))
-    return batch
-
-
 def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:
     """Returns a batch of rows that are one document each, with inputs (B, L, ...) and labels (B, L, ...) as they are.
     n_tokens: positions without padding. Batches that are not causal come with `select`."""
     batch = Batch(torch.from_numpy(inputs), torch.from_numpy(labels), max_seqlen=inputs.shape[1], n_tokens=n_tokens)
-    if not causal:
-        batch.select = torch.from_numpy(np.flatnonzero(has_target(labels)))
+    return batch if causal else selecting(batch)
+
+
+def selecting(batch: Batch) -> Batch:
+    """Returns the batch with `select`, for models that are not causal."""
+    batch.select = torch.from_numpy(np.flatnonzero(has_target(batch.labels.numpy())))
     return batch
 
 
@@ -105,7 +89,8 @@ def has_target(labels: np.ndarray) -> np.ndarray:
 
 
 def packed_batch(inputs: np.ndarray, labels: np.ndarray, begins: np.ndarray, counts: np.ndarray, packing: str) -> Batch:
-    """Returns a batch with what tells its documents apart. Arguments as of `causal_batch`, all (B, L) and (B,)."""
+    """Returns a batch with what tells its documents apart: inputs and labels (B, L, ...), begins bool (B, L) True where
+    a document begins, counts int64 (B,) = real tokens of each row, packing that of `DataConfig`."""
     max_seqlen = seqlen = inputs.shape[1]
     batch = Batch(torch.from_numpy(inputs), torch.from_numpy(labels), n_tokens=int(counts.sum()))
     if packing == "document":
@@ -113,12 +98,48 @@ def packed_batch(inputs: np.ndarray, labels: np.ndarray, begins: np.ndarray, cou
         batch.attention_mask = torch.from_numpy(np.arange(seqlen) < np.maximum(counts, 1)[:, None])
         max_seqlen = max(int(counts.max()), 1)
     elif packing == "concat":
-        borders = begins.copy()
-        borders[:, 0] = True
-        short = np.flatnonzero(counts < seqlen)
-        borders[short, counts[short]] = True
-        cu_seqlens = np.append(np.flatnonzero(borders), borders.size).astype(np.int32)
-        batch.cu_seqlens = torch.from_numpy(cu_seqlens)
-        max_seqlen = int(np.diff(cu_seqlens).max())
+        batch.cu_seqlens = _boundaries(begins, counts)
+        max_seqlen = int(batch.cu_seqlens.diff().max())
     batch.max_seqlen = max_seqlen
     return batch
+
+
+def part_batch(
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    begins: np.ndarray,
+    counts: np.ndarray,
+    packing: str,
+    *,
+    first: int,
+    n_tokens: int,
+) -> Batch:
+    """Returns a batch of a part of rows whose other parts are on other ranks: inputs and labels (n, ...), as one row.
+
+    begins, counts: of the whole rows, as of `packed_batch`. first: which of their tokens, counted row after row, is the
+    part's first; n_tokens: its real tokens. `cu_seqlens` counts from that token and has all documents that touch the
+    part, whole: the first begins at 0 or below, the last ends at n or above.
+    """
+    if packing != "concat":
+        begins = np.zeros_like(begins)
+    if packing == "rows":
+        counts = np.full_like(counts, begins.shape[1])
+    boundaries = _boundaries(begins, counts) - first
+    touching = (boundaries[1:] > 0) & (boundaries[:-1] < len(inputs))
+    boundaries = torch.cat([boundaries[:-1][touching], boundaries[1:][touching][-1:]])
+    return Batch(
+        torch.from_numpy(inputs).unsqueeze(0),
+        torch.from_numpy(labels).unsqueeze(0),
+        cu_seqlens=boundaries,
+        max_seqlen=int(boundaries.diff().max()),
+        n_tokens=n_tokens,
+    )
+
+
+def _boundaries(begins: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    """Returns where documents begin in the flattened rows and the end, int32: a row begins one, as does padding."""
+    borders = begins.copy()
+    borders[:, 0] = True
+    short = np.flatnonzero(counts < borders.shape[1])
+    borders[short, counts[short]] = True
+    return torch.from_numpy(np.append(np.flatnonzero(borders), borders.size).astype(np.int32))

@@ -8,8 +8,9 @@ epoch, sample), three numbers for each position in order, so nothing else change
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,8 +42,19 @@ class MaskingConfig:
             )
 
 
+class Stretch(NamedTuple):
+    """Consecutive tokens of a sample."""
+
+    place: Any
+    """Where they are among the tokens that are masked: an index."""
+    epoch: int
+    sample: int
+    start: int = 0
+    """Which token of the sample the first of them is."""
+
+
 class Masker:
-    """Applies a `MaskingConfig` to whole micro-batches of tokens. tokenizer: has a mask token."""
+    """Applies a `MaskingConfig` to whole micro-batches of tokens, or to parts. tokenizer: has a mask token."""
 
     def __init__(self, config: MaskingConfig, tokenizer: Tokenizer, seed: int) -> None:
         mask_id, vocab_size, special_ids = tokenizer.special["mask"], tokenizer.vocab_size, tokenizer.silent_ids
@@ -56,25 +68,22 @@ class Masker:
         self.choosable[[i for i in special_ids if 0 <= i < vocab_size]] = False
         self.choosable[mask_id] = False
 
-    def apply(
-        self, tokens: np.ndarray, counts: np.ndarray, epochs: np.ndarray, samples: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Masks a micro-batch: tokens int64 (B, L), counts int64 (B,) = real tokens in each row, epochs and samples
-        (B,). Returns (input_ids, labels), both int64 (B, L); labels are `IGNORED` where nothing is predicted."""
+    def apply(self, tokens: np.ndarray, stretches: Iterable[Stretch]) -> tuple[np.ndarray, np.ndarray]:
+        """Masks tokens, int64 of any shape; stretches: all that are no padding. Returns (input_ids, labels), both int64
+        of the same shape; labels are `IGNORED` where nothing is predicted."""
         chosen_at = self.config.probability
         random_at = self.config.mask_share + self.config.random_share
         draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)
-        names = zip(counts.tolist(), epochs.tolist(), samples.tolist(), strict=True)
-        for row, (count, epoch, sample) in enumerate(names):
-            generator(self.seed, epoch, MASKS, sample).random(out=draws[row, :count])
-        rows, columns = np.nonzero((draws[..., 0] < chosen_at) & self.choosable[tokens])
-        originals, action, pick = tokens[rows, columns], draws[rows, columns, 1], draws[rows, columns, 2]
+        for place, epoch, sample, start in stretches:
+            generator(self.seed, epoch, MASKS, sample, skip=3 * start).random(out=draws[place])
+        chosen = np.nonzero((draws[..., 0] < chosen_at) & self.choosable[tokens])
+        originals, action, pick = tokens[chosen], draws[chosen][:, 1], draws[chosen][:, 2]
         random_ids = originals
         if len(self.ordinary_ids):
             random_ids = self.ordinary_ids[(pick * len(self.ordinary_ids)).astype(np.int64)]
         seen = np.where(action < random_at, random_ids, originals)
         seen = np.where(action < self.config.mask_share, self.mask_id, seen)
         input_ids, labels = tokens.copy(), np.full_like(tokens, IGNORED)
-        input_ids[rows, columns] = seen
-        labels[rows, columns] = originals
+        input_ids[chosen] = seen
+        labels[chosen] = originals
         return input_ids, labels

@@ -12,11 +12,12 @@ does.
 
 **rows** is concat whose rows are handed on without the borders of their documents.
 
-A row comes as tokens, marks of the positions where a document begins (a window may begin in the middle of one), and the
-number of real tokens; whatever lies behind those is padding.
+A row is first the documents that lie in it (`Row`), which are known without reading one, and then the tokens of any
+stretch of it; whatever lies behind the last document is padding.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,6 +29,29 @@ from matmix.data.splits.reader import TokenShards
 
 Around = tuple[int | None, int | None]
 """Ids of the special tokens before and behind each document; None = there is no such token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The documents of a row, one after the other."""
+
+    documents: list[tuple[Block, int]]
+    """Of each its block, and its number there."""
+    ends: np.ndarray
+    """int64 (documents,): where each ends in the row."""
+    skipped: int = 0
+    """Tokens of the first document that lie before the row."""
+
+    @property
+    def count(self) -> int:
+        """How many tokens are no padding."""
+        return int(self.ends[-1])
+
+    @property
+    def begins(self) -> np.ndarray:
+        """int64: where documents begin in the row. (It may itself begin in the middle of one.)"""
+        begins = np.append(0, self.ends[:-1])
+        return begins[1:] if self.skipped else begins
 
 
 class Packing(ABC):
@@ -47,22 +71,45 @@ class Packing(ABC):
         """Returns the number of slots in an epoch."""
 
     @abstractmethod
-    def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
-        """Writes row `slot` of `epoch` into tokens int64 (width,), marks beginnings of documents in begins bool
-        (width,), and returns how many tokens are real. Raises as `TokenShards.read`."""
+    def row(self, epoch: int, slot: int) -> Row:
+        """Returns what lies in row `slot` of `epoch`."""
 
-    def _copy(self, block: Block, number: int, offset: int, length: int, out: np.ndarray, *, at: int = 0) -> None:
-        """Sets out[at : at + length] to elements [offset, offset + length) of a document with its special tokens."""
+    def read(self, row: Row, start: int, stop: int) -> np.ndarray:
+        """Returns the tokens of a row from `start` on and before `stop`, as far as they are no padding, int64 (n,).
+        Raises as `TokenShards.read`."""
+        stop = min(stop, row.count)
+        tokens = np.empty(max(stop - start, 0), dtype=np.int64)
+        first = int(row.ends.searchsorted(start, side="right"))
+        begin = int(row.ends[first - 1]) if first else -row.skipped
+        for (block, number), end in zip(row.documents[first:], row.ends[first:].tolist(), strict=True):
+            if begin >= stop:
+                break
+            at = max(begin, start)
+            self._copy(block, number, at - begin, min(end, stop) - at, tokens[at - start :])
+            begin = end
+        return tokens
+
+    def check(self, row: Row) -> None:
+        """Raises as `TokenShards.read` where any document of a row cannot be read."""
+        for block, number in row.documents:
+            shard, index = int(block.shard[number]), int(block.index[number])
+            if self.shards.verify:
+                self.shards.opened(shard)  # which looks at each of its bytes
+            else:
+                self.shards.read(shard, index)
+
+    def _copy(self, block: Block, number: int, offset: int, length: int, out: np.ndarray) -> None:
+        """Sets out[:length] to elements [offset, offset + length) of a document with its special tokens."""
         text = self.shards.read(int(block.shard[number]), int(block.index[number]))
         lead = self.prefix is not None
         first, last = max(offset, lead), min(offset + length, lead + len(text))
         if last > first:
-            out[at + first - offset : at + last - offset] = text[first - lead : last - lead]
-        if lead and offset == 0 and length:
-            out[at] = self.prefix
+            out[first - offset : last - offset] = text[first - lead : last - lead]
+        if lead and offset == 0:
+            out[0] = self.prefix
         if offset + length > lead + len(text):
             assert self.suffix is not None
-            out[at + length - 1] = self.suffix
+            out[length - 1] = self.suffix
 
 
 class ConcatPacking(Packing):
@@ -75,17 +122,23 @@ class ConcatPacking(Packing):
     def __len__(self) -> int:
         return self._rows
 
-    def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
+    def row(self, epoch: int, slot: int) -> Row:
         starts = self.order.plan(epoch).token_starts
         first = self._window(epoch, slot, starts) * self.seqlen
-        count = min(self.width, self.order.total_tokens - first)
-        block = int(starts.searchsorted(first, side="right")) - 1
-        done = 0
-        while done < count:
-            offset = first + done - int(starts[block])
-            done += self._fill_from(self.order.block(epoch, block), offset, count - done, tokens, begins, done)
-            block += 1
-        return count
+        last = min(first + self.width, self.order.total_tokens)
+        number = int(starts.searchsorted(first, side="right")) - 1
+        documents, ends, skipped = [], [], 0
+        while (begin := int(starts[number])) < last:
+            block = self.order.block(epoch, number)
+            one = int(block.ends.searchsorted(first - begin, side="right"))
+            end = int(block.ends.searchsorted(last - begin, side="left")) + 1
+            here = block.ends[one:end]
+            if begin <= first:
+                skipped = first - begin - (int(block.ends[one - 1]) if one else 0)
+            documents += [(block, document) for document in range(one, one + len(here))]
+            ends.append(here + (begin - first))
+            number += 1
+        return Row(documents, np.minimum(np.concatenate(ends), last - first), skipped)
 
     def _window(self, epoch: int, slot: int, starts: np.ndarray) -> int:
         """Returns the window that stands at `slot` in the epoch's order."""
@@ -100,33 +153,20 @@ class ConcatPacking(Packing):
         )
         return begin + int(permutation[slot - begin])
 
-    def _fill_from(self, block: Block, offset: int, limit: int, tokens: np.ndarray, begins: np.ndarray, at: int) -> int:
-        """Copies up to `limit` tokens from token `offset` of a block to position `at`; returns how many."""
-        number = first = int(block.ends.searchsorted(offset, side="right"))
-        last = int(block.ends.searchsorted(offset + limit, side="left"))
-        ends = block.ends[first : last + 1].tolist()
-        begin = int(block.ends[first - 1]) if first else 0
-        done = 0
-        for end in ends:
-            length = min(end - begin, offset + limit - begin) - (skip := max(offset - begin, 0))
-            self._copy(block, number, skip, length, tokens, at=at + done)
-            if skip == 0:
-                begins[at + done] = True
-            done += length
-            number, begin = number + 1, end
-        return done
-
 
 class DocumentPacking(Packing):
     def __len__(self) -> int:
         return self.order.total_documents
 
-    def fill(self, epoch: int, slot: int, tokens: np.ndarray, begins: np.ndarray) -> int:
+    def row(self, epoch: int, slot: int) -> Row:
         block, number = self.order.place(epoch, slot)
         size = int(block.ends[number] - (block.ends[number - 1] if number else 0))
-        count = min(size, self.width)
-        self._copy(block, number, 0, count, tokens)
-        if not self.causal and size > count and self.suffix is not None:
-            tokens[count - 1] = self.suffix
-        begins[0] = True
-        return count
+        return Row([(block, number)], np.array([min(size, self.width)]))
+
+    def read(self, row: Row, start: int, stop: int) -> np.ndarray:
+        tokens = super().read(row, start, stop)
+        (block, number), last = row.documents[0], row.count - 1
+        cut = int(block.ends[number] - (block.ends[number - 1] if number else 0)) > row.count
+        if cut and not self.causal and self.suffix is not None and start <= last < stop:
+            tokens[last - start] = self.suffix
+        return tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -18,6 +18,41 @@ if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
 
 
+class Piece(NamedTuple):
+    """Consecutive tokens of one row of a micro-batch."""
+
+    row: int
+    start: int
+    """The first of them in the row."""
+    stop: int
+    place: slice
+    """Where they are in the part of the micro-batch."""
+
+
+class Part(NamedTuple):
+    """One of several equal parts of the tokens of a micro-batch, counted row after row. By default there is one."""
+
+    number: int = 0
+    parts: int = 1
+
+    def span(self, tokens: int) -> tuple[int, int]:
+        """Returns which of so many tokens it has, a multiple of the parts: the first, and the one behind the last."""
+        length, rest = divmod(tokens, self.parts)
+        assert not rest
+        return self.number * length, (self.number + 1) * length
+
+    def pieces(self, rows: int, seqlen: int) -> Iterator[Piece]:
+        """Yields what it has of rows of so many tokens."""
+        first, last = self.span(rows * seqlen)
+        for row in range(first // seqlen, -(-last // seqlen)):
+            begin = row * seqlen
+            start, stop = max(first, begin), min(last, begin + seqlen)
+            yield Piece(row, start - begin, stop - begin, slice(start - first, stop - first))
+
+
+WHOLE = Part()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
     """The way a split is read."""
@@ -28,6 +63,8 @@ class Reading:
     """Read the split once, in order; else for ever, epoch after epoch."""
     global_batch_size: int = 1
     """Samples in one optimizer step over all ranks."""
+    part: Part = WHOLE
+    """What is made of each micro-batch."""
     tokenizer_sha256: str | None = None
     """Refuse data made with another tokenizer than this; None = any."""
 

@@ -46,6 +46,8 @@ class Modality:
     """What `Batch.n_tokens` counts, and with it throughput, counters and utilisation."""
     agreeing: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Fields of [data] -> fields of [model] that must have the same value, by their dotted names."""
+    cuts_rows: ClassVar[bool] = False
+    """Its rows make batches of any part of a micro-batch (`Reading.part`), for ranks that share rows of tokens."""
     Options: ClassVar[type] | None = None
     """Frozen dataclass of the fields in [data.options], every one with a default; None = it has none."""
     prepared_by: ClassVar[type[PrepareOptions] | None] = None

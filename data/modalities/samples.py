@@ -56,6 +56,8 @@ class SampleFacts(Facts):
 class Samples(Modality):
     """Each sample is generated, with as many positions as data.seqlen says."""
 
+    cuts_rows = True
+
     def given(self, data: DataConfig) -> bool:
         return bool(data.synthetic.task)
 
@@ -108,6 +110,7 @@ class SampleRows:
 
     def __init__(self, source: GeneratedSamples, data: DataConfig, reading: Reading, causal: bool) -> None:
         self.source, self.seqlen, self.seed, self.causal = source, data.seqlen, reading.seed, causal
+        self.part = reading.part
         self.stream = GENERATED_TRAINING if reading.split == "train" else GENERATED_VALIDATION
         self.limit = data.synthetic.validation_samples if reading.one_pass else None
 
@@ -116,15 +119,24 @@ class SampleRows:
         return self.limit
 
     def __getitems__(self, samples: list[int]) -> Batch:
-        from matmix.data.loading.batch import row_batch
+        from matmix.data.loading.batch import part_batch, row_batch, selecting
 
+        pieces = list(self.part.pieces(len(samples), self.seqlen))
+        samples = samples[pieces[0].row : pieces[-1].row + 1]
         inputs, labels = self.source.padding(len(samples), self.seqlen)
         mask, n_tokens = None if self.causal else self.source.mask_id, 0
-        for row, sample in enumerate(samples):
+        for row, (sample, piece) in enumerate(zip(samples, pieces, strict=True)):
             if self.limit is None or sample < self.limit:
                 self.source.fill(generator(self.seed, 0, self.stream, sample), inputs[row], labels[row], mask)
-                n_tokens += self.source.count(inputs[row])
-        return row_batch(inputs, labels, n_tokens=n_tokens, causal=self.causal)
+                n_tokens += self.source.count(inputs[row, piece.start : piece.stop])
+        if self.part.parts == 1:
+            return row_batch(inputs, labels, n_tokens=n_tokens, causal=self.causal)
+        first = pieces[0].start
+        own = slice(first, first + pieces[-1].place.stop)
+        flat = (values.reshape(-1, *values.shape[2:])[own] for values in (inputs, labels))
+        begins, counts = np.zeros(labels.shape[:2], dtype=bool), np.full(len(samples), self.seqlen)
+        batch = part_batch(*flat, begins, counts, "rows", first=first, n_tokens=n_tokens)
+        return batch if self.causal else selecting(batch)
 
 
 def puzzle_tokenizer(source: GeneratedSamples) -> Tokenizer:

@@ -11,7 +11,7 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig, datasets_of
 from matmix.data.formats.base import DamagedShard
-from matmix.data.loading.masking import Masker, MaskingConfig
+from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
 from matmix.data.loading.order import Mixture
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.loading.rows import Facts, Failure, Opened, Reading, errors_as_failures
@@ -61,6 +61,7 @@ class Text(Modality):
     """Each sample is a sequence of data.seqlen tokens, for causal models with the token behind it."""
 
     prepared_by = PrepareConfig
+    cuts_rows = True
 
     def split_size(self, split: SplitInfo) -> int:
         return split.tokens
@@ -129,6 +130,7 @@ class TokenRows:
                     "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
                 )
             self.masker = Masker(masking, _load_tokenizer(shards[0]), reading.seed)
+        self.seqlen, self.part, self.causal = data.seqlen, reading.part, masking is None
         self.packing, self.skip_damaged = data.packing, data.skip_damaged
         self.pad_id = special.get("pad") or 0
         self.limit = self.mixture.samples_per_epoch if reading.one_pass else None
@@ -142,33 +144,56 @@ class TokenRows:
         return self.batch(np.asarray(samples, dtype=np.int64))
 
     def batch(self, samples: np.ndarray) -> Batch:
-        """Returns the micro-batch of sample numbers int64 (B,)."""
-        from matmix.data.loading.batch import causal_batch, masked_batch
+        """Returns the micro-batch of sample numbers int64 (B,), or this rank's part of it."""
+        from matmix.data.loading.batch import packed_batch, part_batch, selecting
 
-        width = self.packings[0].width
-        tokens = np.full((len(samples), width), self.pad_id, dtype=np.int64)
-        begins = np.zeros((len(samples), width), dtype=bool)
-        counts = np.zeros(len(samples), dtype=np.int64)
-        n_damaged, damaged = 0, {}
-        dataset, epoch, slot = (part.tolist() for part in self.mixture.locate(samples))
-        for row, sample in enumerate(samples.tolist()):
-            if self.limit is None or sample < self.limit:
-                packing = self.packings[dataset[row]]
-                try:
-                    counts[row] = packing.fill(epoch[row], slot[row], tokens[row], begins[row])
-                except DamagedShard as error:
-                    if not self.skip_damaged:
-                        raise
-                    tokens[row], begins[row] = self.pad_id, False
-                    n_damaged += 1
-                    damaged.setdefault(error.where, str(error))
-        if self.masker is None:
-            batch = causal_batch(tokens, begins, counts, packing=self.packing)
+        pieces = list(self.part.pieces(len(samples), self.seqlen))
+        samples = samples[pieces[0].row : pieces[-1].row + 1]
+        inputs = np.full(pieces[-1].place.stop, self.pad_id, dtype=np.int64)
+        labels = np.full_like(inputs, IGNORED)
+        begins = np.zeros((len(pieces), self.seqlen), dtype=bool)
+        counts = np.zeros(len(pieces), dtype=np.int64)
+        real: list[Stretch] = []
+        n_tokens, n_damaged, damaged = 0, 0, {}
+        columns = samples, self.mixture.epoch(samples), *self.mixture.locate(samples)
+        names = zip(*(column.tolist() for column in columns), strict=True)
+        for number, (piece, (sample, epoch, dataset, *slot)) in enumerate(zip(pieces, names, strict=True)):
+            if self.limit is not None and sample >= self.limit:
+                continue
+            packing = self.packings[dataset]
+            row = packing.row(*slot)
+            try:
+                if self.skip_damaged:
+                    packing.check(row)  # a row is left out as a whole, whoever reads which part
+                tokens = packing.read(row, piece.start, piece.stop + self.causal)
+            except DamagedShard as error:
+                if not self.skip_damaged:
+                    raise
+                n_damaged += piece.start == 0
+                damaged.setdefault(error.where, str(error))
+                continue
+            documents = row.begins
+            begins[number, documents[documents < self.seqlen]] = True
+            counts[number] = min(row.count, self.seqlen)
+            at, n = piece.place.start, min(len(tokens), piece.stop - piece.start)
+            inputs[at : at + n] = tokens[:n]
+            n_tokens += n
+            real.append(Stretch(slice(at, at + n), epoch, sample, piece.start))
+            if self.causal and n:
+                labels[at : at + len(tokens) - 1] = tokens[1:]
+                # Nothing predicts the first token of a document.
+                documents = documents[(documents > piece.start) & (documents <= piece.stop)]
+                labels[documents + (at - piece.start - 1)] = IGNORED
+        if self.masker is not None:
+            inputs, labels = self.masker.apply(inputs, real)
+        if self.part.parts == 1:
+            shape = len(samples), self.seqlen
+            batch = packed_batch(inputs.reshape(shape), labels.reshape(shape), begins, counts, self.packing)
         else:
-            input_ids, labels = self.masker.apply(tokens, counts, self.mixture.epoch(samples), samples)
-            batch = masked_batch(input_ids, labels, begins, counts, packing=self.packing)
+            first = pieces[0].start
+            batch = part_batch(inputs, labels, begins, counts, self.packing, first=first, n_tokens=n_tokens)
         batch.n_damaged, batch.damaged = n_damaged, damaged
-        return batch
+        return batch if self.causal else selecting(batch)
 
 
 def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, causal: bool) -> Packing:

@@ -103,9 +103,12 @@ class TokenShards:
         return self._lengths[self._starts[shard] : self._starts[shard + 1]]
 
     def read(self, shard: int, index: int) -> np.ndarray:
-        """Returns one document (n,) of the dataset's dtype, not to be written to. Raises FileNotFoundError or (with
-        `skip_damaged` always) DamagedShard if the shard is missing or damaged, others if it cannot be fetched."""
-        length = int(self.lengths(shard)[index])
+        """Returns one document (n,) of the dataset's dtype, not to be written to. Raises as `opened`."""
+        return self.opened(shard).read(index, int(self.lengths(shard)[index]))
+
+    def opened(self, shard: int) -> OpenShard:
+        """Returns a shard that is open. Raises FileNotFoundError or (with `skip_damaged` always) DamagedShard if it is
+        missing or damaged, others if it cannot be fetched."""
         if shard in self._open:
             self._open.move_to_end(shard)
         else:
@@ -117,7 +120,7 @@ class TokenShards:
                     self._open[shard] = self._open_shard(shard)
             if shard in self._damaged:
                 raise DamagedShard(self._where(shard), self._damaged[shard].removeprefix(self._where(shard) + " "))
-        return self._open[shard].read(index, length)
+        return self._open[shard]
 
     def _open_shard(self, number: int) -> OpenShard:
         shard, where = self.info.shards[number], self._where(number)

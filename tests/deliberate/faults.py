@@ -157,15 +157,15 @@ DATA = [
     Fault(
         "the end token of a document is lost",
         "data/loading/packing.py",
-        "out[at + length - 1] = self.suffix",
-        "out[at + length - 1] = out[at]",
+        "out[length - 1] = self.suffix",
+        "out[length - 1] = out[0]",
         "data/loading/test_order_and_packing.py::test_concat_windows_are_the_line_cut_up",
     ),
     Fault(
         "the border between two documents in a window is not marked",
         "data/loading/packing.py",
-        "begins[at + done] = True",
-        "begins[at] = True",
+        "begins = np.append(0, self.ends[:-1])",
+        "begins = np.append(0, self.ends[:-2])",
         "data/loading/test_order_and_packing.py::test_concat_windows_are_the_line_cut_up",
     ),
     Fault(
@@ -185,9 +185,23 @@ DATA = [
     Fault(
         "every epoch has the masks of the first",
         "data/loading/masking.py",
-        "generator(self.seed, epoch, MASKS, sample)",
-        "generator(self.seed, 0, MASKS, sample)",
+        "generator(self.seed, epoch, MASKS, sample, ",
+        "generator(self.seed, 0, MASKS, sample, ",
         "data/loading/test_masking.py::test_only_the_name_of_a_sample_matters",
+    ),
+    Fault(
+        "a part of a row has the masks of its beginning",
+        "data/loading/masking.py",
+        "skip=3 * start",
+        "skip=0 * start",
+        "data/loading/test_shared_rows.py::test_parts_make_up_the_whole",
+    ),
+    Fault(
+        "documents begin anew where ranks cut a row",
+        "data/loading/batch.py",
+        "boundaries = _boundaries(begins, counts) - first",
+        "boundaries = (_boundaries(begins, counts) - first).clamp(0, len(inputs))",
+        "data/loading/test_shared_rows.py::test_parts_make_up_the_whole",
     ),
     Fault(
         "special tokens are masked",

@@ -21,6 +21,11 @@ def test_places_of_ranks():
     assert (shape.size, shape.data_size, shape.parts, shape.copies) == (8, 4, 2, 4)
     assert [shape.data_rank_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [shape.part_of(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    for name, parts in (("fsdp2", 4), ("ddp", 1)):
+        shape = MeshShape.of(EngineConfig(name=name, context=2, replicate=2 if name == "fsdp2" else 1), 8)
+        assert (shape.data_size, shape.parts, shape.copies) == (4, parts, 8 // parts)
+        assert [shape.data_rank_of(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [shape.part_of(rank) for rank in range(8)] == [rank % parts for rank in range(8)]
     hybrid = MeshShape.of(EngineConfig(replicate=2), 6)
     assert [(hybrid.data_rank_of(rank), hybrid.part_of(rank)) for rank in range(6)] == [
         *((0, 0), (1, 1), (2, 2)),

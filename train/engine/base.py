@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from matmix.data.loading.batch import Batch
+from matmix.kernels.context import Context
 from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
 from matmix.train.engine.clipping import clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
@@ -131,6 +132,8 @@ class Engine(abc.ABC):
         initialize: fills parameters and buffers in place, sharded (DTensor) or not; may leave alone what is not on the
         meta device. make_optimizer: builds the optimizer from the model as the engine left it."""
         config = self.config
+        if config.context > 1:
+            model.cut_rows(Context.of(self.mesh.group("context")))
         mode, selective_by = config.activation_checkpointing, config.selective_by
         checkpoint_activations(model, mode, selective_by=selective_by, every=config.selective_every)
         if config.compile:
@@ -235,6 +238,12 @@ class Engine(abc.ABC):
         """Sums over all ranks, in place, what each computed of its batch or part of one; a batch that several ranks
         compute counts once. Returns `tensor`."""
         return self.all_reduce_sum(tensor if self.mesh.is_counted else tensor.zero_())
+
+    def sum_over_parts(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks that share the rows of a micro-batch, in place; returns `tensor`."""
+        if self.config.context > 1:
+            dist.all_reduce(tensor, group=self.mesh.group("context"))
+        return tensor
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums over all ranks, in place; returns `tensor`."""

@@ -17,6 +17,9 @@ class EngineConfig:
     replicate: int = 1
     """fsdp2: number of copies of the sharded model; above 1 is hybrid sharding (HSDP), ranks / replicate
     share a copy."""
+    context: int = 1
+    """fsdp2, ddp: number of ranks, one beside the other, that share the rows of a micro-batch: each has an equal part
+    of their tokens, and layers exchange what crosses the cuts. For sequences that are too long for one device."""
     reshard_after_forward: bool = True
     """fsdp2: free gathered weights after a block's forward pass and gather them again in the backward
     pass."""
@@ -52,9 +55,11 @@ class EngineConfig:
         return f"{name}, {self.precision}, activation checkpointing {self.activation_checkpointing}{by}"
 
     def __post_init__(self) -> None:
-        require_at_least(self, "engine.", replicate=1, selective_every=1)
+        require_at_least(self, "engine.", replicate=1, context=1, selective_every=1)
         if self.replicate > 1 and self.name != "fsdp2":
             raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
+        if self.context > 1 and self.name == "deepspeed":
+            raise ValueError(f'engine.context = {self.context} needs engine.name = "fsdp2" or "ddp", got "{self.name}"')
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             # Its hooks on the modules inside a block would be compiled with them: gradients come out wrong.
             raise ValueError(

@@ -3,6 +3,8 @@ which data, who holds which part of the model, and who sums what with whom.
 
     replicate   copies of the model; each is given data of its own
     shard       the ranks that share one copy; each is given data of its own
+    context     the ranks that share the rows of a micro-batch; each is given a part of their tokens. With copies on all
+                ranks (ddp) each has one, else a part of the model, too
 
 A dimension more is a line in `dimensions_of` and what the engine does along it; no other file counts ranks.
 """
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from matmix.data.loading.rows import Part
 from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.base import is_sharded
 from matmix.train.process.distributed import Distributed
@@ -39,11 +42,21 @@ class Dimension:
 def dimensions_of(config: EngineConfig, ranks: int) -> tuple[Dimension, ...]:
     """Returns the dimensions of the mesh of so many ranks, outermost first: those whose ranks talk most are on one
     node. Raises ValueError (one line) where the ranks cannot be laid out so."""
-    copies = config.replicate if config.name == "fsdp2" else ranks  # DeepSpeed cuts copies by itself
-    if ranks % copies:
-        problem = f"engine.replicate = {copies} does not divide the {ranks} ranks of this run"
+    context, sharded = config.context, config.name == "fsdp2"
+    if ranks % context:
+        problem = f"engine.context = {context} does not divide the {ranks} ranks of this run"
         raise ValueError(f"{problem}; use a divisor of {ranks}")
-    return Dimension("replicate", copies), Dimension("shard", ranks // copies, shards=True)
+    groups = ranks // context
+    copies = config.replicate if sharded else groups  # DeepSpeed cuts copies by itself
+    if groups % copies:
+        each = f" / engine.context = {groups}" if context > 1 else ""
+        problem = f"engine.replicate = {copies} does not divide the {ranks} ranks of this run{each}"
+        raise ValueError(f"{problem}; use a divisor of {groups}")
+    return (
+        Dimension("replicate", copies),
+        Dimension("shard", groups // copies, shards=True),
+        Dimension("context", context, "part", shards=sharded),
+    )
 
 
 class MeshShape:
@@ -105,6 +118,9 @@ class Mesh(MeshShape):
         self.data_rank = self.data_rank_of(rank)
         self.batch_rank = self._index(rank, lambda dimension: dimension.batches != "same")
         """Which of the different batches, or parts of one, this rank computes, and so which random numbers it draws."""
+        contexts = [dimension.size for dimension in self.dimensions if dimension.name == "context"]
+        self.part = Part(self.place("context"), math.prod(contexts))
+        """Which part of the rows of a micro-batch this rank is given."""
         self.is_counted = self._index(rank, lambda dimension: dimension.batches == "same") == 0
         """False if another rank computes the same batch and counts in sums over all ranks."""
         self.data_group: dist.ProcessGroup | None = None

@@ -13,7 +13,7 @@ from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.evaluators.base import Evaluation, Evaluator
 from matmix.train.loaders import make_loader
-from matmix.train.tasks.base import Task
+from matmix.train.tasks.base import Task, forward
 from matmix.train.tasks.token_prediction import TokenPrediction
 
 USUAL_MULTIPLES = (1, 2, 4, 8)
@@ -32,10 +32,10 @@ class AccuracyByLength(Evaluator):
         metrics, mesh = {}, evaluation.engine.mesh
         for multiple in multiples(self.config):
             longer = _at_multiple(self.config, multiple, mesh.data_size)
-            loader = make_loader(longer, "validation", mesh.data_rank, mesh.data_size)
+            loader = make_loader(longer, "validation", mesh.data_rank, mesh.data_size, part=mesh.part)
             sums = torch.zeros(4, dtype=torch.float64)
             for batch in dataclasses.replace(evaluation, loader=loader).batches(longer.evaluation.batches):
-                sums += _counts(evaluation.engine, batch)
+                sums += _counts(evaluation.engine, batch, longer.data.seqlen)
             right, answers, whole, samples = evaluation.sum_over_ranks(sums.to(evaluation.engine.device)).tolist()
             ending = "" if multiple == 1 else f"_x{multiple}"
             metrics |= {f"accuracy{ending}": right / answers, f"sequence_accuracy{ending}": whole / samples}
@@ -74,16 +74,17 @@ def _at_multiple(config: RunConfig, multiple: int, data_size: int) -> RunConfig:
     return dataclasses.replace(config, data=data, micro_batch_size=max(fitting, default=1))
 
 
-def _counts(engine: Engine, batch: Batch) -> Tensor:
-    """Returns float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch."""
-    labels = batch.labels
-    places = torch.nonzero(labels.flatten() != IGNORED)[:, 0]
+def _counts(engine: Engine, batch: Batch, seqlen: int) -> Tensor:
+    """Returns float64 (4,): right answers, answers, samples with right answers only, samples, of a micro-batch of
+    samples of `seqlen` tokens; of one that several ranks share on the first of them, and zeros on the others."""
+    part, labels = engine.mesh.part, batch.labels.flatten()
+    places = torch.nonzero(labels != IGNORED)[:, 0]
     device = dataclasses.replace(batch, select=places).to(engine.device)
-    options = {"max_seqlen": batch.max_seqlen, "select": device.select}
-    guesses = engine.model(device.inputs, readout=lambda *given: F.linear(*given).argmax(dim=-1), **options).cpu()
-    rows = places // labels.shape[1]
-    right = guesses == labels.flatten()[places]
-    answers = torch.bincount(rows, minlength=len(labels))
-    wrong = torch.bincount(rows, weights=(~right).double(), minlength=len(labels))
+    guesses = forward(engine.model, device, lambda *given: F.linear(*given).argmax(dim=-1)).cpu()
+    rows = (part.number * labels.numel() + places) // seqlen
+    wrong = rows[guesses != labels[places]]
+    counts = [torch.bincount(some, minlength=part.parts * labels.numel() // seqlen) for some in (rows, wrong)]
+    answers, wrong = engine.sum_over_parts(torch.stack(counts).to(engine.device)).cpu()
     there = answers > 0
-    return torch.stack([right.sum(), answers.sum(), (there & (wrong == 0)).sum(), there.sum()]).double()
+    own = [answers.sum() - wrong.sum(), answers.sum(), (there & (wrong == 0)).sum(), there.sum()]
+    return torch.stack(own).double() * (part.number == 0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from failures import each
 
-from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig
+from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
 from matmix.data.rng import DOCUMENTS, MASKS, generator
 
 MASK, SPECIAL, VOCAB = 6, list(range(7)), 200
@@ -25,7 +25,9 @@ def tokens(rows=64, seqlen=512) -> np.ndarray:
 def apply(masker, tokens, epoch=0, first=0, counts=None):
     rows = len(tokens)
     counts = np.full(rows, tokens.shape[1]) if counts is None else counts
-    return masker.apply(tokens, counts, np.full(rows, epoch), first + np.arange(rows))
+    return masker.apply(
+        tokens, [Stretch((row, slice(count)), epoch, first + row) for row, count in enumerate(counts.tolist())]
+    )
 
 
 @pytest.mark.parametrize(("probability", "mask_share", "random_share"), [(0.3, 0.8, 0.1), (0.15, 0.5, 0.25)])
@@ -50,9 +52,9 @@ def test_shares(probability, mask_share, random_share):
 def test_only_the_name_of_a_sample_matters():
     original = tokens(8, 100)
     seen, labels = apply(masker(), original)
-    alone = masker().apply(original[5:6], np.array([100]), np.array([0]), np.array([5]))
-    assert np.array_equal(alone[0][0], seen[5])
-    assert np.array_equal(alone[1][0], labels[5])
+    for start in (0, 1, 34, 99):  # a part of it is masked as it is in the whole
+        alone = masker().apply(original[5, start:], [Stretch(slice(None), 0, 5, start)])
+        assert np.array_equal(alone, [seen[5, start:], labels[5, start:]])
     for other in (
         apply(masker(seed=1), original),
         apply(masker(), original, epoch=1),

@@ -59,11 +59,14 @@ def line(order: Order, epoch: int, prefix: int | None, suffix: int | None) -> li
 def rows(packing, epoch: int) -> list[list[tuple[int, bool]]]:
     found = []
     for slot in range(len(packing)):
-        tokens, begins = np.full(packing.width, -1), np.zeros(packing.width, dtype=bool)
-        count = packing.fill(epoch, slot, tokens, begins)
-        assert (tokens[count:] == -1).all()
-        assert not begins[count:].any()
-        found.append(list(zip(tokens[:count].tolist(), begins[:count].tolist(), strict=True)))
+        row = packing.row(epoch, slot)
+        tokens, begins = packing.read(row, 0, packing.width), np.zeros(row.count, dtype=bool)
+        begins[row.begins] = True
+        assert len(tokens) == row.count
+        # Any stretch of it can be read by itself.
+        start, stop = slot % packing.width, slot % 7 + packing.width // 2
+        assert packing.read(row, start, stop).tolist() == tokens[start:stop].tolist()
+        found.append(list(zip(tokens.tolist(), begins.tolist(), strict=True)))
     return found
 
 

@@ -11,6 +11,7 @@ from failures import each
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.data.loading.rows import WHOLE, Part
 from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
 
@@ -43,13 +44,12 @@ def broken(any_format, tmp_path):
     return path
 
 
-def loader_of(path, *, world=1, rank=0, workers=0, micro=4, masking=None, **options):
+def loader_of(path, *, world=1, rank=0, workers=0, micro=4, masking=None, part=WHOLE, **options):
     config = DataConfig(
         **{"path": str(path), "seqlen": 24, "workers": workers, "shuffle_block": 2, "skip_damaged": True, **options}
     )
-    return build_loader(
-        config, global_batch_size=GLOBAL, micro_batch_size=micro, data_rank=rank, data_size=world, masking=masking
-    )
+    sizes = {"global_batch_size": GLOBAL, "micro_batch_size": micro, "data_rank": rank, "data_size": world}
+    return build_loader(config, masking=masking, part=part, **sizes)
 
 
 def rows(loaders, count):
@@ -180,3 +180,17 @@ def test_a_download_that_fails_is_not_damage(any_format, tmp_path, monkeypatch):
     monkeypatch.setattr(Storage, "_download", fail)
     with pytest.raises(RemoteError, match="the network is down"):
         rows([loader], 1)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_row_that_ranks_share_is_left_out_by_all_of_them(broken, verify):
+    parts = [Part(number, 4) for number in range(4)]
+    whole, *shared = (
+        list(itertools.islice(loader_of(broken, part=part, verify=verify), 12)) for part in (WHOLE, *parts)
+    )
+    assert 0 < sum(batch.n_damaged for batch in whole) < 4 * 12
+    for batch, *own in zip(whole, *shared, strict=True):
+        assert torch.equal(torch.cat([part.inputs[0] for part in own]), batch.inputs.flatten())
+        assert torch.equal(torch.cat([part.labels[0] for part in own]), batch.labels.flatten())
+        assert sum(part.n_damaged for part in own) == batch.n_damaged
+        assert {name for part in own for name in part.damaged} == set(batch.damaged)
