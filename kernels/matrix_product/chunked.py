@@ -14,6 +14,9 @@ are, so nothing of its neighbour, not even an overflow, comes through.
 
 Matrices of order 16 and more gain nothing from lying side by side and would only be moved about more. For them both
 second passes run the recurrence in all chunks at once, and only each chunk's product is kept.
+
+Where ranks share rows, each of the scans over chunks waits for the other ranks: what enters a part, or arrives at it,
+is known once the products of chunks are (`parts.py`).
 """
 
 import math
@@ -23,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Form, Operation, cache_blocks, in_pytorch, outside_autocast, working_dtype
+from matmix.kernels.matrix_product.parts import Part
 from matmix.kernels.matrix_product.spans import (
     ProductDocuments,
     ProductSpan,
@@ -40,6 +45,7 @@ class ProductInputs(NamedTuple):
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
     chunk_size: int | None = None
+    context: str = ""
 
 
 class ProductOutputs(NamedTuple):
@@ -49,27 +55,38 @@ class ProductOutputs(NamedTuple):
     final: Tensor
     products: Tensor
     """The products inside chunks, or of chunks, for the backward pass; shaped as the form that runs likes it."""
+    entered: Tensor | None
+    """The states (batch, nheads, o, o) that enter a part, for the backward pass."""
 
 
 @outside_autocast
-def product_forward(given: ProductInputs) -> ProductOutputs:
-    x, initial_state, cu_seqlens, chunk_size = given
-    documents, dtype = ProductDocuments(cu_seqlens), working_dtype(x)
+def product_forward(given: ProductInputs, entered: Tensor | None = None) -> ProductOutputs:
+    """entered: the states that enter a part, if they are known from before."""
+    x, initial_state, cu_seqlens, chunk_size, context = given
+    documents, dtype = ProductDocuments(cu_seqlens, x.shape[1]), working_dtype(x)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     starts = given_states(initial_state, rows, x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    products = products_like(x, chunk_size)
+    products = products_like(x, chunk_size, context)
     firsts, final = starts, starts.clone()
     if documents.starts:
         tokens, owners = (torch.tensor(index, device=x.device) for index in zip(*documents.starts, strict=True))
         begun = x[0].index_select(0, tokens).to(dtype)
         firsts = starts.clone()
         firsts[owners] = begun if initial_state is None else starts[owners] @ begun
-    # With packed documents nothing reaches the first token from its left: any state will do there.
+    # Where packed documents begin with the row nothing reaches their first token from its left: any state will do.
     state = starts if cu_seqlens is None else starts[:1]
-    for span in product_spans(x, chunk_size, documents):
+    spans, part = product_spans(x, chunk_size, documents), Part.of(Context.named(context), cu_seqlens, x)
+    factors = [chunk_products(span, firsts, products, part is not None) for span in spans]
+    if part is not None and entered is None:
+        last_cut = max((span.before + chunk for span in spans for chunk in span.cut), default=0)
+        passed, _ = joined(torch.cat(factors, 1)[:, last_cut:])
+        passed = part.passed_on(passed, starts) if cu_seqlens is None else passed
+        entered = part.entered(passed, starts)
+    state = state if entered is None else entered
+    for span, factor in zip(spans, factors, strict=True):
         unrounded = None if out.dtype == dtype else final
-        entering = product_entries(span, state, firsts, products)
+        entering = entering_products(span, state, factor)
         if multiplies_wide(x):
             state = product_states(span, entering, products, span.view(out), unrounded)
         else:
@@ -79,7 +96,7 @@ def product_forward(given: ProductInputs) -> ProductOutputs:
     elif out.dtype == dtype and documents.ends:
         tokens, owners = (list(index) for index in zip(*documents.ends, strict=True))
         final[owners] = out[0, tokens]
-    return ProductOutputs(out, final, products)
+    return ProductOutputs(out, final, products, entered)
 
 
 def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
@@ -90,12 +107,12 @@ def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
     return identity.expand(rows, *x.shape[2:])
 
 
-def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: Tensor) -> Tensor:
-    """Write the running products of each chunk, or the last of them alone; returns the state that enters each, (batch,
-    count, nheads, o, o)."""
+def chunk_products(span: ProductSpan, firsts: Tensor, products: Tensor, wanted: bool) -> Tensor | None:
+    """Write the running products of each chunk, or the last of them alone; returns those of whole chunks, (batch,
+    count, nheads, o, o). None for a single chunk without products inside, unless `wanted`."""
     wide = multiplies_wide(span.x)
-    if span.count == 1 and not wide:
-        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format)
+    if span.count == 1 and not wide and not wanted:
+        return None
     factors = span.buffers()
     current, spare = span.buffer().view(span.flat), span.buffer().view(span.flat)
     for block in span.blocks():
@@ -110,17 +127,33 @@ def product_entries(span: ProductSpan, state: Tensor, firsts: Tensor, products: 
             restart_product(span, step, current, firsts)
             if wide:
                 slots[step - block.start].copy_(current)
+    current = current.view(span.lanes)
     if not wide:
-        products.copy_(current.view(span.lanes))
-    return entering_products(span, state, current)
+        span.of_chunks(products).copy_(current)
+    return current
 
 
-def entering_products(span: ProductSpan, state: Tensor, products: Tensor) -> Tensor:
+def entering_products(span: ProductSpan, state: Tensor, products: Tensor | None) -> Tensor:
     """The state that enters each chunk, from the one that enters the first and the products of whole chunks."""
+    if products is None:
+        return state.unsqueeze(1).clone(memory_format=torch.contiguous_format)
     states = [state.flatten(0, 1)]
-    for chunk, product in enumerate(span.chunk_major(products.view(span.lanes))[:-1]):
+    for chunk, product in enumerate(span.chunk_major(products)[:-1]):
         states.append(product if chunk in span.cut else torch.bmm(states[-1], product))
     return span.lane_major(states)
+
+
+def joined(factors: Tensor, sums: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The product of all factors (batch, count, nheads, o, o) from left to right, and what all together send left if
+    each by itself sends its `sums`, (batch, nheads, o, o)."""
+    while (count := factors.shape[1]) > 1:
+        even = count // 2 * 2
+        left, right = factors[:, :even:2], factors[:, 1:even:2]
+        if sums is not None:
+            pairs = sums[:, :even:2] + sums[:, 1:even:2] @ left.mT
+            sums = torch.cat([pairs, sums[:, even:]], 1)
+        factors = torch.cat([left @ right, factors[:, even:]], 1)
+    return factors[:, 0], None if sums is None else sums[:, 0]
 
 
 def restart_product(span: ProductSpan, step: int, current: Tensor, firsts: Tensor) -> None:
@@ -173,10 +206,10 @@ def product_backward(
     given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the initial state. Incoming gradients are read only."""
-    x, initial_state, cu_seqlens, chunk_size = given
-    h, _, products = outputs
-    dh, dfinal, _ = cotangents
-    documents = ProductDocuments(cu_seqlens)
+    x, initial_state, cu_seqlens, chunk_size, context = given
+    h, _, products, entered = outputs
+    dh, dfinal, *_ = cotangents
+    documents, part = ProductDocuments(cu_seqlens, x.shape[1]), Part.of(Context.named(context), cu_seqlens, x)
     packed = cu_seqlens is not None
     rows = cu_seqlens.shape[0] - 1 if packed else x.shape[0]
     starts = given_states(initial_state, rows, x)
@@ -193,15 +226,25 @@ def product_backward(
             carry = dfinal
     # B_t takes the place of dX_t first, where the dtypes allow.
     sums = dx if dx.dtype == starts.dtype else torch.empty_like(dx, dtype=starts.dtype)
-    for span in reversed(product_spans(x, chunk_size, documents)):
-        gradient = ProductGradient(span, dh, dfinal if packed else None)
-        several = span.count > 1
-        arriving = carries_from_right(span, gradient, carry, products) if several else carry.unsqueeze(1)
+    spans = product_spans(x, chunk_size, documents)
+    gradients = [ProductGradient(span, dh, dfinal if packed else None) for span in spans]
+    sent = [
+        sent_left(span, gradient, products) if span.count > 1 or part is not None else None
+        for span, gradient in zip(spans, gradients, strict=True)
+    ]
+    if part is not None:
+        count = min((span.before + chunk + 1 for span in spans for chunk in span.cut), default=None)
+        added, factors = (torch.cat(of_spans, 1)[:, :count] for of_spans in zip(*sent, strict=True))
+        product, added = joined(factors, added)
+        carry = carry + part.arriving(added + carry @ product.mT if not packed else added, product)
+        starts = part.with_edge(starts, 0, entered)
+    for span, gradient, of_chunks in reversed(list(zip(spans, gradients, sent, strict=True))):
+        arriving = carry.unsqueeze(1) if of_chunks is None else carries_from_right(span, carry, *of_chunks)
         recurrence = BackwardRecurrence(span, gradient, dgiven if packed and learned else None)
         carry = span_sums(span, recurrence, arriving, sums)
     if not packed:
-        dgiven = carry
-    multiply_by_states(sums, h, documents if packed else None, starts if learned else None, dx)
+        dgiven = carry if part is None else part.given_here(carry)
+    multiply_by_states(sums, h, documents if packed else None, starts if learned or part is not None else None, dx)
     return dx, dgiven.to(initial_state.dtype) if learned else None
 
 
@@ -273,13 +316,12 @@ class BackwardRecurrence:
             self.dgiven[documents] = self.span.rows(above)[rows] @ self.span.rows(factor)[rows].mT
 
 
-def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tensor, products: Tensor) -> Tensor:
+def carries_from_right(span: ProductSpan, carry: Tensor, local: Tensor, products: Tensor) -> Tensor:
     """Returns the cotangent that reaches the last token of each chunk from its right, (batch, count, nheads, o, o).
 
-    carry (batch, nheads, o, o): what reaches the last chunk.
+    carry (batch, nheads, o, o): what reaches the last chunk; local, products: see `sent_left`.
     """
-    local, products = sent_left(span, gradient, products)
-    local, factors = span.chunk_major(local.view(span.lanes)), span.chunk_major(products)
+    local, factors = span.chunk_major(local), span.chunk_major(products)
     arriving = [carry.flatten(0, 1)]
     for chunk in reversed(range(1, span.count)):
         own = local[chunk]
@@ -289,8 +331,9 @@ def carries_from_right(span: ProductSpan, gradient: ProductGradient, carry: Tens
 
 
 def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what each chunk sends left if nothing reaches it, and its product. The first is the sum of G_t P_t^T,
-    where P_t is the product of its matrices up to t: one wide product per block of steps, or the recurrence."""
+    """Returns what each chunk sends left if nothing reaches it, and its product, (batch, count, nheads, o, o). The first
+    is the sum of G_t P_t^T, where P_t is the product of its matrices up to t: one wide product per block of steps, or
+    the recurrence."""
     if not multiplies_wide(span.x):
         recurrence = BackwardRecurrence(span, gradient, None)
         for block in reversed(span.blocks()):
@@ -298,7 +341,7 @@ def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) ->
         local = torch.bmm(recurrence.above, span.buffer().copy_(span.x[:, :, 0]).view(span.flat).mT)
         if 0 in span.starts:
             span.rows(local)[span.starts[0][0]] = 0
-        return local, products
+        return local.view(span.lanes), span.of_chunks(products)
     local = span.buffer().view(span.flat)
     for block in span.blocks():
         rights = span.wide(products, block)
@@ -309,7 +352,7 @@ def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) ->
             sums[0, rows, :, :, steps] = 0
         pair = sums.flatten(4).flatten(0, 2), rights.flatten(4).flatten(0, 2).mT
         local = local.baddbmm_(*pair) if block.start else torch.bmm(*pair, out=local)
-    return local, rights[..., -1, :]
+    return local.view(span.lanes), rights[..., -1, :]
 
 
 def span_sums(span: ProductSpan, recurrence: BackwardRecurrence, arriving: Tensor, out: Tensor) -> Tensor:
@@ -337,7 +380,7 @@ def multiply_by_states(
         rows, tokens = torch.arange(h.shape[0]), torch.zeros(h.shape[0], dtype=torch.int64)
         owners = rows
     else:
-        tokens, owners = torch.tensor(documents.starts, dtype=torch.int64).view(-1, 2).unbind(1)
+        tokens, owners = torch.tensor(documents.firsts, dtype=torch.int64).view(-1, 2).unbind(1)
         rows = torch.zeros_like(tokens)
     first = rows.to(h.device), tokens.to(h.device)
     own = sums[first]
@@ -351,7 +394,7 @@ def multiply_by_states(
 
 MATRIX_PRODUCT = Operation(
     "matrix_product_scan", ProductInputs, ProductOutputs, Form(product_forward, product_backward),
-    without_gradient=("products",), kept=lambda given: ("h", "products"),
+    without_gradient=("products", "entered"), kept=lambda given: ("h", "products", "entered"),
 )  # fmt: skip
 
 
@@ -366,13 +409,13 @@ def run_product(
     scan: Callable, given: ProductInputs, return_final_state: bool, reverse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """States, and if asked for final ones, by a scan that runs forward: that from the right is it read backwards."""
-    x, initial_state, cu_seqlens, _ = given
+    x, initial_state, cu_seqlens, *_ = given
     if reverse:
         given = given._replace(x=x.flip(1))
         if cu_seqlens is not None:
             flipped = None if initial_state is None else initial_state.flip(0)
             given = given._replace(initial_state=flipped, cu_seqlens=x.shape[1] - cu_seqlens.flip(0))
-    h, final, _ = scan(given)
+    h, final, *_ = scan(given)
     if reverse:
         h, final = h.flip(1), final if cu_seqlens is None else final.flip(0)
     return (h, final) if return_final_state else h

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.context import Context, within_part
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product.chunked import ProductInputs, ProductOutputs
+from matmix.kernels.matrix_product.parts import Part
 from matmix.kernels.matrix_product.passes import prefix_pass, suffix_pass
 from matmix.kernels.slots import count_documents, count_slots
 
@@ -34,6 +36,13 @@ class Product(NamedTuple):
     cu_seqlens: Tensor | None
     longest: int
     """Bound of a document's steps; once it fits a chunk, nothing passes between chunks."""
+    is_part: bool = False
+    """Ranks hold other parts of the rows."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there is a next level."""
+        return self.longest > CHUNK or self.is_part
 
     @property
     def documents(self) -> int:
@@ -63,11 +72,23 @@ class Product(NamedTuple):
     def chunks(self) -> Product:
         """The next level, whose steps are the chunks of this level."""
         if self.cu_seqlens is None:
-            return self._replace(seqlen=self.per_row, longest=self.per_row)
+            return self._replace(seqlen=self.per_row, longest=self.per_row, is_part=False)
         numbers = torch.arange(self.documents + 1, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
         # A document's slots can include one that it leaves empty: an identity.
         longest = -(-self.longest // CHUNK) + 1
-        return self._replace(seqlen=self.slots, cu_seqlens=self.cu_seqlens // CHUNK + numbers, longest=longest)
+        bounds = self.cu_seqlens // CHUNK + numbers
+        return self._replace(seqlen=self.slots, cu_seqlens=bounds, longest=longest, is_part=False)
+
+    def of_documents(self, products: Tensor) -> Tensor:
+        """(documents, nheads, o, o) by slot, where documents fit a chunk."""
+        return products if self.cu_seqlens is None else products.index_select(0, self.chunks().cu_seqlens[:-1])
+
+    def starts(self, initial: Tensor | None, like: Tensor) -> Tensor:
+        """Initial states (documents, nheads, o, o), identities where none are given."""
+        if initial is not None:
+            return initial
+        identity = torch.eye(self.order, dtype=torch.float32, device=like.device)
+        return identity.expand(self.documents, self.heads, self.order, self.order)
 
     def empty(self, count: int, like: Tensor) -> Tensor:
         return torch.empty((count, self.heads, self.order, self.order), dtype=torch.float32, device=like.device)
@@ -85,8 +106,11 @@ class Product(NamedTuple):
         }
 
 
-def level_of(x: Tensor, cu_seqlens: Tensor | None) -> Product:
-    return Product(x.shape[0], x.shape[1], x.shape[2], x.shape[3], cu_seqlens, x.shape[1])
+def level_of(x: Tensor, order: int, cu_seqlens: Tensor | None, context: str) -> Product:
+    """The chunks of tokens x (batch, seqlen, nheads, ...)."""
+    if context:
+        cu_seqlens = within_part(cu_seqlens, x.shape[1])
+    return Product(*x.shape[:3], order, cu_seqlens, x.shape[1], bool(context))
 
 
 def chunk_products(level: Product, x: Tensor, strides: tuple[int, int]) -> Tensor:
@@ -101,38 +125,46 @@ def chunk_products(level: Product, x: Tensor, strides: tuple[int, int]) -> Tenso
 
 
 def scan_level(
-    level: Product, x: Tensor, strides: tuple[int, int], initial: Tensor | None, h: Tensor, final: Tensor | None
-) -> Tensor | None:
-    """Write all states into `h`, and those at the documents' ends into `final`; returns the chunks' products."""
-    products = edges = None
-    if level.longest > CHUNK:
+    level: Product, x: Tensor, strides: tuple[int, int], initial: Tensor | None, h: Tensor, final: Tensor | None,
+    part: Part | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Write all states into `h`, and those at the documents' ends into `final`; returns the chunks' products, the
+    states that documents start from in a part, where they are given, and those that entered it."""
+    products = edges = entered = None
+    if level.several:
         products, above = chunk_products(level, x, strides), level.chunks()
         edges = torch.empty_like(products)
         size = level.heads * level.order**2
-        scan_level(above, products, (above.seqlen * size, size), initial, edges, None)
+        _, initial, entered = scan_level(above, products, (above.seqlen * size, size), initial, edges, None, part)
+    elif part is not None:
+        initial = level.starts(initial, x)
+        product = part.edge(level.of_documents(chunk_products(level, x, strides)), 1)
+        entered = part.entered(part.passed_on(product, initial), initial)
+        initial = part.with_edge(initial, 0, entered).contiguous()
     launch(
         prefix_pass, level.grid, x, *strides, h, None, final, initial, edges, *level.place,
         STORE=True, FINAL=final is not None, INITIAL=initial is not None,
         ENTERING=edges is not None, **level.options(),
     )  # fmt: skip
-    return products
+    return products, initial, entered
 
 
 def forward(given: ProductInputs) -> ProductOutputs:
     """See `product_forward` of the PyTorch form; chunks are the kernels' own."""
-    x, initial_state, cu_seqlens, _ = given
-    level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
+    x, part = blocks_in_place(given.x, 3), Part.of(Context.named(given.context), given.cu_seqlens, given.x)
+    level = level_of(x, x.shape[3], given.cu_seqlens, given.context)
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = level.empty(level.documents, x)
-    initial = None if initial_state is None else initial_state.float().contiguous()
-    products = scan_level(level, x, x.stride()[:2], initial, h, final)
-    return ProductOutputs(h, final, products_like(x, cu_seqlens) if products is None else products)
+    initial = None if given.initial_state is None else given.initial_state.float().contiguous()
+    products, _, entered = scan_level(level, x, x.stride()[:2], initial, h, final, part)
+    return ProductOutputs(h, final, products_like(given) if products is None else products, entered)
 
 
-def products_like(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def products_like(given: ProductInputs) -> Tensor:
     """An empty tensor shaped like the chunks' products that `forward` returns."""
-    level = level_of(x, cu_seqlens)
-    shape = (level.slots, *x.shape[2:]) if level.longest > CHUNK else (0,)
+    x = given.x
+    level = level_of(x, x.shape[3], given.cu_seqlens, given.context)
+    shape = (level.slots, *x.shape[2:]) if level.several else (0,)
     return x.new_empty(shape, dtype=torch.float32)
 
 
@@ -153,38 +185,52 @@ def carry_back(
     return out
 
 
-def arriving_cotangents(level: Product, sums: Tensor, products: Tensor) -> Tensor:
+def arriving_cotangents(
+    level: Product, sums: Tensor, products: Tensor, part: Part | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The cotangent that arrives at the right edge of each step of a level of chunks, from what each chunk adds and
-    the products that pass through them."""
+    the products that pass through them; and of a part what arrives at the documents' ends from other ranks."""
     size = level.heads * level.order**2
     strides = (level.seqlen * size, size)
-    arriving = None
-    if level.longest > CHUNK:
+    arriving = beyond = None
+    if level.several or part is not None:
         added = level.empty(level.slots, products)
         carry_back(level, sums, products, strides, added, tokens=False, write=False)
-        arriving = arriving_cotangents(level.chunks(), added, chunk_products(level, products, strides))
+        passing = chunk_products(level, products, strides)
+        if level.several:
+            arriving, beyond = arriving_cotangents(level.chunks(), added, passing, part)
+        else:
+            beyond = part.arriving(*(part.edge(level.of_documents(x), 0) for x in (added, passing)))
+            beyond = part.with_edge(level.empty(level.documents, sums).zero_(), 1, beyond)
     out = torch.empty_like(products)
-    return carry_back(level, sums, products, strides, out, tokens=False, write=True, arriving=arriving)
+    carry_back(level, sums, products, strides, out, tokens=False, write=True, arriving=arriving, dfinal=beyond)
+    return out, beyond
 
 
 def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs) -> tuple[Tensor, Tensor | None]:
     """See `product_backward` of the PyTorch form."""
-    x, initial_state, cu_seqlens, _ = given
-    h, _, products = outputs
-    dh, dfinal, _ = cotangents
-    level, x = level_of(x, cu_seqlens), blocks_in_place(x, 3)
+    initial_state, part = given.initial_state, Part.of(Context.named(given.context), given.cu_seqlens, given.x)
+    h, _, products, entered = outputs
+    dh, dfinal, *_ = cotangents
+    x = blocks_in_place(given.x, 3)
+    level = level_of(x, x.shape[3], given.cu_seqlens, given.context)
     dh = None if dh is None else blocks_in_place(dh, 3)
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
     arriving = None
-    if level.longest > CHUNK:
+    if level.several:
         sums = level.empty(level.slots, x)
         carry_back(level, dh, x, x.stride()[:2], sums, tokens=True, write=False, dfinal=dfinal)
-        arriving = arriving_cotangents(level.chunks(), sums, products)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        arriving, beyond = arriving_cotangents(level.chunks(), sums, products, part)
     dinitial = None if initial is None else torch.empty_like(initial)
+    if part is not None:
+        initial = part.with_edge(level.starts(initial, x), 0, entered).contiguous()
+        dfinal = beyond if dfinal is None else dfinal + beyond
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     carry_back(
         level, dh, x, x.stride()[:2], dx, tokens=True, write=True, h=h, initial=initial, dfinal=dfinal,
         arriving=arriving, dinitial=dinitial,
     )  # fmt: skip
-    return dx, None if dinitial is None else dinitial.to(initial_state.dtype)
+    if dinitial is None:
+        return dx, None
+    return dx, (dinitial if part is None else part.given_here(dinitial)).to(initial_state.dtype)

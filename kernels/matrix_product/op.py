@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import working_dtype
 from matmix.kernels.matrix_product.chunked import MATRIX_PRODUCT, ProductInputs, ProductOutputs, run_product
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
@@ -20,6 +21,7 @@ def matrix_product_scan(
     cu_seqlens: Tensor | None = None,
     reverse: bool = False,
     chunk_size: int | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Running products of matrices, H_t = H_{t-1} X_t, in every head: the core of the MRU.
@@ -34,6 +36,9 @@ def matrix_product_scan(
         reverse: run from the last token to the first, H_t = H_{t+1} X_t; the final state is then the first token's.
         chunk_size: steps per chunk of the PyTorch form, any positive number; None lets it choose. The Triton form has
             its own.
+        context: the ranks that hold the other parts of the rows, as `matmix.kernels.context` says; not with `reverse`.
+            A document that comes from another rank takes no initial state here, and of one that goes on the final state
+            is that at the part's end.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -51,13 +56,15 @@ def matrix_product_scan(
             f"{op}: x has shape {tuple(x.shape)}; expected (batch, seqlen, nheads, o, o), none of them 0 and o one of "
             f"{allowed}"
         )
-    check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x)
+    check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x, part=context is not None)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state(op, initial_state, x, (rows, *x.shape[2:]))
     check_finite(op, x=x, initial_state=initial_state)
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
-    given = ProductInputs(x, initial_state, cu_seqlens, chunk_size)
+    if reverse and context is not None:
+        raise ValueError(f"{op}: reverse=True and a context; flip whole rows, before they are cut")
+    given = ProductInputs(x, initial_state, cu_seqlens, chunk_size, context_name(context))
     return run_product(partial(_matrix_product, backend=backend), given, return_final_state, reverse)
 
 
@@ -81,10 +88,11 @@ def _like(given: ProductInputs, fused: bool) -> ProductOutputs:
     if fused:
         from matmix.kernels.matrix_product.fused import products_like as products_of_kernels
 
-        products = products_of_kernels(x, cu_seqlens)
+        products = products_of_kernels(given)
     else:
-        products = products_like(x, given.chunk_size)
-    return ProductOutputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products)
+        products = products_like(x, given.chunk_size, given.context)
+    entered = final.new_empty((x.shape[0], *x.shape[2:])) if given.context else None
+    return ProductOutputs(torch.empty_like(x, memory_format=torch.contiguous_format), final, products, entered)
 
 
 def _flops(given: ProductInputs, *, backward: bool) -> int:

@@ -32,39 +32,46 @@ def multiplies_wide(x: Tensor) -> bool:
     return x.shape[-1] < 16
 
 
-def products_like(x: Tensor, chunk_size: int | None) -> Tensor:
+def products_like(x: Tensor, chunk_size: int | None, context: str = "") -> Tensor:
     """An empty tensor for the products that `product_forward` returns for x.
 
     Wide: one matrix per token, its product since the chunk's start. In memory: spans, blocks of steps, then (lanes, o,
-    steps of the block, o), so that a block's matrices lie side by side. Else one per chunk, of several chunks.
+    steps of the block, o), so that a block's matrices lie side by side. Else one per chunk of several chunks, or of all
+    chunks where ranks share the rows.
     """
     if multiplies_wide(x):
         return x.new_empty(x.numel(), dtype=working_dtype(x))
-    count = x.shape[1] // chunk_length(x.shape[1], chunk_size)
-    return x.new_empty((x.shape[0], count, *x.shape[2:]) if count > 1 else (0,), dtype=working_dtype(x))
+    count, left = divmod(x.shape[1], chunk_length(x.shape[1], chunk_size))
+    count += left > 0 if context else 0
+    shape = (x.shape[0], count, *x.shape[2:]) if count > 1 or context else (0,)
+    return x.new_empty(shape, dtype=working_dtype(x))
 
 
 class ProductDocuments:
-    """The boundaries of packed documents, on the host; None without `cu_seqlens`."""
+    """The boundaries of packed documents within `seqlen` tokens, on the host; none without `cu_seqlens`."""
 
-    def __init__(self, cu_seqlens: Tensor | None):
+    def __init__(self, cu_seqlens: Tensor | None, seqlen: int):
         bounds = [] if cu_seqlens is None else cu_seqlens.tolist()
-        pairs = list(enumerate(itertools.pairwise(bounds)))
-        self.starts = [(start, document) for document, (start, end) in pairs if end > start]
+        within = itertools.pairwise(min(max(bound, 0), seqlen) for bound in bounds)
+        pairs = list(enumerate(within))
+        self.firsts = [(start, document) for document, (start, end) in pairs if end > start]
+        self.starts = [(start, document) for start, document in self.firsts if bounds[document] >= 0]
+        """Without a document that comes from another rank."""
         self.ends = [(end - 1, document) for document, (start, end) in pairs if end > start]
         self.empty = [document for document, (start, end) in pairs if end == start]
 
 
 class ProductSpan:
-    """`count` chunks of `chunk` tokens from token `offset` on: lanes are (batch, count, nheads).
+    """`count` chunks of `chunk` tokens behind `before` others, from token `offset` on: lanes are (batch, count, nheads).
 
     `starts` and `ends`: step -> (chunks, documents) of the documents that begin or end there; `cut`: for each chunk in
     which one begins, the step where the first one does. Steps are taken in blocks of `width`.
     """
 
-    def __init__(self, x: Tensor, documents: ProductDocuments, offset: int, count: int, chunk: int):
+    def __init__(self, x: Tensor, documents: ProductDocuments, offset: int, count: int, chunk: int, before: int = 0):
         self.tokens = slice(offset, offset + count * chunk)
-        self.count, self.chunk, self.dtype, self.device = count, chunk, working_dtype(x), x.device
+        self.before, self.count, self.chunk = before, count, chunk
+        self.dtype, self.device = working_dtype(x), x.device
         self.x = self.view(x)
         self.lanes = (x.shape[0], count, *x.shape[2:])
         self.flat = (x.shape[0] * count * x.shape[2], *x.shape[3:])
@@ -112,6 +119,10 @@ class ProductSpan:
         shape = (*self.lanes[:-1], len(block), self.lanes[-1])
         return flat[start : start + len(block) * size].view(shape)
 
+    def of_chunks(self, products: Tensor) -> Tensor:
+        """The part of `products_like` that holds one product a chunk: (batch, count, nheads, o, o)."""
+        return products[:, self.before : self.before + self.count]
+
     def restarted(self, block: range) -> tuple[Tensor, Tensor] | None:
         """(chunks, steps of the block) that no state reaches from another chunk: a document begins before or there."""
         if not self.cut:
@@ -153,5 +164,5 @@ def product_spans(x: Tensor, chunk_size: int | None, documents: ProductDocuments
     count, left = divmod(seqlen, chunk)
     spans = [ProductSpan(x, documents, 0, count, chunk)]
     if left:
-        spans.append(ProductSpan(x, documents, seqlen - left, 1, left))
+        spans.append(ProductSpan(x, documents, seqlen - left, 1, left, count))
     return spans

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Form, Operation, outside_autocast, working
 from matmix.kernels.matrix_product.chunked import (
     ProductInputs,
@@ -23,6 +24,7 @@ from matmix.kernels.matrix_product.chunked import (
     product_backward,
     product_forward,
 )
+from matmix.kernels.matrix_product.parts import Part
 from matmix.kernels.mru.constructions import (
     TRIANGLES,
     AffineMap,
@@ -51,22 +53,42 @@ def log_norms(states: Tensor) -> Tensor:
     return largest.log() + torch.where(largest.isinf(), torch.ones_like(relative), relative.clamp_min(1)).log() / 2
 
 
-def summary(norms: Tensor) -> Tensor:
-    """Largest and mean of log-norms, (2,); entries of `NOTHING` are left out, a NaN shows in both."""
+def summary(norms: Tensor, context: Context | None = None) -> Tensor:
+    """Largest and mean of the log-norms of all ranks, (2,); entries of `NOTHING` are left out, a NaN shows in both."""
     norms = norms.flatten()
     there = norms != NOTHING
-    return torch.stack([norms.amax(), norms.where(there, 0).sum() / there.sum()])
+    largest, total, count = norms.amax(), norms.where(there, 0).sum(), there.sum()
+    if context is not None:
+        # An operation of PyTorch's, as this is traced by its compiler.
+        own, functional = torch.stack([largest, total, count.to(norms.dtype)]), torch.ops._c10d_functional
+        gathered = functional.wait_tensor(functional.all_gather_into_tensor(own, context.size, context.name)).view(
+            -1, 3
+        )
+        largest, (total, count) = gathered[:, 0].amax(), gathered[:, 1:].sum(0)
+    return torch.stack([largest, total / count])
 
 
-def sampled_log_norms(h: Tensor, final: Tensor) -> Tensor:
+def sample_start(seqlen: int, context: Context | None) -> int:
+    """The first token of a part whose state is looked at: of whole rows it is every 64th."""
+    return EVERY - 1 if context is None else (EVERY - 1 - context.rank * seqlen) % EVERY
+
+
+def sampled_log_norms(h: Tensor, final: Tensor, part: Part | None = None) -> Tensor:
     """Log-norms (n, nheads) of every 64th state of `h` (batch, seqlen, nheads, o, o) and of the documents' last states
     (rows, nheads, o, o)."""
-    return log_norms(torch.cat([h[:, EVERY - 1 :: EVERY].flatten(0, 1), final]))
+    start = sample_start(h.shape[1], None if part is None else part.context)
+    norms = log_norms(torch.cat([h[:, start::EVERY].flatten(0, 1), final]))
+    if part is None:
+        return norms
+    within, ends = norms.split([len(norms) - len(final), len(final)])
+    return torch.cat([within, part.with_edge(ends, 1, part.edge(ends, 1).masked_fill(part.crossing.right, NOTHING))])
 
 
-def scan_log_norms(h: Tensor, final: Tensor) -> Tensor:
-    """Largest and mean, (2,), of `sampled_log_norms`."""
-    return summary(sampled_log_norms(h, final))
+def scan_log_norms(
+    h: Tensor, final: Tensor, cu_seqlens: Tensor | None = None, context: Context | None = None
+) -> Tensor:
+    """Largest and mean, (2,), of `sampled_log_norms`, of all ranks that hold parts of the rows."""
+    return summary(sampled_log_norms(h, final, Part.of(context, cu_seqlens, h)), context)
 
 
 @outside_autocast
@@ -131,6 +153,7 @@ class MixerInputs(NamedTuple):
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
     construction: str = "cayley"
+    context: str = ""
 
     def made(self) -> tuple[Tensor, Tensor]:
         """Elements as given, or from chunks, and the state matrices that are made of them."""
@@ -139,7 +162,7 @@ class MixerInputs(NamedTuple):
 
     def product(self, x: Tensor) -> ProductInputs:
         """The scan over state matrices."""
-        return ProductInputs(x, self.initial_state, self.cu_seqlens, None)
+        return ProductInputs(x, self.initial_state, self.cu_seqlens, None, self.context)
 
 
 class MixerOutputs(NamedTuple):
@@ -151,30 +174,33 @@ class MixerOutputs(NamedTuple):
     """Log-norms (n, nheads) of some states."""
     edges: Tensor
     """States at the edges of chunks, for the backward pass; empty where the PyTorch form runs."""
+    entered: Tensor | None
+    """The states (batch, nheads, o, o) that enter a part, for the backward pass."""
 
 
 @outside_autocast
 def mixer_forward(given: MixerInputs) -> MixerOutputs:
-    h, final, _ = product_forward(given.product(given.made()[1]))
+    h, final, _, entered = product_forward(given.product(given.made()[1]))
     y = project(h, given.w_down.to(h.dtype)).to(given.elements.dtype).contiguous()
-    return MixerOutputs(y, final, sampled_log_norms(h, final).float(), y.new_empty(0, dtype=torch.float32))
+    norms = sampled_log_norms(h, final, Part.of(Context.named(given.context), given.cu_seqlens, h)).float()
+    return MixerOutputs(y, final, norms, y.new_empty(0, dtype=torch.float32), entered)
 
 
 @outside_autocast
 def mixer_backward(
-    given: MixerInputs, _: MixerOutputs, cotangents: MixerOutputs
+    given: MixerInputs, outputs: MixerOutputs, cotangents: MixerOutputs
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of elements (or chunks), both weights and initial state. State matrices and states are computed
     again."""
-    elements, w_down, w_up, *_, construction = given
+    elements, w_down, w_up, *_, construction, _ = given
     made, x = given.made()
-    outputs = product_forward(given.product(x))
+    outputs = product_forward(given.product(x), outputs.entered)
     h, dh, dw_down = outputs.h, None, torch.zeros_like(w_down)
     if cotangents.y is not None:
         dy = working(cotangents.y)
         dh = project(dy, w_down.to(h.dtype).mT)
         dw_down = torch.einsum("blhij,blhic->hjc", h, dy).to(w_down.dtype)
-    dx, dinitial = product_backward(given.product(x), outputs, ProductOutputs(dh, cotangents.final, None))
+    dx, dinitial = product_backward(given.product(x), outputs, ProductOutputs(dh, cotangents.final, None, None))
     if construction == "cayley":
         dx = CayleyTransform.gradient(x, dx)
     elif construction == "ldu":
@@ -190,17 +216,18 @@ def mixer_backward(
 
 MRU_MIXER = Operation(
     "mru_mixer", MixerInputs, MixerOutputs, Form(mixer_forward, mixer_backward),
-    without_gradient=("norms", "edges"), kept=lambda given: ("edges",),
+    without_gradient=("norms", "edges", "entered"), kept=lambda given: ("edges", "entered"),
 )  # fmt: skip
 
 
 @outside_autocast
-def composed_mixer(scan: Callable, given: MixerInputs) -> tuple[Tensor, Tensor, Tensor]:
+def composed_mixer(scan: Callable, given: MixerInputs, context: Context | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
     _, x = given.made()
-    h, final = scan(x, initial_state=given.initial_state, return_final_state=True, cu_seqlens=given.cu_seqlens)
+    cut = {} if context is None else {"context": context}
+    h, final = scan(x, initial_state=given.initial_state, return_final_state=True, cu_seqlens=given.cu_seqlens, **cut)
     y = project(h, given.w_down.to(h.dtype)).to(given.elements.dtype)
-    return y, final, scan_log_norms(h, final).float()
+    return y, final, scan_log_norms(h, final, given.cu_seqlens, context).float()
 
 
 def mru_mixer_torch(

@@ -50,7 +50,7 @@ def mru_mixer_definition(
     *tensors: Tensor, return_final_state: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y_t = H_t w_down[head], H_t = H_{t-1} X_t; arguments as in `matmix.kernels.mru_mixer`."""
-    elements, w_down, w_up, initial_state, cu_seqlens, construction = MixerInputs(*tensors, **options)
+    elements, w_down, w_up, initial_state, cu_seqlens, construction, _ = MixerInputs(*tensors, **options)
     if w_up is not None:
         elements = elements_definition(elements, w_up, construction)
     x = state_matrices_definition(elements, construction, w_down.shape[1])

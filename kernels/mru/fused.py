@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from matmix.kernels.context import Context
 from matmix.kernels.launching import blocks_in_place, dot_precision, launch
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product.fused import Product
+from matmix.kernels.matrix_product.parts import Part
 from matmix.kernels.mru.chunked import MixerInputs, MixerOutputs
 from matmix.kernels.mru.orthogonal import cayley_pass, polish_pass
 from matmix.kernels.mru.passes import collect_pass, gradients_pass, outputs_pass, products_pass
@@ -41,14 +43,13 @@ POLISHED = 64
 
 def level_of(given: MixerInputs) -> Product:
     """The chunks of the tokens."""
-    batch, seqlen, heads = given.elements.shape[:3]
-    return Product(batch, seqlen, heads, given.w_down.shape[1], given.cu_seqlens, seqlen)
+    return scan.level_of(given.elements, given.w_down.shape[1], given.cu_seqlens, given.context)
 
 
 def edges_like(given: MixerInputs) -> tuple[Tensor, Tensor]:
     """Empty tensors shaped like the chunks' log-norms, and like their products and the states behind them."""
     level = level_of(given)
-    shape = (2, level.slots, level.heads, level.order, level.order) if level.longest > scan.CHUNK else (0,)
+    shape = (2, level.slots, level.heads, level.order, level.order) if level.several else (0,)
     norms = given.elements.new_empty((level.slots, level.heads), dtype=torch.float32)
     return norms, given.elements.new_empty(shape, dtype=torch.float32)
 
@@ -116,12 +117,13 @@ def forward(given: MixerInputs) -> MixerOutputs:
         read = built(level, read, w_down.shape[2], options)
         options |= {"CONSTRUCTION": "given", "CHUNKED": False}
     norms, edges = edges_like(given)
-    entering = None
-    if level.longest > scan.CHUNK:
+    entering = entered = None
+    if level.several:
         products, entering = edges.unbind(0)
         launch(products_pass, level.grid, *read, w_down.shape[2], products, *level.place, **options)
         above, size = level.chunks(), level.heads * level.order**2
-        scan.scan_level(above, products, (above.seqlen * size, size), initial, entering, None)
+        part, strides = Part.of(Context.named(given.context), given.cu_seqlens, elements), (above.seqlen * size, size)
+        _, initial, entered = scan.scan_level(above, products, strides, initial, entering, None, part)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
     final = level.empty(level.documents, elements)
     # One warp multiplies tiles of 16 x 16 without waiting for another; exact projections need the registers of two.
@@ -130,7 +132,7 @@ def forward(given: MixerInputs) -> MixerOutputs:
         INITIAL=initial is not None, ENTERING=entering is not None,
         **options | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
-    return MixerOutputs(y, final, norms, edges)
+    return MixerOutputs(y, final, norms, edges, entered)
 
 
 def backward(
@@ -148,7 +150,7 @@ def backward(
         x, building = collected[0], {"CONSTRUCTION": "given", "CHUNKED": False}
     weighted = w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal
     options |= {"GROUP": GROUP, "GIVEN": dy is not None, "DFINAL": dfinal is not None}
-    several = level.longest > scan.CHUNK
+    several, part = level.several, Part.of(Context.named(given.context), given.cu_seqlens, elements)
     inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
     launch(
@@ -158,7 +160,11 @@ def backward(
     arriving = entering = None
     if several:
         products, entering = outputs.edges.unbind(0)
-        arriving = scan.arriving_cotangents(level.chunks(), sums, products)
+        arriving, beyond = scan.arriving_cotangents(level.chunks(), sums, products, part)
+    if part is not None:
+        initial = part.with_edge(level.starts(initial, elements), 0, outputs.entered).contiguous()
+        dfinal = beyond if dfinal is None else dfinal + beyond
+        weighted, options = (*weighted[:-1], dfinal), options | {"DFINAL": True}
     delements = torch.empty(elements.shape, dtype=elements.dtype, device=elements.device)
     down, up = (
         None if w is None else torch.empty((level.slots, *w_down.shape), dtype=torch.float32, device=elements.device)
@@ -175,4 +181,7 @@ def backward(
     dw_up = None
     if w_up is not None:
         dw_up = up.sum(0).mT[..., : w_up.shape[2]].mul(factor_of(given.construction)).to(w_up.dtype).contiguous()
-    return delements, dw_down, dw_up, None if dinitial is None else dinitial.to(given.initial_state.dtype)
+    if given.initial_state is None:
+        return delements, dw_down, dw_up, None
+    dinitial = dinitial if part is None else part.given_here(dinitial)
+    return delements, dw_down, dw_up, dinitial.to(given.initial_state.dtype)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from matmix.kernels.backend import check_backend, takes_triton, tell_fallback
 from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating
+from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import working_dtype
 from matmix.kernels.matrix_product.op import check_state, matrix_product_scan
 from matmix.kernels.matrix_product.spans import ORDERS
@@ -18,6 +19,7 @@ from matmix.kernels.mru.chunked import (
     chosen,
     composed_mixer,
     made_elements,
+    sample_start,
     state_matrices,
     summary,
 )
@@ -49,6 +51,7 @@ def mru_mixer(
     return_final_state: bool = False,
     return_log_norms: bool = False,
     cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
     """The MRU between its two large projections: y_t = H_t w_down[head], H_t = H_{t-1} X_t, X_t from its elements.
@@ -73,6 +76,8 @@ def mru_mixer(
             No gradient.
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1); the product starts
             anew at each.
+        context: the ranks that hold the other parts of the rows; see `matrix_product_scan`. Log-norms are then those of
+            all parts.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -96,7 +101,7 @@ def mru_mixer(
             f"{', '.join(map(str, expected))}), as w_down is {tuple(w_down.shape)} and "
             + (f"the construction {construction}" if w_up is None else f"w_up {tuple(w_up.shape)}")
         )
-    check_cu_seqlens(op, cu_seqlens, elements.shape[0], elements.shape[1], elements)
+    check_cu_seqlens(op, cu_seqlens, elements.shape[0], elements.shape[1], elements, part=context is not None)
     rows = elements.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     check_state(op, initial_state, elements, (rows, elements.shape[2], order, order))
     check_finite(op, elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
@@ -104,13 +109,13 @@ def mru_mixer(
     check_backend(op, backend, elements, why_not)
     if construction in FUSED:
         tell_fallback(op, backend, elements, why_not)
-    given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction)
+    given = MixerInputs(elements, w_down, w_up, initial_state, cu_seqlens, construction, context_name(context))
     # Where there is no kernel for it, recomputing costs more time than keeping the states: that is for those who ask.
     if construction in FUSED and (backend == "torch" or (takes_triton(backend, elements) and not why_not)):
-        y, final, norms, _ = _mru_mixer(given, backend)
-        norms = summary(norms) if return_log_norms else norms
+        y, final, norms, *_ = _mru_mixer(given, backend)
+        norms = summary(norms, context) if return_log_norms else norms
     else:
-        y, final, norms = composed_mixer(matrix_product_scan, given)
+        y, final, norms = composed_mixer(matrix_product_scan, given, context)
     return chosen(y, final, norms, return_final_state, return_log_norms)
 
 
@@ -217,12 +222,14 @@ def _like(given: MixerInputs, fused: bool) -> MixerOutputs:
     rows = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = elements.new_empty((batch, seqlen, heads, order, width))
     final = elements.new_empty((rows, heads, order, order), dtype=working_dtype(elements))
+    entered = final.new_empty((batch, *final.shape[1:])) if given.context else None
     if fused:
         from matmix.kernels.mru.fused import edges_like
 
-        return MixerOutputs(y, final, *edges_like(given))
-    norms = elements.new_empty((batch * (seqlen // EVERY) + rows, heads), dtype=torch.float32)
-    return MixerOutputs(y, final, norms, elements.new_empty(0, dtype=torch.float32))
+        return MixerOutputs(y, final, *edges_like(given), entered)
+    looked_at = len(range(sample_start(seqlen, Context.named(given.context)), seqlen, EVERY))
+    norms = elements.new_empty((batch * looked_at + rows, heads), dtype=torch.float32)
+    return MixerOutputs(y, final, norms, elements.new_empty(0, dtype=torch.float32), entered)
 
 
 def _flops(given: MixerInputs, *, backward: bool) -> int:

@@ -1,0 +1,77 @@
+"""States that enter a part of a row from the ranks before it, and cotangents that arrive from those behind it.
+
+A part passes on the product of its matrices or, where a document begins in it, the state at its end: one gather of
+these and a fold from the left give the state that each part starts from. Cotangents come from the right in the same
+way, as what a part adds and the product that they pass through.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from matmix.kernels.context import Context, Crossing, Gathering, where_crossing
+from matmix.kernels.functions import outside_autocast
+
+
+class Part(NamedTuple):
+    """A rank's part of rows. States are (rows or packed documents, nheads, o, o)."""
+
+    context: Context
+    edges: Tensor | None
+    """(2,) int64, the packed documents of the first and of the last token."""
+    crossing: Crossing
+    """Which documents cross the edges; tensors, also without packed documents."""
+
+    @classmethod
+    def of(cls, context: Context | None, cu_seqlens: Tensor | None, x: Tensor) -> Part | None:
+        """x (batch, seqlen, ...); None where ranks share no rows."""
+        if context is None:
+            return None
+        if cu_seqlens is None:
+            others = context.rank > 0, context.rank < context.size - 1
+            left, right = (torch.full((), there, device=x.device) for there in others)
+            return cls(context, None, Crossing(left, right, left & right))
+        tokens = torch.arange(2, device=x.device) * (x.shape[1] - 1)
+        edges = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True)
+        return cls(context, edges, Crossing.of(cu_seqlens, x.shape[1]))
+
+    def edge(self, states: Tensor, last: int) -> Tensor:
+        """The states (batch, nheads, o, o) of the documents of the first, or with `last` = 1 of the last tokens."""
+        return states if self.edges is None else states.index_select(0, self.edges[last].view(1))
+
+    def with_edge(self, states: Tensor, last: int, edge: Tensor) -> Tensor:
+        """`states` with others in the place of `edge`."""
+        return edge if self.edges is None else states.index_copy(0, self.edges[last].view(1), edge)
+
+    def given_here(self, gradients: Tensor) -> Tensor:
+        """Gradients of given initial states, zero for a document that entered from another rank instead."""
+        return self.with_edge(gradients, 0, where_crossing(~self.crossing.left, self.edge(gradients, 0)))
+
+    @outside_autocast
+    def passed_on(self, product: Tensor, starts: Tensor) -> Tensor:
+        """What the part passes on, from the product of its last document's matrices and all given initial states."""
+        return torch.where(self.crossing.through, product, self.edge(starts, 1) @ product)
+
+    @outside_autocast
+    def entered(self, passed: Tensor, starts: Tensor) -> Tensor:
+        """Gathers what all parts pass on; returns the states (batch, nheads, o, o) that enter this one, the given ones
+        where no document comes from the left."""
+        passed, through = Gathering(self.context, passed, self.crossing.through).wait()
+        state = torch.zeros_like(passed[0])
+        for rank in range(self.context.rank):
+            state = torch.where(through[rank] > 0, state @ passed[rank], passed[rank])
+        return torch.where(self.crossing.left, state, self.edge(starts, 0))
+
+    @outside_autocast
+    def arriving(self, added: Tensor, product: Tensor) -> Tensor:
+        """Gathers the cotangents (batch, nheads, o, o) that this part alone adds for the states that enter it, and the
+        products of the documents at its left edge; returns those for the states at its right edge."""
+        added = where_crossing(self.crossing.left, added)
+        added, product, through = Gathering(self.context, added, product, self.crossing.through).wait()
+        state = torch.zeros_like(added[0])
+        for rank in reversed(range(self.context.rank + 1, self.context.size)):
+            state = torch.where(through[rank] > 0, added[rank] + state @ product[rank].mT, added[rank])
+        return where_crossing(self.crossing.right, state)
