@@ -331,9 +331,9 @@ def carries_from_right(span: ProductSpan, carry: Tensor, local: Tensor, products
 
 
 def sent_left(span: ProductSpan, gradient: ProductGradient, products: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what each chunk sends left if nothing reaches it, and its product, (batch, count, nheads, o, o). The first
-    is the sum of G_t P_t^T, where P_t is the product of its matrices up to t: one wide product per block of steps, or
-    the recurrence."""
+    """Returns what each chunk sends left if nothing reaches it, and its product, both (batch, count, nheads, o, o). The
+    first is the sum of G_t P_t^T, where P_t is the product of its matrices up to t: one wide product per block of
+    steps, or the recurrence."""
     if not multiplies_wide(span.x):
         recurrence = BackwardRecurrence(span, gradient, None)
         for block in reversed(span.blocks()):

@@ -62,7 +62,7 @@ class ProductDocuments:
 
 
 class ProductSpan:
-    """`count` chunks of `chunk` tokens behind `before` others, from token `offset` on: lanes are (batch, count, nheads).
+    """`count` chunks of `chunk` tokens from token `offset` on, behind `before` others. Lanes: (batch, count, nheads).
 
     `starts` and `ends`: step -> (chunks, documents) of the documents that begin or end there; `cut`: for each chunk in
     which one begins, the step where the first one does. Steps are taken in blocks of `width`.

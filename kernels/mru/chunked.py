@@ -61,10 +61,9 @@ def summary(norms: Tensor, context: Context | None = None) -> Tensor:
     if context is not None:
         # An operation of PyTorch's, as this is traced by its compiler.
         own, functional = torch.stack([largest, total, count.to(norms.dtype)]), torch.ops._c10d_functional
-        gathered = functional.wait_tensor(functional.all_gather_into_tensor(own, context.size, context.name)).view(
-            -1, 3
-        )
-        largest, (total, count) = gathered[:, 0].amax(), gathered[:, 1:].sum(0)
+        sent = functional.all_gather_into_tensor(own, context.size, context.name)
+        of_all = functional.wait_tensor(sent).view(-1, 3)
+        largest, (total, count) = of_all[:, 0].amax(), of_all[:, 1:].sum(0)
     return torch.stack([largest, total / count])
 
 
