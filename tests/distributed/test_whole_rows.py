@@ -4,6 +4,7 @@ import pytest
 import torch
 import whole_rows_scenario
 from harness import run_distributed
+from nightly import nightly
 
 from matmix.model import MixerOptions, ModelConfig
 from matmix.model.backbone import check_context
@@ -20,12 +21,20 @@ ATTENTION = [
 OTHERS = [
     ("s4d", {"d_state": 4}, True),
     ("s4d", {"d_state": 4}, False),
+    ("hyena", {"filter_width": 8}, True),
+    ("hyena", {"filter_width": 8, "d_conv": 7}, False),
     ("sma_fourier", {"headdim": 8}, False),
+    ("attention_dd", {"headdim": 8, "qk_dim": 3}, False),
+    ("cauchy_dd", {"headdim": 8, "qk_dim": 3}, False),
+    ("dft", {"headdim": 16, "d_conv": 1}, False),  # on four ranks one is left without a head
+    ("toeplitz_dd", {"headdim": 8}, False),
+    ("toeplitz_dd", {"headdim": 24, "offset": "published"}, False),
+    ("vandermonde_dd", {"headdim": 8, "qk_dim": 3}, False),
 ]
 CASES = ATTENTION + OTHERS
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [nightly(2), 3, nightly(4)])
 def test_parts_give_what_whole_rows_give(ranks):
     for got in run_distributed(whole_rows_scenario.differences, ranks, arguments=(CASES, torch.float64)):
         assert {case: far for case, (far, _) in got.items() if not far <= 1e-12} == {}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from matmix.kernels import over_heads
+from matmix.kernels.context import exchanged, share
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import Mixer, ShortConv, convolve, exact_linear, zero_state
@@ -121,6 +123,10 @@ class Hyena(Mixer):
             cls.require(getattr(config, name) > 0, config, name, "must be above 0")
 
     @classmethod
+    def why_no_context(cls, config: HyenaConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
         width = config.filter_width
         network = width * (config.filter_features + (config.filter_layers - 1) * width + d_model)
@@ -131,16 +137,25 @@ class Hyena(Mixer):
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """x0, x1 and v (..., d_model) from x (..., d_model), and the window behind x, as `base.convolve` has it."""
-        convolved, window = convolve(self.conv1d, self.in_proj(x), window, causal=self.causal, cu_seqlens=cu_seqlens)
+        options = {"causal": self.causal, "cu_seqlens": cu_seqlens, "context": self.context}
+        convolved, window = convolve(self.conv1d, self.in_proj(x), window, **options)
         return convolved.chunk(3, -1), window
 
     def filters(self, length: int, device: torch.device) -> tuple[Tensor, ...]:
         """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1)."""
         offsets = torch.arange(length, device=device)
-        if self.causal:
-            return (self.filter(offsets),)
-        h = self.filter(torch.cat([offsets, -offsets[1:]]))
-        return h[:, :length], h[:, length:]
+        if not self.causal:
+            offsets = torch.cat([offsets, -offsets[1:]])
+        h = self.evaluated(offsets)
+        return (h,) if self.causal else (h[:, :length], h[:, length:])
+
+    def evaluated(self, offsets: Tensor) -> Tensor:
+        """h (d_model, n) at offsets (n,). With a context each rank evaluates some offsets, and gets its share of the
+        channels."""
+        if self.context is None:
+            return self.filter(offsets)
+        h = self.filter(offsets[share(len(offsets), self.context)])
+        return exchanged(h, 0, 1, self.context, joined=len(offsets))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
@@ -150,7 +165,13 @@ class Hyena(Mixer):
 
     def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
-        y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device)) + self.D * u
+
+        def convolved(u: Tensor, cu_seqlens: Tensor | None, channels: slice) -> Tensor:
+            u = u.squeeze(-1)
+            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device))
+            return (y + self.D[channels] * u).unsqueeze(-1)
+
+        y = over_heads(convolved, self.context, cu_seqlens, u.unsqueeze(-1)).squeeze(-1)
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
     def matrix(self, x: Tensor) -> Tensor:

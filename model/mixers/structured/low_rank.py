@@ -27,9 +27,10 @@ class LowRank(QueryKeyMixer):
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         q, k = self.queries_and_keys(inputs)
-        if cu_seqlens is not None:
+        if cu_seqlens is not None or self.context is not None:
             # Both directions without decay, a token's own term half in each: the sum over its whole document.
-            scan = quasiseparable_scan(v, q, k, q, k, None, None, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
+            rows = {"cu_seqlens": cu_seqlens, "context": self.context}
+            scan = quasiseparable_scan(v, q, k, q, k, None, None, shift=False, self_term="mean", **rows)
             return scan * self.scale()
         state = torch.einsum("bshd,bshp->bhdp", k.expand(v.shape[0], -1, -1, -1), v) * self.scale()
         return torch.einsum("bthd,bhdp->bthp", q.expand(v.shape[0], -1, -1, -1), state)

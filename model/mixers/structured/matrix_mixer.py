@@ -14,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, short_conv
+from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule
 from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights, recomputed
+from matmix.model.mixers.whole_documents import documents_over_heads
 
 Entries = Callable[[Tensor, Tensor, int], Tensor]
 """(q (B, R, H, d), k (B, L, H, d), position of the first of the R rows) -> rows of the matrix (B, H, R, L)."""
@@ -103,7 +105,7 @@ class MatrixMixer(Mixer):
     direct_inputs: ClassVar[int] = 0
     """Numbers per head that the matrix takes from in_proj without convolution and activation."""
     knows_documents: ClassVar[bool] = False
-    """`mix_values` takes packed documents."""
+    """`mix_values` takes packed documents, and parts of rows."""
 
     def __init__(self, d_model: int, config: Any, **options):
         super().__init__(d_model, config, **options)
@@ -159,6 +161,14 @@ class MatrixMixer(Mixer):
         cls.require(config.d_conv >= 1 and config.d_conv % 2 == 1, config, "d_conv", "must be odd and at least 1")
 
     @classmethod
+    def why_no_context(cls, config: Any, causal: bool) -> str:
+        if cls.fixed_length:
+            return super().why_no_context(config, causal)
+        if config.d_conv > WIDEST_SHORT_CONV:
+            return f"convolves {config.d_conv} taps (d_conv), more than {WIDEST_SHORT_CONV}"
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
         return cls.matrix_flops(*cls.inner_width(d_model, config), config, seqlen)
 
@@ -168,26 +178,41 @@ class MatrixMixer(Mixer):
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
         weight, bias = conv_weights(self.conv1d)
         if self.activated_inputs or not self.input_sizes:
-            mixed = centred_conv(mixed, weight, bias, "silu", cu_seqlens)
+            mixed = centred_conv(mixed, weight, bias, "silu", cu_seqlens, self.context)
             v, *inputs = mixed.split([self.d_inner, *self.input_sizes], -1)
         else:
             # Two convolutions rather than an activation of its own: v would be rounded twice in bfloat16.
             sizes = [self.d_inner, self.conv_dim - self.d_inner]
             (v, linear), weights = mixed.split(sizes, -1), weight.split(sizes)
             biases = (None, None) if bias is None else bias.split(sizes)
-            v = centred_conv(v, weights[0], biases[0], "silu", cu_seqlens)
-            inputs = centred_conv(linear, weights[1], biases[1], None, cu_seqlens).split(self.input_sizes, -1)
+            v = centred_conv(v, weights[0], biases[0], "silu", cu_seqlens, self.context)
+            inputs = centred_conv(linear, weights[1], biases[1], None, cu_seqlens, self.context)
+            inputs = inputs.split(self.input_sizes, -1)
         direct = (direct,) if self.direct else ()
         return z, v.unflatten(-1, (self.nheads, -1)), (*inputs, *direct)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        whole = self.context is None
         if self.fixed_length:
             self.check_input(x, cu_seqlens)
-        elif cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV):
+        elif (
+            whole and cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV)
+        ):
             return self.forward_by_document(x, cu_seqlens)
         z, v, inputs = self.parts(x, cu_seqlens)
-        y = self.mix_values(v, inputs, cu_seqlens, max_seqlen)
-        return self.finish(y + v if self.skip else y, z)
+        if whole or self.knows_documents:
+            return self.finish(self.mixed(v, inputs, cu_seqlens, max_seqlen), z)
+
+        def mixed(v: Tensor, *heads: Tensor) -> Tensor:
+            return self.mixed(v, tuple(part.flatten(-2) for part in heads))
+
+        heads = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
+        return self.finish(documents_over_heads(mixed, self.context, cu_seqlens, v, *heads), z)
+
+    def mixed(self, v: Tensor, inputs: tuple[Tensor, ...], *documents: Any) -> Tensor:
+        """`mix_values`, with the skip."""
+        y = self.mix_values(v, inputs, *documents)
+        return y + v if self.skip else y
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection of y (B, L, H, P)."""
@@ -227,20 +252,25 @@ class QueryKeyMixer(MatrixMixer):
     def queries_and_keys(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """q and k, (B, L, H, qk_dim) or (1, L, H, qk_dim)."""
         if self.data_dependent:
-            q, k = (part.unflatten(-1, (self.nheads, -1)) for part in inputs)
+            q, k = (part.unflatten(-1, (-1, self.config.qk_dim)) for part in inputs)
             return q, k
         q, k = weights_of(self.matrix_mixer, "q_matrix", "k_matrix")
         return q.unsqueeze(0), k.unsqueeze(0)
 
 
 def centred_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, cu_seqlens: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cu_seqlens: Tensor | None,
+    context: Context | None,
 ) -> Tensor:
-    """`short_conv`, also of 1 tap and, without cu_seqlens, of more than it takes."""
+    """`short_conv`, also of 1 tap and, for rows of one document each, of more than it takes."""
     width = weight.shape[-1]
     if 1 < width <= WIDEST_SHORT_CONV:
-        return short_conv(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens)
-    assert width == 1 or cu_seqlens is None
+        return short_conv(x, weight, bias, activation=activation, cu_seqlens=cu_seqlens, context=context)
+    assert width == 1 or (cu_seqlens is None and context is None)
     return plain_conv(x, weight, bias, activation)
 
 

@@ -82,6 +82,7 @@ class Quasiseparable(MatrixMixer):
         return quasiseparable_scan(
             v, q, k, q, k, log_decay[..., 0, :], log_decay[..., 1, :], input_scale_forward=dt[..., 0, :],
             input_scale_backward=dt[..., 1, :], diagonal=self.diagonal(v), shift=True, cu_seqlens=cu_seqlens,
+            context=self.context,
         )  # fmt: skip
 
 
