@@ -236,6 +236,10 @@ class DataConfig:
     """Special token put after every document."""
     shuffle: bool = True
     """Shuffle the training split anew in every epoch; validation is always read in order."""
+    carry: bool = False
+    """Causal models only: the states at the end of a row enter the row that goes on with its document, in the next
+    step. The rows of a global batch then are lanes that each read on in the data, in its order: `shuffle` must be
+    false."""
     shuffle_block: int = 16
     """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data, downloaded) at once."""
     workers: int = 1
@@ -279,6 +283,19 @@ class DataConfig:
             if "." in other:
                 hint = ' (data.synthetic.task = "" generates nothing)' if other == "synthetic.task" else ""
                 raise ValueError(f"data.{first} and data.{other} are both given: keep one of them{hint}")
+        if self.carry:
+            other = next((name for name, given in kinds.items() if given and "." in name), "")
+            refused = {
+                "data.shuffle = true: rows follow in the order of the documents; set it to false": self.shuffle,
+                f'data.packing = "{self.packing}": no row goes on with a document; set it to "concat"':
+                    self.packing != "concat",
+                "data.mixture: rows of one dataset follow each other; set data.path": bool(self.mixture),
+                f"data.{other}: it is for prepared text; set data.path": bool(other),
+                "data.skip_damaged = true: a row that is left out breaks a lane; set it to false": self.skip_damaged,
+            }  # fmt: skip
+            for problem, holds in refused.items():
+                if holds:
+                    raise ValueError(f"data.carry cannot be used with {problem}")
         if self.synthetic.task and self.packing != "rows":
             raise ValueError(
                 f'the samples of data.synthetic.task are rows of one document each: set data.packing = "rows", '

@@ -11,6 +11,7 @@ from matmix.kernels.context import Context
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block
 from matmix.model.calls import Called, is_quantised
+from matmix.model.carrying import CarriedRows, LayerStates
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.positions import in_one_row, unpad_indices
@@ -87,6 +88,7 @@ class Backbone(Called, Architecture):
         select: Tensor | None = None,
         readout: Callable[[Tensor, Tensor | None, Tensor | None], Any] | None = None,
         streams: list[Tensor] | None = None,
+        carried: CarriedRows | None = None,
         **more: Tensor | None,
     ) -> Any:
         """The outputs, or whatever `readout` makes of the features.
@@ -105,6 +107,8 @@ class Backbone(Called, Architecture):
                 place of the output projection, inside this forward, where sharded weights are whole.
             streams: a list that the residual streams (B, L, d_model) before the first block and after each are added
                 to; zero where padding was.
+            carried: the states with which rows go on, in causal models; they become those behind these rows. With
+                cu_seqlens only.
             more: further inputs (B, L, ...) that the architecture knows by name; None = not given. The encoder takes
                 token_type_ids (B, L) int64.
         Returns: readout's value; else outputs (n, outputs) with `select`, (B, L, outputs) without. Where there is one
@@ -137,7 +141,11 @@ class Backbone(Called, Architecture):
             return x if indices is None else x.new_zeros(batch * length, x.shape[1]).index_copy(0, indices, x)
 
         packed: list[Tensor] | None = None if streams is None else []
-        x = self.run_blocks(self.embed(inputs, cu_seqlens, **more), cu_seqlens, max_seqlen, streams=packed)
+        layers = None if carried is None else carried.of_layers(len(self.blocks), cu_seqlens, batch, length)
+        x = self.embed(inputs, cu_seqlens, **more)
+        x = self.run_blocks(x, cu_seqlens, max_seqlen, streams=packed, carried=layers)
+        if carried is not None:
+            carried.states = [layer.leaving for layer in layers]
         if streams is not None:
             streams += (in_place(stream).unflatten(0, (batch, length)) for stream in packed)
         x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1).to(inputs.device), lengths)
@@ -149,13 +157,20 @@ class Backbone(Called, Architecture):
         outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 
-    def run_blocks(self, x: Tensor, *arguments: Any, streams: list[Tensor] | None = None) -> Tensor:
+    def run_blocks(
+        self,
+        x: Tensor,
+        *arguments: Any,
+        streams: list[Tensor] | None = None,
+        carried: list[LayerStates] | None = None,
+    ) -> Tensor:
         """The residual stream behind the last block, from that before the first. arguments: of each block besides;
-        streams: a list that the streams before the first block and after each are added to."""
-        for block in self.blocks:
+        streams: a list that the streams before the first block and after each are added to; carried: the states of each
+        block."""
+        for index, block in enumerate(self.blocks):
             if streams is not None:
                 streams.append(x)
-            x = block(x, *arguments)
+            x = block(x, *arguments, *(() if carried is None else (None, carried[index])))
         if streams is not None:
             streams.append(x)
         return x

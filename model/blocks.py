@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.model.calls import Called
+from matmix.model.carrying import LayerStates
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
@@ -109,9 +110,16 @@ class Block(Called):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         orders: ScanOrders | None = None,
+        carried: LayerStates | None = None,
     ) -> Tensor:
-        """Returns what the mixer adds to the stream x (B, L, d_model), read in `orders` where they are given."""
+        """Returns what the mixer adds to the stream x (B, L, d_model), read in `orders` where they are given, or going
+        on from states that are `carried`."""
         x = self.norm_mixer(x) if self.pre else x
+        if carried is not None:
+            fresh = self.mixer.initial_state(cu_seqlens.numel() - 1, x.device)
+            y, states = self.mixer(x, carried.of_documents(fresh), cu_seqlens, method="forward_with_state")
+            carried.leave(states, fresh)
+            return self.scale_mixer(y)
         if orders is None:
             return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))
         return self.scale_mixer(self.mixer(x, orders, method="forward_in_orders"))

@@ -11,6 +11,7 @@ from matmix.data.config import DataConfig
 from matmix.data.modalities import MODALITIES, Modality, modality_of
 from matmix.data.storage.remote import refuse_secrets
 from matmix.model.backbone import check_context
+from matmix.model.carrying import check_carry
 from matmix.model.config import ModelConfig
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.mesh import MeshShape
@@ -247,6 +248,9 @@ class RunConfig:
         outside = ":" in self.objective.name  # Python imports your own only where they train or evaluate
         modality = modality_of(self.data) if outside else self.modality
         self._check_data(modality)
+        if self.data.carry:
+            check_carry(self.model)
+            require(self.engine.context == 1, "data.carry carries states over whole rows: set engine.context = 1")
         if self.engine.context > 1:
             name = next((name for name, one in MODALITIES.items() if one is modality), type(modality).__name__)
             require(

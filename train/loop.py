@@ -12,6 +12,7 @@ import torch
 from matmix.data.manifest import unigram_entropy
 from matmix.model import build_model, count_parameters, initialize
 from matmix.train.callbacks import Rewind, make_callbacks
+from matmix.train.checkpoint.lanes import Lanes
 from matmix.train.checkpoint.manifest import read_manifest
 from matmix.train.checkpoint.save import seed_all
 from matmix.train.checkpoint.steps import list_steps
@@ -91,6 +92,7 @@ class Trainer:
         self.lock = RunLock(self.run.path)
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock
         self.checkpoints = self.run.checkpoint_manager(config.checkpoint)
+        self.lanes = self.checkpoints.lanes = Lanes(self.loader)
         self.speed = Speedometer(self.engine, self.task.flops(config.model, config.data.seqlen), self.task.unit)
         self.monitor = Monitor(self.engine)
         self.damaged_shards = DamagedShards()
@@ -142,6 +144,7 @@ class Trainer:
     def compute_step(self, batches: Any) -> None:
         """The step itself, up to what all ranks know of it."""
         config, engine, state = self.config, self.engine, self.state
+        self.lanes.begin_step()
         with self.speed.waiting_for_data():
             micro_batches = [engine.part_of_batch(next(batches)) for _ in range(self.accumulation)]
         self.goodput.spend("data")
@@ -162,7 +165,8 @@ class Trainer:
         sums = torch.zeros(4 + len(names), dtype=torch.float64, device=engine.device)
         self.monitor.start_step()
         for index, batch in enumerate(micro_batches):
-            loss = self.task.loss(engine.model, batch.to(engine.device, non_blocking=True))
+            batch = self.lanes.attach(index, batch.to(engine.device, non_blocking=True))
+            loss = self.task.loss(engine.model, batch)
             self.monitor.collect()
             engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
             sums[3:] += torch.stack([loss.loss.detach(), *(loss.sums[name].detach() for name in names)]).double()
@@ -182,7 +186,9 @@ class Trainer:
         self.gradients_differ = bool(differing)
         state.skipped += not self.step_was_finite
         self.monitored = {} if self.step_was_finite else self.monitor.of_step()
-        if self.step_was_finite:
+        if not self.step_was_finite:
+            self.lanes.forget()  # what made the step so may be in the states as well
+        else:
             self.speed.count(loss_sum, dict(zip(names, recorded, strict=True)), targets, tokens)
         self.stop_agreed = bool(signals)
         if self.stop_agreed:
@@ -322,7 +328,8 @@ class Trainer:
     def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
         these changes; lost_to: what the time since then is counted as. Raises ValueError for what may not change."""
-        extra = read_manifest(newest)["extra"]
+        manifest = read_manifest(newest)
+        extra = manifest["extra"]
         check_extra(extra, newest)
         changes = self.run.changes_since(extra, self.config)
         check_tokenizer(extra, self.loader.facts.tokenizer, newest)
@@ -334,6 +341,9 @@ class Trainer:
                 f"set steps to {self.state.step} or more, or choose another --run-dir"
             )
         self.loader.load_state_dict(extra["data"])
+        if self.config.data.carry:
+            fresh = self.engine.module.initial_state(self.lanes.size, self.engine.device)
+            agree(lambda: self.lanes.load(newest, manifest["files"], fresh))
         self.rules_before = extra["parameter_rules"]
         self.spikes.load_state_dict(extra.get("spikes"))
         self.best.load_state_dict(extra.get("best"))

@@ -14,6 +14,7 @@ from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files, new_directory
 from matmix.train.checkpoint import manifest
+from matmix.train.checkpoint.lanes import SUBDIRECTORY as CARRIED
 from matmix.train.engine.full_state import layout_of_moments
 from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
 from matmix.train.engine.kinds import open_full
@@ -192,7 +193,9 @@ def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_
     layout = before["layout"]
     state = open_full(source, layout)
     write_full(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
-    shutil.copytree(source / manifest.GENERATORS, target / manifest.GENERATORS)
+    for folder in (manifest.GENERATORS, CARRIED):
+        if (source / folder).is_dir():
+            shutil.copytree(source / folder, target / folder)
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
     after = {"engine": KIND, **kept, **layout_of_moments(state.moments(), layout["shapes"])}
     files = manifest.describe_files(target, manifest.list_files(target))

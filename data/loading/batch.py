@@ -43,6 +43,11 @@ class Batch:
     """The damaged shards: name -> what is wrong with it, in one line."""
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     """Further inputs of the model by name, (B, L, ...), such as token_type_ids."""
+    continues: torch.Tensor | None = None
+    """bool (B,): the row goes on with the document that the same row of the global batch before ended in; None where
+    nothing is carried (`data.carry`)."""
+    carried: Any = None
+    """What the model carries from the rows before and will carry to the next ones; set by whoever runs it."""
     examples: torch.Tensor | None = None
     """int64 (n,): of labelled examples, the number of the one that each output belongs to, -1 = none."""
 

@@ -86,7 +86,8 @@ class Order:
         self.total_documents = int(self._shard_documents.sum())
         self.total_tokens = int(self._shard_tokens.sum())
         self._plans = Recent(2)
-        self._blocks = Recent(4)  # neighbours meet at sequences that cross a border, also between epochs
+        # Neighbours meet at sequences that cross a border, also between epochs; lanes are all over an epoch.
+        self._blocks = Recent(4 + data.carry * reading.global_batch_size)
 
     def plan(self, epoch: int) -> EpochPlan:
         return self._plans.get(epoch, lambda: self._make_plan(epoch))

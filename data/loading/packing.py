@@ -6,6 +6,10 @@ more, which is only the target of the last one. The line has N = floor(T / S), c
 A window belongs to the block that holds its first token. The windows of a block are permuted, and slot j of the epoch
 is the j-th window in that order. Per epoch fewer than S tokens at the very end go unused, in one pass none.
 
+With `data.carry` there are G = global_batch_size lanes of K windows, K = floor(N / G), in one pass rounded up: slot
+b G + j, row j of global batch b, is window j K + b. Row j thus goes on where it ended in the batch before, but at the
+beginning of an epoch; fewer than G windows go unused.
+
 **document** (`DocumentPacking`). Slot j is the j-th document of the epoch that is not empty, at most S tokens of it:
 causal models get the first S (and the one after as last target), masked ones keep the suffix token at the end, as BERT
 does.
@@ -45,25 +49,27 @@ class Row:
     @property
     def count(self) -> int:
         """How many tokens are no padding."""
-        return int(self.ends[-1])
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     @property
     def begins(self) -> np.ndarray:
         """int64: where documents begin in the row. (It may itself begin in the middle of one.)"""
-        begins = np.append(0, self.ends[:-1])
+        begins = np.append(0, self.ends[:-1])[: len(self.ends)]
         return begins[1:] if self.skipped else begins
 
 
 class Packing(ABC):
     """Rows of one split.
 
-    width: tokens in a row, `seqlen` or, if causal, `seqlen + 1` (the last is only a target).
+    lanes: the rows of a global batch, each of which goes on where that of the same number before it ended; 0 = they do
+    not. width: tokens in a row, `seqlen` or, if causal, `seqlen + 1` (the last is only a target).
     """
 
     def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, causal: bool, around: Around) -> None:
         self.shards, self.seqlen, self.causal = shards, data.seqlen, causal
         self.width = self.seqlen + causal
         self.prefix, self.suffix = around
+        self.lanes = data.carry * reading.global_batch_size  # 0 = none
         self.order = Order(shards, data, reading, sum(special is not None for special in around))
 
     @abstractmethod
@@ -116,7 +122,11 @@ class ConcatPacking(Packing):
     def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, causal: bool, around: Around) -> None:
         super().__init__(shards, data, reading, causal, around)
         usable = max(self.order.total_tokens - self.causal, 0)
-        self._rows = -(-usable // self.seqlen) if reading.one_pass else usable // self.seqlen
+        up = reading.one_pass
+        self._rows = -(-usable // self.seqlen) if up else usable // self.seqlen
+        if self.lanes:
+            self._lane = -(-self._rows // self.lanes) if up else self._rows // self.lanes
+            self._rows = self._lane * self.lanes
         self._windows, self._permutations = Recent(2), Recent(4)
 
     def __len__(self) -> int:
@@ -126,6 +136,8 @@ class ConcatPacking(Packing):
         starts = self.order.plan(epoch).token_starts
         first = self._window(epoch, slot, starts) * self.seqlen
         last = min(first + self.width, self.order.total_tokens)
+        if last - first <= self.causal:  # behind the end, in a lane that is shorter than the others
+            return Row([], np.empty(0, dtype=np.int64))
         number = int(starts.searchsorted(first, side="right")) - 1
         documents, ends, skipped = [], [], 0
         while (begin := int(starts[number])) < last:
@@ -142,6 +154,9 @@ class ConcatPacking(Packing):
 
     def _window(self, epoch: int, slot: int, starts: np.ndarray) -> int:
         """Returns the window that stands at `slot` in the epoch's order."""
+        if self.lanes:
+            batch, lane = divmod(slot, self.lanes)
+            return lane * self._lane + batch
         if not self.order.shuffle:
             return slot
         # The first window of each block.

@@ -80,6 +80,7 @@ class Text(Modality):
                 "no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task"
             )
         options = {"tokenizer_sha256": reading.tokenizer_sha256, **shard_options(data)}
+        options["keep_open"] += data.carry * reading.global_batch_size
         shards = [open_dataset(path, reading.split, **options) for path in sources]
         for other in shards[1:]:
             if other.manifest.tokenizer.sha256 != shards[0].manifest.tokenizer.sha256:
@@ -108,6 +109,8 @@ class Text(Modality):
             "shuffle_block": data.shuffle_block,
             "seed": reading.seed,
             "objective": "causal" if masking is None else "masked",
+            # The rows of a global batch are the lanes.
+            **({"carry": True, "global_batch_size": reading.global_batch_size} if data.carry else {}),
         }
         around = (data.prefix != "none") + (data.suffix != "none")
         return Opened(rows, TextFacts([one.manifest for one in shards], shards, around), fingerprint)
@@ -145,6 +148,8 @@ class TokenRows:
 
     def batch(self, samples: np.ndarray) -> Batch:
         """Returns the micro-batch of sample numbers int64 (B,), or this rank's part of it."""
+        from torch import from_numpy
+
         from matmix.data.loading.batch import packed_batch, part_batch, selecting
 
         pieces = list(self.part.pieces(len(samples), self.seqlen))
@@ -153,6 +158,7 @@ class TokenRows:
         labels = np.full_like(inputs, IGNORED)
         begins = np.zeros((len(pieces), self.seqlen), dtype=bool)
         counts = np.zeros(len(pieces), dtype=np.int64)
+        continues = np.zeros(len(pieces), dtype=bool)
         real: list[Stretch] = []
         n_tokens, n_damaged, damaged = 0, 0, {}
         columns = samples, self.mixture.epoch(samples), *self.mixture.locate(samples)
@@ -175,6 +181,7 @@ class TokenRows:
             documents = row.begins
             begins[number, documents[documents < self.seqlen]] = True
             counts[number] = min(row.count, self.seqlen)
+            continues[number] = row.skipped > 0 and slot[1] >= packing.lanes
             at, n = piece.place.start, min(len(tokens), piece.stop - piece.start)
             inputs[at : at + n] = tokens[:n]
             n_tokens += n
@@ -192,6 +199,8 @@ class TokenRows:
         else:
             first = pieces[0].start
             batch = part_batch(inputs, labels, begins, counts, self.packing, first=first, n_tokens=n_tokens)
+        if self.packings[0].lanes:
+            batch.continues = from_numpy(continues)
         batch.n_damaged, batch.damaged = n_damaged, damaged
         return batch if self.causal else selecting(batch)
 
@@ -204,10 +213,11 @@ def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, causa
     if len(packing) == 0 and kind is DocumentPacking:
         raise ValueError(f"{where} holds no documents")
     if len(packing) == 0:
-        need = 2 if reading.one_pass else packing.width
+        need = 2 if reading.one_pass else max(packing.lanes, 1) * data.seqlen + causal
+        each = f" in each of {packing.lanes} lanes (data.carry)" if packing.lanes else ""
         raise ValueError(
-            f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the "
-            f"{need} of one sequence (data.seqlen = {data.seqlen}); take a smaller data.seqlen or more text"
+            f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the {need} of one "
+            f"sequence{each} (data.seqlen = {data.seqlen}); take a smaller data.seqlen or more text"
         )
     return packing
 

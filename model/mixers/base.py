@@ -19,6 +19,7 @@ from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weights_of
 from matmix.model.initialization import InitRule, NoDraws, constant_init, normal_init, uniform_init
+from matmix.model.mixers.continued import Continued
 from matmix.model.options import check_words
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 from matmix.model.positions import by_documents
@@ -90,23 +91,33 @@ def convolve(
 ) -> tuple[Tensor, Tensor | None]:
     """`short_conv` of x (B, L, channels), in a `context` of a part, with its `options`, and None. With a `window`, the
     last inputs (B, channels, taps - 1), it goes on behind them over whole rows, also by one token x (B, channels), and
-    gives the new window, for a token `in_place` of the old."""
+    gives the new window, for a token `in_place` of the old. With `cu_seqlens` each document has a window, (documents,
+    channels, taps - 1)."""
     weight, bias = conv_weights(conv)
     if window is None:
         return short_conv(x, weight, bias, context=context, **options), None
     if x.dim() == 2:
         return short_conv_step(x, window, weight, bias, activation=options.get("activation"), in_place=in_place)
+    if (cu_seqlens := options.pop("cu_seqlens", None)) is not None:
+        continued = Continued.of(x, window.mT, cu_seqlens)
+        y = short_conv(continued.x, weight, bias, **options, cu_seqlens=continued.cu_seqlens)
+        return y[:, continued.places], continued.window.mT.to(window.dtype)
     return short_conv(x, weight, bias, **options, initial_state=window, return_final_state=True)
 
 
 def scan_on(
-    *arguments: Any, initial_state: Tensor, in_place: bool = False, chunk_size: int | None = None, **options: Any
+    *arguments: Any,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None = None,
+    in_place: bool = False,
+    chunk_size: int | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and new state of `semiseparable_scan`, or of `semiseparable_step` for one token v (B, H, P)."""
     if arguments[0].dim() == 3:
         return semiseparable_step(*arguments, initial_state, in_place=in_place, **options)
-    carried = {"initial_state": initial_state, "return_final_state": True, "chunk_size": chunk_size}
-    return semiseparable_scan(*arguments, **carried, **options)
+    options |= {"return_final_state": True, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    return semiseparable_scan(*arguments, initial_state=initial_state, **options)
 
 
 def recomputed(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
@@ -191,6 +202,8 @@ class Mixer(Called):
     """The option that bounds the rank of blocks of M strictly below or above the diagonal; None where none does."""
     takes_in_place: ClassVar[bool] = False
     """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
+    carries: ClassVar[bool] = False
+    """`forward_with_state` takes packed documents, so that in training states can enter rows."""
     not_decayed: ClassVar[tuple[str, ...]] = ()
     """Parameters, where the mixer has them, that the base class's `parameter_rules` keeps from weight decay."""
     context: Context | None = None
@@ -397,8 +410,12 @@ class Mixer(Called):
         """The state before the first token (causal forms). device: None = that of the weights."""
         raise NotImplementedError
 
-    def forward_with_state(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Continue from `state` over x (B, L, d_model): outputs, same shape, and the state after the last token."""
+    def forward_with_state(self, x: Tensor, state: Any, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
+        """Continue from `state` over x (B, L, d_model): outputs, same shape, and the state after the last token.
+
+        Mixers that `carries` holds of also take cu_seqlens (documents + 1,). B is then 1, and states are those before
+        and after each document, (documents, ...); documents without tokens pass theirs on.
+        """
         raise NotImplementedError
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:

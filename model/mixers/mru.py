@@ -24,6 +24,7 @@ from matmix.kernels.mru.constructions import (
 from matmix.model.calls import weights_of
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer, overwrite
+from matmix.model.mixers.continued import tokens_before
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 State = Tensor | tuple[Tensor, Tensor]
@@ -98,6 +99,7 @@ class MRU(Mixer):
     Config = MRUConfig
     causal_form = True
     static_step = True
+    carries = True
     # Layer norms square what comes from the states: what follows is NaN before states are infinite.
     monitor_limits: ClassVar[dict[str, float]] = {"log_norm_max": math.log(torch.finfo(torch.float32).max) / 2}
 
@@ -303,16 +305,19 @@ class MRU(Mixer):
         return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> State:
-        """The identity, (batch_size, H, order, order) float32; with `shift` beside it the token before, zeros
+        """The identity, (batch_size, H, order, order), float32 at least; with `shift` beside it the token before, zeros
         (batch_size, d_model)."""
         like = torch.empty(0, dtype=self.state_down.dtype, device=self.state_down.device if device is None else device)
-        states = torch.eye(self.order, device=like.device).expand(batch_size, self.nheads, -1, -1).contiguous()
+        exact = torch.promote_types(like.dtype, torch.float32)
+        states = torch.eye(self.order, dtype=exact, device=like.device).repeat(batch_size, self.nheads, 1, 1)
         return states if self.shift_share is None else (states, like.new_zeros(batch_size, self.d_model))
 
-    def forward_with_state(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        """Continue from a state; raises OverflowError when the states stop being finite."""
-        y, state = self.carried(x, state)
-        self.refuse_overflow()
+    def forward_with_state(self, x: Tensor, state: State, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
+        """Continue from a state; raises OverflowError when the states stop being finite, but not for packed documents:
+        training does not wait for the device."""
+        y, state = self.carried(x, state, cu_seqlens)
+        if cu_seqlens is None:
+            self.refuse_overflow()
         return y, state
 
     step = forward_with_state
@@ -322,16 +327,17 @@ class MRU(Mixer):
         overwrite(state, new)
         return y
 
-    def carried(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def carried(self, x: Tensor, state: State, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
         """`forward_with_state`, also of one token x (B, d_model), that refuses no state."""
         states, last = (state, None) if isinstance(state, Tensor) else state
         if x.dim() == 2:
             y, states = self.run_token(x, last, states)
             return y, states if last is None else (states, x)
-        before = None if last is None else torch.cat([last.to(x.dtype).unsqueeze(1), x[:, :-1]], 1)
-        y, states = self.run(x, before, state=states)
-        # A copy, or else the last token would keep all of a long prompt in memory.
-        return y, states if last is None else (states, x[:, -1].clone())
+        before = None
+        if last is not None:
+            before, last = tokens_before(x, last, cu_seqlens)
+        y, states = self.run(x, before, cu_seqlens, states)
+        return y, states if last is None else (states, last)
 
     def run_token(self, x: Tensor, before: Tensor | None, states: Tensor) -> tuple[Tensor, Tensor]:
         """`run` for one token x (B, d_model) from a state."""

@@ -15,6 +15,7 @@ from matmix.data.artifacts import read_json, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.train.checkpoint import save
 from matmix.train.checkpoint.files import check_shapes, find_problem
+from matmix.train.checkpoint.lanes import Lanes
 from matmix.train.checkpoint.local_copies import START, LocalCopies
 from matmix.train.checkpoint.manifest import GENERATORS, check_sizes, read_manifest
 from matmix.train.checkpoint.save import BackgroundSave, RankState
@@ -106,6 +107,8 @@ class CheckpointManager:
         self.record, self.start_over, self.copies = record, start_over, copies
         self.best = -1
         """The step of a checkpoint that is kept besides the newest; -1 = none."""
+        self.lanes: Lanes | None = None
+        """What rows carry, which belongs to a checkpoint as well."""
         self._damaged: set[int] = set()  # steps
         self._verified: set[Path] = set()
         self._running: BackgroundSave | None = None
@@ -132,7 +135,7 @@ class CheckpointManager:
         """Writes a checkpoint and removes those that need not be kept. Waits first for a save that is running. extra:
         JSON values that `load` gives back. Returns the path, or None, with a warning, when the storage failed."""
         self.wait()
-        state = RankState.collect(step, engine, extra, copy=False)
+        state = RankState.collect(step, engine, extra, copy=False, lanes=self.lanes)
         return self.path(step) if self._complete(state, None) else None
 
     def begin_save(self, step: int, engine: Engine, extra: dict[str, Any]) -> None:
@@ -173,12 +176,11 @@ class CheckpointManager:
         work = functools.partial(complete, state, self._group)
         self._running = BackgroundSave.begin(state.step, work, engine.device, local=local)
 
-    @staticmethod
-    def _copied(step: int, engine: Engine, extra: dict[str, Any]) -> RankState | None:
+    def _copied(self, step: int, engine: Engine, extra: dict[str, Any]) -> RankState | None:
         """Returns what there is to save, in host memory; None on every rank where that does not suffice on one."""
         state = None
         try:
-            state = RankState.collect(step, engine, extra, copy=True)
+            state = RankState.collect(step, engine, extra, copy=True, lanes=self.lanes)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from matmix.data.artifacts import read_json
 from matmix.data.storage.files import open_durable, sync_directory
+from matmix.train.checkpoint.lanes import Lanes, write_lanes
 from matmix.train.checkpoint.manifest import GENERATORS, describe_files, list_files, write_manifest
 from matmix.train.engine.base import Engine, Snapshot
 from matmix.train.process.distributed import FolderGroup, agree
@@ -34,14 +35,21 @@ class RankState:
     snapshot: Snapshot
     batch_rank: int
     generators: dict[str, Any] | None  # None where another rank has the same
+    data_rank: int
+    lanes: dict[str, torch.Tensor]  # {} where nothing is carried, or another rank has the same
     layout: dict[str, Any]
     extra: dict[str, Any]
 
     @classmethod
-    def collect(cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool) -> RankState:
+    def collect(
+        cls, step: int, engine: Engine, extra: dict[str, Any], *, copy: bool, lanes: Lanes | None = None
+    ) -> RankState:
         """Collects what there is now. copy: such that training may go on while it is written."""
-        own = generator_states() if engine.mesh.is_counted else None
-        return cls(step, engine.snapshot(copy=copy), engine.mesh.batch_rank, own, engine.layout(), deepcopy(extra))
+        mesh, own, carried = engine.mesh, None, {}
+        if mesh.is_counted:
+            own, carried = generator_states(), lanes.tensors() if lanes else {}
+        snapshot, layout = engine.snapshot(copy=copy), engine.layout()
+        return cls(step, snapshot, mesh.batch_rank, own, mesh.data_rank, carried, layout, deepcopy(extra))
 
 
 def write_checkpoint(
@@ -63,6 +71,8 @@ def write_checkpoint(
         if state.generators is not None:
             with open_durable(temporary / GENERATORS / f"rank-{state.batch_rank:05d}.json") as file:
                 file.write(json.dumps(state.generators).encode())
+        if state.lanes:
+            write_lanes(state.lanes, temporary, state.data_rank)
 
     agree(begin, here=folder.leads, group=group)
     agree(write, group=group)

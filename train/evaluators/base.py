@@ -11,6 +11,7 @@ from torch import Tensor
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.train.arguments import NoOptions
+from matmix.train.checkpoint.lanes import Lanes
 from matmix.train.config import RunConfig
 from matmix.train.engine.base import Engine
 from matmix.train.process.distributed import gather_objects
@@ -52,7 +53,9 @@ class Evaluation:
     def batches(self, limit: int) -> Iterator[Batch]:
         """Yields this rank's micro-batches of the first `limit` global batches, 0 = all, in host memory."""
         self.loader.samples = 0
-        return self.walk(itertools.islice(self.loader, limit * self.loader.micro_batches_per_step or None))
+        lanes = Lanes(self.loader)
+        read = itertools.islice(self.loader, limit * self.loader.micro_batches_per_step or None)
+        return (lanes.attach(number, batch) for number, batch in enumerate(self.walk(read)))
 
     def on_device(self, batch: Batch) -> Batch:
         return batch.to(self.engine.device, non_blocking=True)

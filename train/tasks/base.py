@@ -57,6 +57,9 @@ class Costs(NamedTuple):
 
 def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None = None) -> Any:
     """Returns what the model, or `readout` in it, makes of a micro-batch."""
+    more = dict(batch.extra)
+    if batch.carried is not None:
+        batch.carried.continues, more["carried"] = batch.continues, batch.carried
     return model(
         batch.inputs,
         cu_seqlens=batch.cu_seqlens,
@@ -64,7 +67,7 @@ def forward(model: nn.Module, batch: Batch, readout: Callable[..., Any] | None =
         max_seqlen=batch.max_seqlen,
         select=batch.select,
         readout=readout,
-        **batch.extra,
+        **more,
     )
 
 

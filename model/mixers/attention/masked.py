@@ -172,6 +172,7 @@ class SmaCausal(MaskedAttention):
     rank_option = "headdim"
     static_step = True
     takes_in_place = True
+    carries = True
 
     @classmethod
     def linear_flops(cls, headdim: int, seqlen: int) -> float:
@@ -197,9 +198,12 @@ class SmaCausal(MaskedAttention):
         headdim = self.config.headdim
         return zero_state(self.k_proj, device, batch_size, self.nheads, headdim, headdim, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    def forward_with_state(
+        self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        y, state = scan_on(v, q, k, self.log_gates(x), initial_state=state, in_place=in_place)
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, state = scan_on(v, q, k, self.log_gates(x), initial_state=state, **options)
         return self.combine(y, x), state
 
     step = forward_with_state

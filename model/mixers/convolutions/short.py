@@ -38,6 +38,7 @@ class Convolution(Mixer):
     data_dependent = False
     sequence_aligned = False
     static_step = True
+    carries = True
 
     def __init__(self, d_model: int, config: ConvolutionConfig, *, causal: bool, **options):
         super().__init__(d_model, config, causal=causal, **options)
@@ -91,8 +92,8 @@ class Convolution(Mixer):
         """The last inputs of the convolution, zeros (batch_size, d_inner, d_conv - 1)."""
         return zero_state(self.conv1d, device, batch_size, self.d_inner, self.d_conv - 1)
 
-    def forward_with_state(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        z, v, state = self.parts(x, state)
+    def forward_with_state(self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        z, v, state = self.parts(x, state, cu_seqlens)
         return self.finish(v, z), state
 
     step = forward_with_state

@@ -40,8 +40,8 @@ def gated_delta_rule(
     """H_t = alpha_t (I - beta_t k_t k_t^T) H_{t-1} + beta_t k_t v_t^T, y_t = H_t^T q_t (arXiv 2412.06464, section 3).
 
     Args: inputs: q, k (B, L, heads, N), v (B, L, heads, P), beta and log alpha (B, L, heads); initial_state
-        (B, heads, N, P); cu_seqlens for packed documents (B = 1, no initial state), read on the host.
-    Returns: y (B, L, heads, P) and the last state (B, heads, N, P; None if packed), float32 at least.
+        (B or documents, heads, N, P); cu_seqlens for packed documents (B = 1), read on the host.
+    Returns: y (B, L, heads, P) and the last states (B or documents, heads, N, P), float32 at least.
     """
     batch, length = inputs[0].shape[:2]
     layout = chunk_layout(batch, length, min(chunk_size, length), cu_seqlens, aligned=True)
@@ -128,28 +128,36 @@ def in_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
 
 
 def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Outputs (B, L, heads, P) and the last state of each row; None where rows hold documents.
+    """Outputs (B, L, heads, P) and the last state of each row or document.
 
     Documents start chunks of their own, and their n-th chunks are taken together, so that there are as many steps as
     the longest has chunks.
     """
+    shape = maps.written.shape[1:]
+    begun = maps.written.new_zeros(len(layout.firsts) if layout.aligned else layout.rows, *shape)
+    begun = begun if initial_state is None else initial_state.to(begun.dtype)
     if layout.aligned:
-        assert initial_state is None
-        ends = zip(layout.firsts, layout.lasts, strict=True)
-        spans = sorted(((last - first + 1, first) for first, last in ends if first >= 0), reverse=True)
-        chunks = [[first + n for count, first in spans if count > n] for n in range(spans[0][0])]
-        order = torch.tensor(list(itertools.chain(*chunks)), device=maps.written.device)
+        ends = enumerate(zip(layout.firsts, layout.lasts, strict=True))
+        spans = sorted(((last - first + 1, first, n) for n, (first, last) in ends if first >= 0), reverse=True)
+        chunks = [[first + n for count, first, _ in spans if count > n] for n in range(spans[0][0])]
+        order, documents = (
+            torch.tensor(places, device=begun.device)
+            for places in (list(itertools.chain(*chunks)), [document for *_, document in spans])
+        )
         transitions, written = (part.index_select(0, order).split([*map(len, chunks)]) for part in maps[2:])
+        state = begun.index_select(0, documents)
     else:
         transitions, written = (part.unflatten(0, (layout.rows, layout.per_row)).unbind(1) for part in maps[2:])
-    state = torch.zeros_like(written[0]) if initial_state is None else initial_state.to(maps.written.dtype)
-    states = []
+        state = begun
+    states, ended = [], []
     for transition, added in zip(transitions, written, strict=True):
-        state = state[: len(added)]  # longer documents come first
+        ended.append(state[len(added) :])  # longer documents come first
+        state = state[: len(added)]
         states.append(state)
         state = transition @ state + added
     if layout.aligned:
-        entering, state = torch.cat(states).index_select(0, order.argsort()), None
+        entering = torch.cat(states).index_select(0, order.argsort())
+        state = begun.index_copy(0, documents, torch.cat([state, *reversed(ended)]))
     else:
         entering = torch.stack(states, 1).flatten(0, 1)
     return layout.join((maps.reads @ entering + maps.local).transpose(1, 2)), state

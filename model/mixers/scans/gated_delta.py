@@ -67,6 +67,7 @@ class GatedDelta(Mixer):
     rank_option = "qk_dim"
     not_decayed = ("A_log", "dt_bias")
     static_step = True
+    carries = True
 
     def __init__(self, d_model: int, config: GatedDeltaConfig, **options):
         super().__init__(d_model, config, **options)
@@ -153,9 +154,12 @@ class GatedDelta(Mixer):
         window = zero_state(self.conv1d, device, batch_size, self.sections[1], self.config.d_conv - 1)
         return window, zero_state(self.conv1d, device, batch_size, *memory, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        (*arguments, z), window = self.parts(x, state[0])
-        y, memory = gated_delta_rule(tuple(arguments), initial_state=state[1], chunk_size=self.config.chunk_size)
+    def forward_with_state(
+        self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        (*arguments, z), window = self.parts(x, state[0], cu_seqlens)
+        options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size}
+        y, memory = gated_delta_rule(tuple(arguments), initial_state=state[1], **options)
         return self.finish(y, z), (window, memory)
 
     def step(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:

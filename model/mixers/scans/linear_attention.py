@@ -39,6 +39,7 @@ class LinearAttention(Mixer):
     rank_option = "headdim"
     static_step = True
     takes_in_place = True
+    carries = True
     row_normalized = True
 
     def __init__(self, d_model: int, config: LinearAttentionConfig, **options):
@@ -105,9 +106,12 @@ class LinearAttention(Mixer):
         shape = (batch_size, self.nheads, headdim, headdim + self.config.normalize)
         return zero_state(self.k_proj, device, *shape, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: Tensor, in_place: bool = False) -> tuple[Tensor, Tensor]:
+    def forward_with_state(
+        self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, in_place: bool = False
+    ) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        y, state = scan_on(*self.widened(q, k, v), None, initial_state=state, in_place=in_place)
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, state = scan_on(*self.widened(q, k, v), None, initial_state=state, **options)
         return self.finish(y, v.dtype), state
 
     step = forward_with_state

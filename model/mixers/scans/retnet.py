@@ -44,6 +44,7 @@ class RetNet(Mixer):
     rank_option = "headdim"
     static_step = True
     takes_in_place = True
+    carries = True
 
     def __init__(self, d_model: int, config: RetNetConfig, **options):
         super().__init__(d_model, config, **options)
@@ -94,15 +95,21 @@ class RetNet(Mixer):
         return memory.new_zeros(batch_size, dtype=torch.int64), memory
 
     def forward_with_state(
-        self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
+        self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         seen, memory = state
-        new = 1 if x.dim() == 2 else x.shape[1]
         # Rows may stand at different positions: for the rotation all tokens lie in one row.
-        positions = seen.unsqueeze(1) + torch.arange(new, device=x.device)
+        if cu_seqlens is None:
+            new = 1 if x.dim() == 2 else x.shape[1]
+            positions = seen.unsqueeze(1) + torch.arange(new, device=x.device)
+        else:
+            new = cu_seqlens.diff().long()
+            before = torch.repeat_interleave(seen, new, output_size=x.shape[1])
+            positions = before + document_positions(x.shape[1], cu_seqlens, x.device)
         parts = self.project(x.reshape(1, -1, x.shape[-1]), positions.flatten())
         q, k, v = (part.view(*x.shape[:-1], *part.shape[2:]) for part in parts)
-        y, memory = scan_on(v, q, k, self.log_decay(x), initial_state=memory, in_place=in_place)
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        y, memory = scan_on(v, q, k, self.log_decay(x), initial_state=memory, **options)
         return self.combine(y, x), (seen.add_(new) if in_place else seen + new, memory)
 
     step = forward_with_state

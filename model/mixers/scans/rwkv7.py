@@ -17,6 +17,7 @@ from matmix.kernels.documents import shift_right
 from matmix.model.calls import weights_of
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers.base import Mixer, zero_state
+from matmix.model.mixers.continued import tokens_before
 from matmix.model.mixers.scans.delta_rule import delta_rule_step, diagonal_delta_rule, transition_matrix, unit_vectors
 
 
@@ -62,6 +63,7 @@ class RWKV7(Mixer):
     causal_form = True
     rank_option = "headdim"
     static_step = True
+    carries = True
 
     def __init__(self, d_model: int, config: RWKV7Config, **options):
         super().__init__(d_model, config, **options)
@@ -166,18 +168,20 @@ class RWKV7(Mixer):
         last = zero_state(self.key, device, batch_size, self.d_model)
         return last, zero_state(self.key, device, batch_size, *memory, exact=True)
 
-    def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward_with_state(
+        self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         last, memory = state
-        seen = torch.cat([last.to(x.dtype).unsqueeze(1), x], 1)
-        parts = self.parts(x, seen[:, :-1])
-        if x.shape[1] == 1:
+        before, last = tokens_before(x, last, cu_seqlens)
+        parts = self.parts(x, before)
+        if x.shape[1] == 1 and cu_seqlens is None:
             r, k, v, a, b, log_decay = (part.squeeze(1) for part in parts[:6])
             y, memory = delta_rule_step(memory, log_decay.exp(), a, b, k, v.to(k.dtype), r)
             y = y.unsqueeze(1)
         else:
-            y, memory = diagonal_delta_rule(parts[:6], initial_state=memory, chunk_size=self.config.chunk_size)
-        # A copy, or else the last token would keep all of a long prompt in memory.
-        return self.finish(y, parts), (seen[:, -1].clone(), memory)
+            options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size}
+            y, memory = diagonal_delta_rule(parts[:6], initial_state=memory, **options)
+        return self.finish(y, parts), (last, memory)
 
 
 def draw_shift(shape: torch.Size, generator: torch.Generator, *, power: float) -> Tensor:

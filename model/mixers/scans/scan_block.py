@@ -165,11 +165,12 @@ class ScanBlock(Mixer):
         return self.mix_projected(self.in_proj(x), cu_seqlens)
 
     def parts(
-        self, x: Tensor, window: Tensor | None = None, in_place: bool = False
+        self, x: Tensor, window: Tensor | None = None, in_place: bool = False, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, ScanArguments, Tensor | None]:
         """The gate z (..., d_inner), the arguments of the scan, and the window behind x, as `convolve` has it."""
         z, channels, raw = self.form.split(self.in_proj(x))
-        options = {"causal": self.directions == 1, "activation": "silu", "in_place": in_place}
+        options = {"causal": self.directions == 1, "activation": "silu", "cu_seqlens": cu_seqlens}
+        options["in_place"] = in_place
         mixed, window = convolve(self.conv1d, channels, window, **options)
         arguments = scan_arguments(self.form, mixed, raw, self.dt_bias, self.A_log, **self.diagonal_options())
         return z, arguments, window

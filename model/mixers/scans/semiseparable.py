@@ -36,6 +36,7 @@ class Semiseparable(ScanBlock):
     causal_form = True
     static_step = True
     takes_in_place = True
+    carries = True
     directions = 1
     diagonal = "constant"
 
@@ -56,12 +57,12 @@ class Semiseparable(ScanBlock):
         return window, zero_state(self.conv1d, device, batch_size, form.heads, form.d_state, form.headdim, exact=True)
 
     def forward_with_state(
-        self, x: Tensor, state: tuple[Tensor, Tensor], in_place: bool = False
+        self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        z, (v, (side,), diagonal), window = self.parts(x, state[0], in_place)
+        z, (v, (side,), diagonal), window = self.parts(x, state[0], in_place, cu_seqlens)
         y, memory = scan_on(
             v, side.q, side.k, side.log_decay, input_scale=side.input_scale, diagonal=diagonal,
-            initial_state=state[1], in_place=in_place, chunk_size=self.config.chunk_size or None,
+            initial_state=state[1], in_place=in_place, chunk_size=self.config.chunk_size or None, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         return self.finish(y, z), (window, memory)
 

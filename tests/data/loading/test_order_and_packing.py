@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_shards import MemoryShards
 
 from matmix.data.config import DataConfig
 from matmix.data.loading.order import Order
@@ -11,20 +12,6 @@ from matmix.data.loading.packing import ConcatPacking, DocumentPacking
 from matmix.data.loading.rows import Reading
 
 BOS, EOS = 2, 3
-
-
-class MemoryShards:
-    """What Order and Packing use of TokenShards. Token values tell the document and the place in it."""
-
-    def __init__(self, lengths: list[list[int]]) -> None:
-        self._lengths = [np.array(n, dtype=np.uint32) for n in lengths]
-        self.n_shards = len(lengths)
-
-    def lengths(self, shard: int) -> np.ndarray:
-        return self._lengths[shard]
-
-    def read(self, shard: int, index: int) -> np.ndarray:
-        return 10_000 * (1 + shard) + 100 * index + np.arange(self._lengths[shard][index]) % 100
 
 
 SHARDS = MemoryShards([[3, 0, 1, 7], [0, 0], [12, 1], [], [5, 2, 2, 9, 1], [4]])

@@ -1,0 +1,68 @@
+"""Runs whose states go on from row to row (`data.carry`): the same with any number of ranks, after any stop."""
+
+import pytest
+import run_scenarios
+import torch
+from harness import run_distributed
+from runs import losses, records, weights
+
+from matmix.train.checkpoint.lanes import Lanes
+
+COMMON = ["--device", "cpu", "--checkpoint.every", "0", "--logging.progress", "False"]
+COMMON += ["--gc-every", "0", "--data.workers", "0", "--data.shuffle", "False", "--data.carry", "True"]
+COMMON += ["--data.seqlen", "16", "--model.layers", "semiseparable", "mru", "--model.mixers.semiseparable.headdim", "8"]
+COMMON += ["--model.mixers.semiseparable.d-state", "4", "--evaluation.every", "4", "--micro-batch-size", "2"]
+
+
+ENGINES = {
+    "fsdp2": ["--engine.name", "fsdp2"],
+    "ddp": ["--engine.name", "ddp"],
+    "zero2": ["--engine.name", "deepspeed", "--engine.zero-stage", "2"],
+}
+
+
+def run_of(folder, *options: str) -> tuple[str, list[str]]:
+    return "debug_mru", [*COMMON, *options, "--run-dir", str(folder)]
+
+
+def evaluated(folder) -> list[float]:
+    return [record["loss"] for record in records(folder, "validation")]
+
+
+@pytest.mark.parametrize(
+    ("steps", "engines"),
+    [(8, ["fsdp2", "ddp"]), pytest.param(20, ["fsdp2", "ddp", "zero2"], marks=pytest.mark.slow)],
+)
+def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
+    """One process; two ranks with each engine; and a run that goes on from 4 to 2 ranks, and to one with other
+    micro-batches. Validation carries as well. Without states the same rows have other losses."""
+    data = ["--data.path", dataset, "--model.dropout", "0", "--steps", str(steps)]
+    first, second = (str(steps * part // 3) for part in (1, 2))
+    elastic = tmp_path / "elastic"
+    run_distributed(run_scenarios.train_all, 4, arguments=([run_of(elastic, *data, "--stop-step", first)],))
+    runs = [run_of(tmp_path / name, *data, *ENGINES[name]) for name in engines]
+    runs.append(run_of(elastic, *data, "--stop-step", second, "--checkpoint.asynchronous", "False"))
+    run_distributed(run_scenarios.train_all, 2, arguments=(runs,))
+    run_scenarios.train_all([run_of(elastic, *data, "--micro-batch-size", "8"), run_of(tmp_path / "one", *data)])
+    expected, validated = losses(tmp_path / "one"), evaluated(tmp_path / "one")
+    for name in (*engines, "elastic"):
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=2e-5), name
+        assert evaluated(tmp_path / name) == pytest.approx(validated, rel=2e-5), name
+    monkeypatch.setattr(Lanes, "attach", lambda _lanes, _number, batch: batch)
+    run_scenarios.train_all([run_of(tmp_path / "without", *data)])
+    without = losses(tmp_path / "without")
+    assert without[0] == expected[0]
+    assert without[1:] != pytest.approx(expected[1:], rel=2e-4)
+
+
+def test_a_stop_inside_of_documents_changes_no_bit(dataset, tmp_path):
+    data = ["--data.path", dataset, "--data.workers", "1", "--steps", "8"]
+    runs = [run_of(tmp_path / "whole", *data), run_of(tmp_path / "parts", *data, "--stop-step", "5")]
+    runs += [run_of(tmp_path / "parts", *data)]
+    run_distributed(run_scenarios.train_all, 2, arguments=(runs,), alone=True)
+    whole, parts = (
+        [(record["loss"], record["grad_norm"]) for record in records(tmp_path / name)] for name in ("whole", "parts")
+    )
+    assert parts == whole
+    for key, tensor in weights(tmp_path / "parts").items():
+        assert torch.equal(tensor, weights(tmp_path / "whole")[key]), key
