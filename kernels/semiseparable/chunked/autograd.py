@@ -120,8 +120,8 @@ class TwoSidedOutputs(NamedTuple):
     y: Tensor
     row_sum: Tensor | None
     rest: Tensor | None
-    final_forward: Tensor | None
-    final_backward: Tensor | None
+    final_forward: Tensor | None = None
+    final_backward: Tensor | None = None
 
 
 def two_sided_forward(form: Form, given: TwoSidedInputs) -> TwoSidedOutputs:
