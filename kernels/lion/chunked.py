@@ -1,14 +1,16 @@
 """LION's feature maps, and its mixing in PyTorch on any device."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.kernels.documents import shift_right
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Operation, working
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
+from matmix.kernels.semiseparable.context import moved_right
 from matmix.kernels.semiseparable.form import ScanForm
 
 
@@ -51,9 +53,15 @@ class LionInputs(NamedTuple):
 
 
 def lion_mixer_torch(
-    qkv: Tensor, gates: Tensor | None, *, return_row_sums: bool = False, **options: Any
+    qkv: Tensor,
+    gates: Tensor | None,
+    *,
+    return_row_sums: bool = False,
+    context: Context | None = None,
+    scan: Callable = quasiseparable_chunked,
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`lion_mixer` in PyTorch, without argument checks; see there."""
+    """`lion_mixer` in PyTorch, but for the `scan`, and without argument checks; see there."""
     given = LionInputs(qkv, gates, **options)
     cu_seqlens, eps = given.cu_seqlens, given.eps
     q, k, v = qkv.unflatten(-1, (3, given.nheads, -1)).unbind(-3)
@@ -63,14 +71,15 @@ def lion_mixer_torch(
     if gates is not None:
         forward = backward = F.logsigmoid(working(gates))
         if given.forward_gate_offset and gates.dim() == 3:
-            forward = shift_right(forward, cu_seqlens)
-    options = {"shift": False, "self_term": "mean", "gate_offset": given.gate_offset, "cu_seqlens": cu_seqlens}
+            forward = moved_right(forward, cu_seqlens, context)
+    options = {"shift": False, "self_term": "mean", "gate_offset": given.gate_offset}
+    options |= {"cu_seqlens": cu_seqlens, "context": context}
     if not return_row_sums:
-        y = quasiseparable_chunked(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
+        y = scan(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
         return y.flatten(-2)
     # A row's sum is what it makes of ones.
     q, k, v = working(q), working(k), F.pad(working(v), (0, 1), value=1.0)
-    sums = quasiseparable_chunked(v, q, k, q, k, forward, backward, **options)
+    sums = scan(v, q, k, q, k, forward, backward, **options)
     y = sums[..., :-1] / (sums[..., -1:] + eps)
     return y.to(qkv.dtype).flatten(-2), sums[..., -1]
 

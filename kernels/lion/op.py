@@ -1,5 +1,7 @@
 """LION's mixing as an op: checks, backend choice, registration with PyTorch."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,12 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
+from matmix.kernels.context import Context
 from matmix.kernels.lion.chunked import FEATURE_MAPS, LION_MIXER, LionInputs, LionOutputs, lion_mixer_torch
 from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import ScanForm, no_kernel
+from matmix.kernels.semiseparable.op import quasiseparable_scan
 
 
 def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
@@ -35,6 +39,7 @@ def lion_mixer(
     eps: float = 1e-6,
     cu_seqlens: Tensor | None = None,
     return_row_sums: bool = False,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """All that stands between LION's two projections (arXiv 2502.16249): feature maps, gates, and the mixing of both
@@ -54,6 +59,8 @@ def lion_mixer(
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1).
         return_row_sums: also return the sums that rows are divided by, without eps: what several mixers of one sequence
             are added by before they are divided. They have gradients.
+        context: the ranks that rows are cut over; see `semiseparable_scan`. Feature maps and gates are then computed
+            one after the other, in PyTorch, before the scan.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -75,11 +82,14 @@ def lion_mixer(
     if gates is not None:
         check_shape(op, "gates", gates, (*qkv.shape[:2], nheads), (nheads,))
     check_eps(op, eps)
-    check_cu_seqlens(op, cu_seqlens, qkv.shape[0], qkv.shape[1], qkv)
+    check_cu_seqlens(op, cu_seqlens, qkv.shape[0], qkv.shape[1], qkv, part=context is not None)
     check_finite(op, qkv=qkv, gates=gates)
     headdim = qkv.shape[2] // 3 // nheads
     check_backend(op, backend, qkv, no_kernel(headdim, headdim))
     given = LionInputs(qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, float(eps), cu_seqlens)
+    if context is not None:
+        options = {"return_row_sums": return_row_sums, "context": context}
+        return lion_mixer_torch(**given._asdict(), **options, scan=partial(quasiseparable_scan, backend=backend))
     if not lion_mixer_is_fused(qkv, nheads, backend):
         return lion_mixer_torch(**given._asdict(), return_row_sums=return_row_sums)
     y, row_sum, *_ = _lion_mixer(given)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Function, working, working_dtype
 from matmix.kernels.gated_norm.chunked import gated_norm_torch
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
@@ -309,21 +310,22 @@ class LayerParts(NamedTuple):
     norm: Callable
 
 
-def compose_layer(parts: LayerParts, given: LayerInputs, combine: str = "add") -> Tensor:
+def compose_layer(
+    parts: LayerParts, given: LayerInputs, combine: str = "add", context: Context | None = None
+) -> Tensor:
     """`scan_layer` by these operations, one after the other; see there."""
     form = given.form_of(given.norm_weight.shape[0] // (2 if combine == "concat" else 1))
     z, channels, raw = form.split(given.projected)
     causal, cu_seqlens = given.directions == 1, given.cu_seqlens
-    mixed = parts.conv(
-        channels, given.conv_weight, given.conv_bias, causal=causal, activation="silu", cu_seqlens=cu_seqlens
-    )
+    rows = {"cu_seqlens": cu_seqlens, "context": context}
+    mixed = parts.conv(channels, given.conv_weight, given.conv_bias, causal=causal, activation="silu", **rows)
     documents = z.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
     state = form.scan_states(given.initial_states, documents)
     v, sides, diagonal = scan_arguments(
         form, mixed, raw, given.dt_bias, given.A_log, given.D, given.diagonal_weight, state
     )
     first, second = sides[0], sides[-1]
-    options = {"diagonal": diagonal, "chunk_size": given.chunk_size, "cu_seqlens": cu_seqlens}
+    options = {"diagonal": diagonal, "chunk_size": given.chunk_size, **rows}
     if causal:
         y = parts.causal_scan(
             v, first.q, first.k, first.log_decay, input_scale=first.input_scale, initial_state=state, **options
@@ -345,7 +347,13 @@ def both_halves(z: Tensor, nheads: int) -> Tensor:
     return z.unflatten(-1, (nheads, -1)).repeat(*[1] * z.dim(), 2).flatten(-2)
 
 
-def scan_layer_torch(*tensors: Tensor | None, combine: str = "add", recompute: bool = False, **options: Any) -> Tensor:
+def scan_layer_torch(
+    *tensors: Tensor | None,
+    combine: str = "add",
+    recompute: bool = False,
+    context: Context | None = None,
+    **options: Any,
+) -> Tensor:
     """`scan_layer` in PyTorch, without argument checks; see there. `recompute` changes nothing here."""
     parts = LayerParts(short_conv_torch, semiseparable_chunked, quasiseparable_chunked, gated_norm_torch)
-    return compose_layer(parts, LayerInputs.of(*tensors, **options), combine)
+    return compose_layer(parts, LayerInputs.of(*tensors, **options), combine, context)

@@ -21,6 +21,7 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Operation, Output
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
 from matmix.kernels.registration import register
@@ -55,6 +56,7 @@ def scan_layer(
     cu_seqlens: Tensor | None = None,
     chunk_size: int | None = None,
     recompute: bool = False,
+    context: Context | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Computes all that stands between the two large products of a Hydra or Mamba-2 layer: convolution with SiLU, step
@@ -64,8 +66,8 @@ def scan_layer(
     y = scan(v, q, k, -dt exp(A_log), input_scale=dt), and the output is rmsnorm(y) norm_weight silu(z). The scan is
     `semiseparable_scan` with one direction (Mamba-2, arXiv 2405.21060), whose convolution is causal, and
     `quasiseparable_scan` with two (Hydra, arXiv 2407.09941). On GPUs it runs as one operation in Triton kernels; on
-    other devices, with combine other than "add", or where `diagonal_weight` is a function, as `short_conv`, the scan
-    and `gated_norm` one after the other.
+    other devices, with combine other than "add", where `diagonal_weight` is a function, or with a context, as
+    `short_conv`, the scan and `gated_norm` one after the other.
 
     Args:
         projected: (batch, seqlen, width), columns z and v of nheads headdim each, then k and q (ngroups d_state each)
@@ -90,6 +92,7 @@ def scan_layer(
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1).
         chunk_size: 16, 32, 64, 128 or 256; None lets the backend choose.
         recompute: do not keep the convolution's output for the backward pass.
+        context: the ranks that rows are cut over; see `semiseparable_scan`.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -140,19 +143,21 @@ def scan_layer(
     for name, expected in shapes.items():
         if parameters[name] is not None:
             check_shape(op, name, parameters[name], *expected)
-    check_cu_seqlens(op, cu_seqlens, batch, seqlen, projected)
+    check_cu_seqlens(op, cu_seqlens, batch, seqlen, projected, part=context is not None)
     check_chunk_size(op, chunk_size)
     check_finite(op, projected=projected, **parameters)
     why_not = no_kernel(d_state, form.headdim)
     check_backend(op, backend, projected, why_not)
     one_operation = combine == "add" and (diagonal_weight is None or product_weight is not None) and not why_not
+    one_operation = one_operation and context is None
     given = LayerInputs.of(
         projected, conv_weight, conv_bias, dt_bias, A_log, norm_weight, nheads, ngroups, d_state, directions, shift, D,
         diagonal_weight, initial_states, dt_limits=dt_limits, eps=float(eps), group_size=group_size,
         norm_first=norm_first, cu_seqlens=cu_seqlens, chunk_size=chunk_size, keep=not recompute,
     )  # fmt: skip
     if not one_operation or not takes_triton(backend, projected):
-        return compose_layer(LayerParts(*(partial(part, backend=backend) for part in _PARTS)), given, combine)
+        parts = LayerParts(*(partial(part, backend=backend) for part in _PARTS))
+        return compose_layer(parts, given, combine, context)
     if product_weight is not None:
         given = given._replace(diagonal_weight=product_weight.to(projected.dtype))
     with torch.no_grad():

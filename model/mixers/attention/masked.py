@@ -115,7 +115,7 @@ class MaskedAttention(Mixer):
 
     @classmethod
     def why_no_context(cls, config: MaskedAttentionConfig, causal: bool) -> str:
-        if cls.fixed_length or cls.causal_form:
+        if cls.fixed_length:
             return super().why_no_context(config, causal)
         if config.contraction == "quadratic":
             return 'makes all scores on one rank with contraction = "quadratic"'
@@ -191,7 +191,7 @@ class SmaCausal(MaskedAttention):
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.project(x)
-        return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens)
+        return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens, context=self.context)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zero: (batch_size, H, headdim, headdim), the sum of k v^T, in float32 at least."""

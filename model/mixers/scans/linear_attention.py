@@ -61,6 +61,10 @@ class LinearAttention(Mixer):
         cls.require(config.eps >= 0, config, "eps", "must not be negative")
 
     @classmethod
+    def why_no_context(cls, config: LinearAttentionConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:
         # Write and read take 2 multiply-adds per state element; the normaliser is one more column of the state.
         return 4.0 * head_count(d_model, config) * config.headdim * (config.headdim + config.normalize)
@@ -98,7 +102,8 @@ class LinearAttention(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         q, k, v = self.project(x)
-        return self.finish(semiseparable_scan(*self.widened(q, k, v), None, cu_seqlens=cu_seqlens), v.dtype)
+        rows = {"cu_seqlens": cu_seqlens, "context": self.context}
+        return self.finish(semiseparable_scan(*self.widened(q, k, v), None, **rows), v.dtype)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """Zeros (batch_size, H, headdim, headdim), and with the normaliser a column more; float32 at least."""

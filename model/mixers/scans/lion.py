@@ -26,9 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import lion_mixer, lion_mixer_is_fused, quasiseparable_scan, semiseparable_step
-from matmix.kernels.documents import shift_right
+from matmix.kernels.context import Context
 from matmix.kernels.functions import working
 from matmix.kernels.lion.chunked import FEATURE_MAPS
+from matmix.kernels.semiseparable.context import moved_right
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import (
     HeadsConfig,
@@ -100,14 +101,14 @@ class LionGates(NamedTuple):
     gate_offset: int
     forward_gate_offset: int
 
-    def delayed(self, steps: int, cu_seqlens: Tensor | None = None) -> Tensor | None:
+    def delayed(self, steps: int, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor | None:
         """`delayed_gates` of them."""
-        return None if self.logs is None else delayed_gates(self.logs, steps, cu_seqlens)
+        return None if self.logs is None else delayed_gates(self.logs, steps, cu_seqlens, context)
 
 
-def delayed_gates(logs: Tensor, steps: int, cu_seqlens: Tensor | None = None) -> Tensor:
+def delayed_gates(logs: Tensor, steps: int, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor:
     """Each token's gate, or (steps 1) that of the token before it in its document."""
-    return shift_right(logs, cu_seqlens) if steps and logs.dim() == 3 else logs
+    return moved_right(logs, cu_seqlens, context) if steps and logs.dim() == 3 else logs
 
 
 def lion_weights(q: Tensor, k: Tensor, gates: LionGates) -> Tensor:
@@ -127,10 +128,17 @@ def lion_matrix(q: Tensor, k: Tensor, gates: LionGates, eps: float) -> Tensor:
 
 
 def lion(
-    form: str, q: Tensor, k: Tensor, v: Tensor, gates: LionGates, eps: float, cu_seqlens: Tensor | None = None
+    form: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: LionGates,
+    eps: float,
+    cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
 ) -> Tensor:
     """Y by one of the forms: "attention", O(L^2), which knows no documents; "chunked", attention inside chunks and
-    states between them, O(L); "recurrent", token by token."""
+    states between them, O(L), and of parts of rows the only one; "recurrent", token by token."""
     if form == "attention":
         assert cu_seqlens is None, "the attention form is called for one document at a time"
         return torch.einsum("bhij,bjhp->bihp", lion_matrix(q, k, gates, eps).to(v.dtype), v)
@@ -138,8 +146,9 @@ def lion(
         y, sums = lion_recurrence(q, k, v, gates, cu_seqlens)
         return (y / (sums + eps).unsqueeze(-1)).to(v.dtype)
     return quasiseparable_scan(
-        v, q, k, q, k, gates.delayed(gates.forward_gate_offset, cu_seqlens), gates.logs, shift=False,
+        v, q, k, q, k, gates.delayed(gates.forward_gate_offset, cu_seqlens, context), gates.logs, shift=False,
         self_term="mean", normalize="row_sum", eps=eps, gate_offset=gates.gate_offset, cu_seqlens=cu_seqlens,
+        context=context,
     )  # fmt: skip
 
 
@@ -254,6 +263,12 @@ class LionLit(Mixer):
             )
 
     @classmethod
+    def why_no_context(cls, config: LionConfig, causal: bool) -> str:
+        if config.form in ("auto", "chunked"):
+            return ""
+        return f'needs whole rows on one rank with form = "{config.form}"'
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
         channels = head_count(d_model, config) * config.headdim
         if config.form == "attention":
@@ -299,7 +314,8 @@ class LionLit(Mixer):
         """The form that computes rows of `seqlen` tokens, or packed documents, where no fused kernel runs."""
         if self.config.form != "auto":
             return self.config.form
-        return "attention" if cu_seqlens is None and seqlen <= _QUADRATIC_UP_TO else "chunked"
+        short = cu_seqlens is None and self.context is None and seqlen <= _QUADRATIC_UP_TO
+        return "attention" if short else "chunked"
 
     def fused(self, qkv: Tensor, logits: Tensor | None, **options: Any) -> Any:
         """Returns `lion_mixer` of the projection's output; None where no fused kernel runs."""
@@ -312,10 +328,10 @@ class LionLit(Mixer):
         if cu_seqlens is not None and self.config.form == "attention":
             return self.forward_by_document(x, cu_seqlens)
         qkv, logits = self.qkv(x), self.gate_logits(x, cu_seqlens)
-        y = self.fused(qkv, logits, cu_seqlens=cu_seqlens)
+        y = self.fused(qkv, logits, cu_seqlens=cu_seqlens, context=self.context)
         if y is None:
-            form = self.form(x.shape[1], cu_seqlens)
-            y = lion(form, *self.split(qkv), self.gates(logits), self.config.eps, cu_seqlens).flatten(-2)
+            form, rows = self.form(x.shape[1], cu_seqlens), (cu_seqlens, self.context)
+            y = lion(form, *self.split(qkv), self.gates(logits), self.config.eps, *rows).flatten(-2)
         return self.proj(y)
 
     def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:

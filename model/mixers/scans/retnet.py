@@ -62,6 +62,10 @@ class RetNet(Mixer):
         cls.require(config.headdim % 2 == 0, config, "headdim", "must be even, as rotary positions turn pairs")
 
     @classmethod
+    def why_no_context(cls, config: RetNetConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         return (1 if causal else 2) * 6.0 * head_count(d_model, config) * config.expand * config.headdim**2
@@ -79,12 +83,12 @@ class RetNet(Mixer):
         return q, k, v
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device))
-        decay = self.log_decay(x)
+        q, k, v = self.project(x, document_positions(x.shape[1], cu_seqlens, x.device, self.context))
+        decay, rows = self.log_decay(x), {"cu_seqlens": cu_seqlens, "context": self.context}
         if self.causal:
-            y = semiseparable_scan(v, q, k, decay, cu_seqlens=cu_seqlens)
+            y = semiseparable_scan(v, q, k, decay, **rows)
         else:
-            y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", cu_seqlens=cu_seqlens)
+            y = quasiseparable_scan(v, q, k, q, k, decay, decay, shift=False, self_term="mean", **rows)
         return self.combine(y, x)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:

@@ -131,6 +131,10 @@ class ScanBlock(Mixer):
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         return 2.0 * cls.directions * 3 * config.expand * d_model * config.d_state
 
+    @classmethod
+    def why_no_context(cls, config: Any, causal: bool) -> str:
+        return ""
+
     @property
     def norm_options(self) -> dict[str, Any]:
         """The options of the gated norm, by their names in `scan_layer`."""
@@ -156,8 +160,8 @@ class ScanBlock(Mixer):
             projected, *conv_weights(self.conv1d), self.dt_bias, self.A_log, weight_of(self.norm), nheads=form.heads,
             ngroups=form.groups, d_state=form.d_state, directions=form.directions, shift=form.shift,
             combine=self.joined, dt_limits=(form.low, form.high), cu_seqlens=cu_seqlens,
-            chunk_size=self.config.chunk_size or None, **self.diagonal_options(), **self.norm_options,
-            **self.layer_options,
+            context=self.context, chunk_size=self.config.chunk_size or None, **self.diagonal_options(),
+            **self.norm_options, **self.layer_options,
         )  # fmt: skip
         return self.out_proj(y)
 

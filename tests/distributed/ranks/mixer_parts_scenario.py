@@ -1,0 +1,53 @@
+"""Mixers of parts of rows, on all ranks of a context, and of whole rows on one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from mixer_cases import CASES, D_MODEL
+from torch import Tensor
+
+from matmix.kernels.context import Context
+
+SEQLEN = 48
+"""Cut by 2, 3 and 4 ranks."""
+DOCUMENTS = {
+    "two rows": None,
+    "one document": [48],
+    "at cuts": [12, 4, 8, 8, 4, 12],
+    "over three ranks": [5, 38, 5],
+    "single tokens": [1, 10, 1, 1, 2, 1, 9, 22, 1],
+}
+Results = dict[str, Tensor]
+"""The outputs "y", and by name the gradients of the inputs "x" and of all parameters."""
+
+
+def run(name: str, documents: str, dtype: torch.dtype, context: Context | None) -> Results:
+    """What one of mixer_cases.CASES makes of whole rows, or of this rank's part of them."""
+    mixer = CASES[name].build(max_seqlen=SEQLEN).to(dtype)
+    draw = torch.Generator().manual_seed(1)
+    for key, parameter in mixer.named_parameters():
+        parameter.data = (0.3 * torch.randn(parameter.shape, generator=draw) + ("norm" in key)).to(dtype)
+    mixer.context = context
+    lengths = DOCUMENTS[documents]
+    bounds = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    x, dy = torch.randn(2, 2 if lengths is None else 1, SEQLEN, D_MODEL, generator=draw).to(dtype)
+    if context is not None:
+        x, dy = (part.chunk(context.size, 1)[context.rank] for part in (x, dy))
+        bounds = None if bounds is None else bounds_of_part(bounds, x.shape[1], context.rank)
+    x = x.clone().requires_grad_()
+    y = mixer(x, bounds, max(lengths or [SEQLEN]))
+    (y * dy).sum().backward()
+    return {"y": y.detach(), "x": x.grad} | {key: p.grad for key, p in mixer.named_parameters()}
+
+
+def bounds_of_part(bounds: Tensor, seqlen: int, rank: int) -> Tensor:
+    """The boundaries of the documents that have tokens in the part of a rank, relative to it."""
+    bounds = bounds - rank * seqlen
+    return bounds[(bounds > 0).int().argmax() - 1 : (bounds < seqlen).sum() + 1]
+
+
+def run_parts(cases: list[tuple[str, str]], dtype: torch.dtype) -> list[Results]:
+    """`run` of each mixer and kind of documents on this rank."""
+    context = Context.of(dist.group.WORLD)
+    return [run(name, documents, dtype, context) for name, documents in cases]

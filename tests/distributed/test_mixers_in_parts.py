@@ -1,0 +1,82 @@
+"""Every registered mixer that claims to mix parts of rows: outputs and all gradients are those of whole rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import mixer_parts_scenario
+import pytest
+import torch
+from harness import run_distributed
+from mixer_cases import CASES
+from mixer_parts_scenario import DOCUMENTS, Results
+from nightly import nightly
+from torch import Tensor
+
+from matmix.model.mixers import MIXERS
+
+ABLE = [name for name, case in CASES.items() if not case.kind.why_no_context(case.config, case.causal)]
+"""A mixer is covered by not refusing a context."""
+SCANS = {
+    *("bidirectional_add", "bidirectional_add_diagonal", "bidirectional_add_shift", "bidirectional_concat"),
+    *("bidirectional_mult", "hydra", "linear_attention", "lion_d", "lion_lit", "lion_s", "low_rank_dd"),
+    *("quasiseparable_dd", "retnet", "semiseparable", "sma_causal", "sma_decay", "sma_semiseparable"),
+}
+
+
+def test_all_scans_mix_parts_and_mixers_of_a_fixed_length_do_not():
+    able = {CASES[name].mixer for name in ABLE}
+    assert able >= SCANS
+    assert not {name for name in able if MIXERS[name].fixed_length}
+
+
+@functools.cache
+def whole(name: str, documents: str, dtype: torch.dtype) -> Results:
+    return mixer_parts_scenario.run(name, documents, dtype, None)
+
+
+def far(got: Results, wanted: Results) -> float:
+    """The largest difference, of each tensor relative to its largest value."""
+    return max(((got[key] - x).abs().max() / x.abs().max()).item() for key, x in wanted.items())
+
+
+def check(cases: list[tuple[str, str]], ranks: int, dtype: torch.dtype) -> None:
+    """In float32 results may be three times as far from those in float64 as whole rows' are."""
+    by_rank = run_distributed(mixer_parts_scenario.run_parts, ranks, arguments=(cases, dtype))
+    wrong = {}
+    for case, *parts in zip(cases, *by_rank, strict=True):
+        exact = whole(*case, torch.float64)
+        got = {key: together(key, [part[key] for part in parts]) for key in exact}
+        bound = 1e-12 if dtype == torch.float64 else max(1e-5, 3 * far(whole(*case, dtype), exact))
+        if not (size := far(got, exact)) <= bound:
+            wrong[case] = size, bound
+    assert not wrong, f"on {ranks} ranks: {wrong}"
+
+
+def together(key: str, parts: list[Tensor]) -> Tensor:
+    """Of tokens each rank has some; to the gradient of a parameter each rank contributes."""
+    return torch.cat(parts, 1) if key in ("x", "y") else sum(parts)
+
+
+def some(shift: int) -> list[tuple[str, str]]:
+    """Each mixer with two kinds of documents, of which one lies over three ranks."""
+    kinds = [kind for kind in DOCUMENTS if kind != "over three ranks"]
+    return [
+        (name, kind) for at, name in enumerate(ABLE) for kind in ("over three ranks", kinds[(at + shift) % len(kinds)])
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_parts_give_what_whole_rows_give(ranks):
+    check(some(ranks), ranks, torch.float64)
+
+
+def test_parts_in_float32():
+    check(some(0), 3, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("ranks", [nightly(ranks) for ranks in (2, 3, 4)])
+def test_all_mixers_with_all_kinds_of_documents(ranks, dtype):
+    check(list(itertools.product(ABLE, DOCUMENTS)), ranks, dtype)
