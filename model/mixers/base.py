@@ -139,11 +139,15 @@ def zero_state(layer: nn.Module, device: torch.device | None, *shape: int, exact
     return torch.zeros(shape, dtype=dtype, device=weight.device if device is None else device)
 
 
+class ExactLinear(nn.Linear):
+    """A linear layer that `exact_linear` computes."""
+
+
 @outside_autocast
-def exact_linear(x: Tensor, layer: nn.Linear) -> Tensor:
+def exact_linear(x: Tensor, layer: ExactLinear) -> Tensor:
     """x W^T + b in float32 at least, also under autocast: what the logits of gates need."""
     x = working(x)
-    if type(layer) is not nn.Linear:  # an adapter or quantised, and more than its weight
+    if type(layer) is not ExactLinear:  # an adapter or quantised, and more than its weight
         wide = {name: w.to(x.dtype) for name, w in layer.named_parameters() if w.is_floating_point()}
         return functional_call(layer, wide, (x,)).to(x.dtype)
     weight, bias = weights_of(layer, "weight", "bias")

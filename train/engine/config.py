@@ -26,7 +26,10 @@ class EngineConfig:
     zero_stage: Literal[0, 1, 2, 3] = 2
     """deepspeed: 0 = copies, 1 = moments sharded, 2 = and gradients, 3 = and weights."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: matrix products in bf16 (autocast), weights, moments and reductions over ranks in float32."""
+    """bf16: matrix products in bf16 (autocast), and fsdp2, ddp and ZeRO 3 gather the matrices in bf16; weights, moments
+    and all that is no matrix product stay float32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients are summed over ranks in; over micro-batches always in float32."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in the backward pass: in no block, every block, or as `selective_by` says."""
     selective_by: Literal["block", "op"] = "block"
@@ -43,6 +46,11 @@ class EngineConfig:
         return "deepspeed" if self.name == "deepspeed" else "torch"
 
     @property
+    def sends_rounded(self) -> bool:
+        """True if ranks gather in bf16 the weights that bf16 rounds before they are used."""
+        return self.precision == "bf16" and (self.kind == "torch" or self.zero_stage == 3)
+
+    @property
     def shards_all(self) -> bool:
         """True if ranks share weights, gradients and moments, and hold copies of none of them."""
         return self.name == "fsdp2" or (self.name == "deepspeed" and self.zero_stage == 3)
@@ -52,7 +60,8 @@ class EngineConfig:
         """The engine and its settings in a few words."""
         name = f"{self.name} stage {self.zero_stage}" if self.name == "deepspeed" else self.name
         by = f" by {self.selective_by}" if self.activation_checkpointing == "selective" else ""
-        return f"{name}, {self.precision}, activation checkpointing {self.activation_checkpointing}{by}"
+        sums = ", sums in bf16" if self.reduce_dtype == "bf16" else ""
+        return f"{name}, {self.precision}{sums}, activation checkpointing {self.activation_checkpointing}{by}"
 
     def __post_init__(self) -> None:
         require_at_least(self, "engine.", replicate=1, context=1, selective_every=1)

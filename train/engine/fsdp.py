@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from matmix.model.precision import rounded_parameters
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta, persistent_tensors
 from matmix.train.engine.clipping import agree_on_norms
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, layout_of_moments
@@ -31,7 +32,7 @@ class FsdpEngine(Engine):
         return self.mesh.spread
 
     def _place(self, model: nn.Module, initialize: Initialize, make_optimizer: MakeOptimizer) -> None:
-        meta = is_on_meta(model)
+        meta, rounded = is_on_meta(model), rounded_parameters(model)
         if not meta:
             model.to(self.device)
         if self.spread is not None:
@@ -39,11 +40,17 @@ class FsdpEngine(Engine):
         if meta:
             _give_memory(model, self.device)
         initialize(model)
+        if self.spread is not None and self.config.precision == "bf16":
+            from matmix.train.engine.wire import gather_rounded
+
+            gather_rounded(model, rounded)
         self.model = model
         self.optimizer = make_optimizer(model)
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import fully_shard
+
+        from matmix.train.engine.wire import RoundedSums, prefetch
 
         # A 2-D mesh always reduces over both dimensions; without copies the 1-D one saves the second reduction.
         mesh = mesh["parts"] if mesh["copies"].size() == 1 else mesh["copies", "parts"]
@@ -55,6 +62,9 @@ class FsdpEngine(Engine):
             # Plain sums over ranks: the loss is already divided by the global count.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if self.config.reduce_dtype == "bf16":
+                module.set_custom_reduce_scatter(RoundedSums())
+        prefetch(model)
 
     def _sharded_modules(self, model: nn.Module) -> Iterator[FSDPModule]:
         if self.spread is None:

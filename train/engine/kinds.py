@@ -4,7 +4,7 @@ As ring algorithms do, an all-gather or reduce-scatter of S elements over n rank
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matmix.train.engine import full_tensors
 from matmix.train.engine.config import COUNTS, EngineConfig
@@ -52,15 +52,50 @@ def open_weights(checkpoint: Path, layout: Mapping[str, Any], weights: Weights =
 # -- costs -------------------------------------------------------------------------------------------------------
 
 
+class Weight(NamedTuple):
+    """One parameter of a model."""
+
+    rows: int  # of its first dimension, along which it is cut: each rank gets as many, the last ones fewer
+    columns: int  # elements of a row
+    in_block: bool
+    rounded: bool  # by bf16, before it is used
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
     """A model and how it is trained, in elements."""
 
-    parameters: int
-    block: int  # of one block, on average
-    outside: int  # of all blocks
+    weights: tuple[Weight, ...]
+    n_blocks: int
     moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
     accumulation: int  # micro-batches of a step
+
+    @property
+    def parameters(self) -> int:
+        return sum(weight.elements for weight in self.weights)
+
+    @property
+    def outside(self) -> int:
+        """Of all blocks."""
+        return sum(weight.elements for weight in self.weights if not weight.in_block)
+
+    @property
+    def block(self) -> int:
+        """Of one block, on average."""
+        return (self.parameters - self.outside) // self.n_blocks
+
+    def cut(self, parts: int, bits: int = 32, *, in_block: bool | None = None, rounded: int | None = None) -> float:
+        """Returns as how many elements of float32 all weights are sent in equal parts, in so many bits for an element,
+        and for one of those that bf16 rounds. in_block: of those in blocks only, or outside of them."""
+        return sum(
+            -(-weight.rows // parts) * parts * weight.columns * (rounded if rounded and weight.rounded else bits) / 32
+            for weight in self.weights
+            if in_block is None or weight.in_block is in_block
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +116,7 @@ class Exchange:
     """One kind of exchange between ranks in a step."""
 
     what: str
-    sent: float  # by each rank, in elements of float32, at every precision
+    sent: float  # by each rank, in elements of float32
     ranks: int  # that take part
     span: int  # ranks from the first to the last that takes part: within a node if it has as many
 
@@ -90,14 +125,16 @@ def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """Returns what a rank holds of a model."""
     if engine.kind == "deepspeed" and engine.zero_stage:
         return _held_by_zero(engine.zero_stage, ranks, sizes)
-    again, whole = sizes.accumulation > 1, sizes.parameters
+    again, whole, rounded = sizes.accumulation > 1, sizes.parameters, 16 if engine.sends_rounded else 32
     if ranks == 1 or engine.kind == "deepspeed":  # everything
         return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
-    parts, near = MeshShape.of(engine, ranks).parts, sizes.outside + 2 * sizes.block
+    parts = MeshShape.of(engine, ranks).parts
+    outside, blocks = (sizes.cut(1, rounded=rounded, in_block=inside) for inside in (False, True))
+    kept = engine.name == "ddp" or not engine.reshard_after_forward
     return Held(
         whole / parts,
         sizes.moments / parts,
-        gathered=whole if engine.name == "ddp" or not engine.reshard_after_forward else near,
+        gathered=outside + blocks * (1 if kept else min(1, 2 / sizes.n_blocks)),
         # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
         standing=whole * again,
         share=1 / parts,
@@ -119,30 +156,38 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
 def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
     """Returns what ranks send in a step: parts of a copy gather weights and sum gradients, copies sum those."""
     if engine.kind == "deepspeed" and engine.zero_stage:
-        return _sent_by_zero(engine.zero_stage, ranks, sizes)
+        return _sent_by_zero(engine, ranks, sizes)
     shape, exchanges = MeshShape.of(engine, ranks), []
     copies, parts = shape.copies, shape.parts
+    gradients = sizes.cut(parts, _bits(engine))
     if parts > 1:
-        part = (parts - 1) / parts
-        times = 2 if engine.reshard_after_forward else 1
-        gathered = ((sizes.parameters - sizes.outside) * times + sizes.outside) * sizes.accumulation
+        part, rounded = (parts - 1) / parts, 16 if engine.sends_rounded else 32
+        outside, blocks = (sizes.cut(parts, rounded=rounded, in_block=inside) for inside in (False, True))
+        gathered = (blocks * (2 if engine.reshard_after_forward else 1) + outside) * sizes.accumulation
         exchanges.append(Exchange("all-gather of weights", part * gathered, parts, parts))
-        exchanges.append(Exchange("reduce-scatter of gradients", part * sizes.parameters, parts, parts))
+        exchanges.append(Exchange("reduce-scatter of gradients", part * gradients, parts, parts))
     if copies > 1:
         part = 2 * (copies - 1) / copies
-        exchanges.append(Exchange("all-reduce of gradients", part * sizes.parameters / parts, copies, ranks))
+        exchanges.append(Exchange("all-reduce of gradients", part * gradients / parts, copies, ranks))
     return exchanges
 
 
-def _sent_by_zero(stage: int, ranks: int, sizes: Sizes) -> list[Exchange]:
+def _bits(engine: EngineConfig) -> int:
+    """Of an element of the gradients that ranks sum."""
+    return 16 if engine.reduce_dtype == "bf16" else 32
+
+
+def _sent_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
     """From stage 2 on gradients are summed at every micro-batch: no rank keeps whole ones. Stage 3 gathers weights for
     each pass."""
-    part = (ranks - 1) / ranks * sizes.parameters
+    part, stage = (ranks - 1) / ranks, engine.zero_stage
     reductions = sizes.accumulation if stage >= 2 else 1
     gathers = 2 * sizes.accumulation if stage == 3 else 1
+    gradients = sizes.cut(1, _bits(engine))
+    weights = sizes.cut(1, rounded=16 if engine.sends_rounded else 32)
     return [
-        Exchange("reduction of gradients", part * reductions, ranks, ranks),
-        Exchange("all-gather of weights", part * gathers, ranks, ranks),
+        Exchange("reduction of gradients", part * gradients * reductions, ranks, ranks),
+        Exchange("all-gather of weights", part * weights * gathers, ranks, ranks),
     ]
 
 

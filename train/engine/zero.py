@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from matmix.model.precision import rounded_parameters
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits
 from matmix.train.engine.config import EngineConfig
@@ -67,12 +68,18 @@ class ZeroEngine(Engine):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
+            "communication_data_type": self.config.reduce_dtype,
             "zero_optimization": {"stage": stage, **ZERO_OPTIONS},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
             "checkpoint": {"tag_validation": "Ignore"},
         }
         if stage == 3:
+            if self.config.precision == "bf16":
+                names = rounded_parameters(model)
+                for name, parameter in model.named_parameters():
+                    if name in names:
+                        parameter.comm_dtype = torch.bfloat16  # as DeepSpeed's torch_autocast marks what it casts
             self.deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=torch.float32)
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
 from matmix.model import build_model
+from matmix.model.precision import round_weights
 from matmix.train.activation import checkpoint_activations
 from matmix.train.config import RunConfig
 from matmix.train.engine.config import EngineConfig
@@ -95,14 +96,17 @@ def checkpointing_mode(config: RunConfig) -> Mode:
     return "selective by op" if mode == "selective" and config.engine.selective_by == "op" else mode
 
 
-def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
+def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None, gathers: bool = False) -> StepMemory:
     """Runs a forward and a backward pass over (batch, data.seqlen) tokens on fake tensors. config: with
-    model.vocab_size set. mode: checkpointing, None = as the config says. What fused ops allocate and free inside
+    model.vocab_size set. mode: checkpointing, None = as the config says. gathers: weights are as ranks gather them for
+    each other; else autocast makes its own copies of them, which count. What fused ops allocate and free inside
     themselves is not seen. The ops are those of a CPU: on a GPU fused kernels keep less."""
     engine = config.engine
     mode = mode or checkpointing_mode(config)
     with FakeTensorMode():
         model = build_model(config.model, device="cpu")
+        if gathers:
+            round_weights(model)
         kind, by = ("selective", "op") if mode == "selective by op" else (mode, "block")
         checkpoint_activations(model, kind, selective_by=by, every=engine.selective_every)
         task = config.task()
@@ -119,7 +123,7 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None) ->
 _simulated: dict[str, StepMemory] = {}
 
 
-def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> StepMemory:
+def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None, gathers: bool = False) -> StepMemory:
     """Returns what `simulate_step` would, from two small batches, as memory is linear in their number. Cached."""
     # What does not change memory must not make another entry in the cache.
     same = RunConfig(
@@ -131,9 +135,9 @@ def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None) -> S
     mode = mode or checkpointing_mode(config)
     both = []
     for size in (SIMULATED // 2, SIMULATED):
-        key = f"{size} {mode} {same}"
+        key = f"{size} {mode} {gathers} {same}"
         if key not in _simulated:
-            _simulated[key] = simulate_step(same, size, mode=mode)
+            _simulated[key] = simulate_step(same, size, mode=mode, gathers=gathers)
         both.append(_simulated[key])
     half, whole = both
     factor = (batch - SIMULATED) / (SIMULATED // 2)

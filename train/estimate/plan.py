@@ -4,9 +4,12 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
+from torch import nn
+
 from matmix.model import build_model
+from matmix.model.precision import rounded_parameters
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import Sizes
+from matmix.train.engine.kinds import Sizes, Weight
 from matmix.train.engine.kinds import held as held_on_rank
 from matmix.train.estimate import FLOAT, Mode, step_memory
 from matmix.train.init.start import planned_start
@@ -88,6 +91,15 @@ def vocabulary_words(config: RunConfig) -> str:
     return f"vocabulary {size}, {'the data' if known else 'assumed, training takes the data'}'s"
 
 
+def weights_of(model: nn.Module) -> tuple[Weight, ...]:
+    """Returns the parameters of a model, on any device, as engines send them."""
+    rounded, blocks = rounded_parameters(model), set(model.blocks.parameters())
+    return tuple(
+        Weight(len(one), one.numel() // len(one), one in blocks, name in rounded)
+        for name, one in model.named_parameters()
+    )
+
+
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
     """Plans `config` on `ranks` processes, which must divide the batch; mode: of checkpointing activations."""
     config = with_vocabulary(config)
@@ -98,17 +110,15 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
     states = optimizer.entries(dict(model.named_parameters())).values()
     kept = [tensor.nbytes for state in states for tensor in state.values() if tensor.dim()]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    block = sum(parameter.numel() for parameter in model.blocks.parameters()) // len(model.blocks)
     sizes = Sizes(
-        parameters=parameters,
-        block=block,
-        outside=parameters - block * config.model.n_layers,
+        weights=weights_of(model),
+        n_blocks=len(model.blocks),
         moments=sum(kept) / FLOAT,
         accumulation=accumulation,
     )
     held = held_on_rank(config.engine, ranks, sizes)
-    memory = step_memory(config, micro, mode=mode)
+    gathers = ranks > 1 and config.engine.sends_rounded
+    memory = step_memory(config, micro, mode=mode, gathers=gathers)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(
         sizes=sizes,

@@ -71,16 +71,14 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 if grad_bias is not None:
                     grad_bias += grad.sum(0)
         ctx.save_for_backward(grad_features, grad_weight, grad_bias)
-        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(loss, correct)
         return total, loss, correct
 
     @staticmethod
     def backward(ctx, grad, _grad_loss, _grad_correct):
         features, weight, bias = ctx.saved_tensors
-        weight_dtype, bias_dtype = ctx.dtypes
-        grad_bias = None if bias is None else (bias * grad).to(bias_dtype)
-        return (features * grad).to(features.dtype), (weight * grad).to(weight_dtype), grad_bias, None, None
+        # float32 also of bfloat16 weights, where that is what their gradients are kept in; else autograd rounds it.
+        return (features * grad).to(features.dtype), weight * grad, None if bias is None else bias * grad, None, None
 
 
 def linear_cross_entropy(

@@ -20,6 +20,7 @@ from matmix.kernels import semiseparable_scan
 from matmix.kernels.functions import working
 from matmix.model.calls import weight_of
 from matmix.model.mixers.base import (
+    ExactLinear,
     HeadsConfig,
     Mixer,
     RMSNormWeight,
@@ -226,7 +227,7 @@ class SmaSemiseparable(SmaCausal):
 
     def __init__(self, d_model: int, config: MaskedAttentionConfig, **options):
         super().__init__(d_model, config, **options)
-        self.gate_proj = nn.Linear(d_model, self.nheads)
+        self.gate_proj = ExactLinear(d_model, self.nheads)
         self.init_rules |= {"gate_proj.bias": retnet_decay_logits}
 
     def log_gates(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from matmix.kernels import over_heads
 from matmix.kernels.context import exchanged, share
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import Mixer, ShortConv, convolve, exact_linear, zero_state
+from matmix.model.mixers.base import ExactLinear, Mixer, ShortConv, convolve, exact_linear, zero_state
 from matmix.model.mixers.convolutions.long import convolution_matrix, long_convolution_flops, packed_convolution
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
@@ -51,9 +51,9 @@ class ImplicitFilter(nn.Module):
         super().__init__()
         self.d_model, self.config, self.max_seqlen = d_model, config, max_seqlen
         widths = [config.filter_features, *[config.filter_width] * config.filter_layers]
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.layers = nn.ModuleList(ExactLinear(*pair) for pair in itertools.pairwise(widths))
         self.freq = nn.Parameter(torch.empty(config.filter_width))
-        self.out = nn.Linear(config.filter_width, d_model, bias=False)
+        self.out = ExactLinear(config.filter_width, d_model, bias=False)
         self.init_rules = {
             "freq": constant_init(config.sine_frequency),
             "out.weight": uniform_init(config.filter_width**-0.5),

@@ -32,6 +32,7 @@ from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.kernels.semiseparable.context import moved_right
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import (
+    ExactLinear,
     HeadsConfig,
     Mixer,
     ScanOrders,
@@ -425,7 +426,7 @@ class LionS(LionLit):
     def __init__(self, d_model: int, config: LionSConfig, **options):
         super().__init__(d_model, config, **options)
         for name in ("a_i", "a2_i")[: config.gate_sets]:
-            setattr(self, name, nn.Linear(d_model, self.nheads))
+            setattr(self, name, ExactLinear(d_model, self.nheads))
 
     def gate_logits(self, x: Tensor, cu_seqlens: Tensor | None = None, which: int = 0) -> Tensor:
         """a_i(x) (B, L, H), in float32 at least: bfloat16 would round open gates to 1."""

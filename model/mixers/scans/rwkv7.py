@@ -64,6 +64,7 @@ class RWKV7(Mixer):
     rank_option = "headdim"
     static_step = True
     carries = True
+    rounded = ("w1", "w2", "a1", "a2", "g1", "g2")
 
     def __init__(self, d_model: int, config: RWKV7Config, **options):
         super().__init__(d_model, config, **options)

@@ -1,0 +1,120 @@
+"""What ranks send each other in a step, and in which order."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import scenarios
+import torch
+from traffic import Traffic
+
+from matmix.model import ModelConfig, build_model, initialize
+from matmix.train.engine import wire
+from matmix.train.engine.base import Engine
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.kinds import Sizes, sent
+from matmix.train.estimate.plan import weights_of
+from matmix.train.tasks.cross_entropy import linear_cross_entropy
+
+LAYERS, ACCUMULATION, VOCABULARY, WIDTH = 3, 2, 96, 64
+MODEL = ModelConfig(
+    architecture="encoder",
+    layers=("hydra",),
+    n_layers=LAYERS,
+    d_model=WIDTH,
+    vocab_size=VOCABULARY,
+    tie_embeddings=False,
+)
+TYPES = (torch.float32, torch.bfloat16, torch.uint8)
+"""In which weights and gradients are sent; several of them together as bytes."""
+
+
+def make_engine(options: dict[str, Any]) -> Engine:
+    engine = build_engine(EngineConfig(**options), scenarios.place())
+    model = build_model(MODEL, device="meta")
+    engine.prepare(model, lambda model: initialize(model, seed=0), scenarios.make_optimizer)
+    return engine
+
+
+def step(engine: Engine, number: int) -> float:
+    """Trains one step on tokens of this rank; returns the sum of its losses."""
+    generator = torch.Generator().manual_seed(100 * number + engine.rank)
+    total = 0.0
+    for index in range(ACCUMULATION):
+        tokens = torch.randint(0, VOCABULARY, (2, 12), generator=generator)
+        readout = functools.partial(linear_cross_entropy, targets=tokens.flip(1).flatten())
+        loss = engine.model(tokens, readout=readout).total / tokens.numel()
+        total += loss.item()
+        engine.backward(loss / ACCUMULATION, last=index == ACCUMULATION - 1)
+    engine.step(1.0)
+    return total
+
+
+def planned(options: dict[str, Any], ranks: int) -> dict[str, float]:
+    """Bytes that a rank is said to send, by the first word of the exchange."""
+    sizes = Sizes(
+        weights=weights_of(build_model(MODEL, device="meta")), n_blocks=LAYERS, moments=0, accumulation=ACCUMULATION
+    )
+    return {one.what.split()[0]: 4 * one.sent for one in sent(EngineConfig(**options), ranks, sizes)}
+
+
+def bytes_of_steps(runs: list[dict[str, Any]]) -> list[Any]:
+    """For each run (bytes that a step sends by kind, what the plan says)."""
+    found = []
+    for options in runs:
+        engine = make_engine(options)
+        step(engine, 0)
+        with Traffic() as traffic:
+            step(engine, 1)
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        counted = {kind.replace("_", "-"): traffic.bytes(kind, *TYPES) for kind in kinds}
+        found.append((counted, planned(options, engine.world_size)))
+    return found
+
+
+def losses_and_checkpoints(directory: str) -> dict[str, Any]:
+    """20 losses in bf16 with weights sent in bf16 and in float32, and with sums in bf16; what a checkpoint holds."""
+    found: dict[str, Any] = {}
+    rounded = wire.gather_rounded
+    for name in ("fsdp2", "ddp"):
+        for case, reduced in (("float32", "fp32"), ("rounded", "fp32"), ("sums", "bf16")):
+            wire.gather_rounded = (lambda *_: None) if case == "float32" else rounded
+            engine = make_engine({"name": name, "precision": "bf16", "reduce_dtype": reduced})
+            found[name, case] = [step(engine, number) for number in range(20)]
+        wire.gather_rounded = rounded
+        kept = [*engine._state().values(), *(p.grad for p in engine.module.parameters() if p.grad is not None)]
+        found[name, "types"] = {str(one.dtype) for one in kept}
+        options = {"name": name, "precision": "bf16", "reduce_dtype": "bf16"}
+        scenarios.ENGINES[f"{name} in bf16"] = options
+        runs = scenarios.stop_and_resume(
+            f"{name} in bf16", str(Path(directory)), dropout=0.0, stop=3, steps=6, accumulation=2
+        )
+        found[name, "resumed"] = runs
+    return found
+
+
+def order_of_collectives(runs: list[dict[str, Any]]) -> list[list[str]]:
+    """What each run sends in a step, and when blocks compute, in order."""
+    return [_order(options) for options in runs]
+
+
+def _order(options: dict[str, Any]) -> list[str]:
+    engine = make_engine(options)
+    step(engine, 0)
+    with Traffic() as traffic:
+        for index, block in enumerate(engine.module.blocks):
+            block.mixer.out_proj.register_forward_hook(_noting(traffic, index))
+        step(engine, 1)
+    return [one.kind for one in traffic.sent if one.dtype in (None, *TYPES)]
+
+
+def _noting(traffic: Traffic, index: int) -> Any:
+    def note(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        traffic.note(f"forward {index}")
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: traffic.note(f"backward {index}"))
+
+    return note
