@@ -28,28 +28,28 @@ class Part(NamedTuple):
     cu_seqlens: Tensor | None
     """Relative to the part; None: every row is one document over all ranks."""
     seqlen: int
+    crossing: Crossing
 
     @classmethod
     def of(cls, call: ScanCall) -> Part | None:
         """None for whole rows."""
-        context = Context.named(call.context)
-        return None if context is None else cls(context, call.cu_seqlens, call.v.shape[1])
-
-    def holds(self, first: bool) -> Tensor:
-        """Which documents, or rows, have their first (last) token in this part: bool (documents,) or (1,). Of those
-        without tokens both are where such a token would be."""
-        last_part = self.context.rank == self.context.size - 1
-        if self.cu_seqlens is None:
-            return torch.tensor([self.context.rank == 0 if first else last_part])
-        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
-        begins = (starts >= 0) & ((starts < self.seqlen) | last_part)
-        return begins if first else torch.where(starts == ends, begins, (ends > 0) & (ends <= self.seqlen))
+        context, seqlen = Context.named(call.context), call.v.shape[1]
+        if context is None:
+            return None
+        return cls(context, call.cu_seqlens, seqlen, Crossing.of(call.cu_seqlens, seqlen))
 
     def own(self, states: Tensor | None, first: bool) -> Tensor | None:
-        """Returns the states (documents or rows, ...) of those that `holds` names, zeros for others."""
+        """Returns the states (documents or rows, ...) of those that have their first (last) token in this part, zeros
+        for others. Of a document without tokens both are where they would be."""
+        rank, last_rank = self.context.rank, self.context.size - 1
         if states is None:
             return None
-        held = self.holds(first).to(states.device)
+        if self.cu_seqlens is None:
+            return states if rank == (0 if first else last_rank) else torch.zeros_like(states)
+        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
+        held = (starts >= 0) & ((starts < self.seqlen) | (rank == last_rank))
+        if not first:
+            held = torch.where(starts == ends, held, (ends > 0) & (ends <= self.seqlen))
         return torch.where(held.view(-1, *[1] * (states.dim() - 1)), states, states.new_zeros(()))
 
 
@@ -62,9 +62,8 @@ class Passing:
         """behind (rows, nheads, ...): the state behind the part, of the document at that edge, as if none had entered
         it; log_decay (rows, nheads): what states that go through it decay by, as `log_decays` has it; row (rows, ...)
         or None: goes to the next rank. All ranks call it in the same order."""
-        self.crossing, self.typed = Crossing.of(part.cu_seqlens, part.seqlen), None if row is None else row.dtype
-        self.part, self.rightwards = part, rightwards
-        through = self.crossing.through
+        self.part, self.rightwards, self.typed = part, rightwards, None if row is None else row.dtype
+        through = part.crossing.through
         if through is not None:
             log_decay = log_decay.masked_fill(~through, -torch.inf)
         self.gathering = Gathering(part.context, behind, log_decay, *(() if row is None else (row,)))
@@ -73,7 +72,7 @@ class Passing:
         """Returns the state that enters the part, shaped like `behind`, and the row of the rank before it in this
         direction; zeros where no document crosses that edge."""
         rank, size = self.part.context.rank, self.part.context.size
-        edge = self.crossing.left if self.rightwards else self.crossing.right
+        edge = self.part.crossing.left if self.rightwards else self.part.crossing.right
         behind, log_decay, *rows = self.gathering.wait()
         state = where_crossing(edge, carried(behind, log_decay, rank, self.rightwards))
         if not rows:

@@ -9,8 +9,7 @@ import mixer_parts_scenario
 import pytest
 import torch
 from harness import run_distributed
-from mixer_cases import CASES
-from mixer_parts_scenario import DOCUMENTS, Results
+from mixer_parts_scenario import CASES, DOCUMENTS, Results
 from nightly import nightly
 from torch import Tensor
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mixer_cases import CASES, D_MODEL
+from mixer_cases import CASES as REGISTERED
+from mixer_cases import D_MODEL, Case, small_config
 from torch import Tensor
 
 from matmix.kernels.context import Context
@@ -18,12 +19,23 @@ DOCUMENTS = {
     "over three ranks": [5, 38, 5],
     "single tokens": [1, 10, 1, 1, 2, 1, 9, 22, 1],
 }
+OPTIONS = {
+    "hydra-learned-states": ("hydra", {"learnable_init_states": True}),
+    "hydra-recomputed": ("hydra", {"recompute": True, "chunk_size": 16}),
+    "lion_s-chunked": ("lion_s", {"form": "chunked", "feature_map": "elu"}),
+    "semiseparable-norm-first": ("semiseparable", {"norm_before_gate": True, "ngroups": 2}),
+}
+"""What M and f(x) do not show: in mixer_cases.VARIANTS stand only mixers that are M f(x)."""
+CASES = REGISTERED | {
+    name: Case(mixer, small_config(mixer, **options), mixer == "semiseparable", "O(L)")
+    for name, (mixer, options) in OPTIONS.items()
+}
 Results = dict[str, Tensor]
 """The outputs "y", and by name the gradients of the inputs "x" and of all parameters."""
 
 
 def run(name: str, documents: str, dtype: torch.dtype, context: Context | None) -> Results:
-    """What one of mixer_cases.CASES makes of whole rows, or of this rank's part of them."""
+    """What one of CASES makes of whole rows, or of this rank's part of them."""
     mixer = CASES[name].build(max_seqlen=SEQLEN).to(dtype)
     draw = torch.Generator().manual_seed(1)
     for key, parameter in mixer.named_parameters():
