@@ -72,9 +72,8 @@ def gathered_attention(
     start, end = inner[0], inner[-1]
     own = torch.tensor(inner, dtype=torch.int32, device=q.device) - start
     parts = [part[:, start - at : end - at] for part, at in ((q, first), (k, 0), (v, 0))]
-    y = [packed_attention(*parts, causal=causal, cu_seqlens=own, **options)]
-    if start > first:
-        y.insert(0, seen(bounds[0], start))
+    y = [seen(bounds[0], start)] if start > first else []
+    y.append(packed_attention(*parts, causal=causal, cu_seqlens=own, **options))
     if end < last:
         y.append(seen(end, bounds[-1]))
     return torch.cat(y, 1)

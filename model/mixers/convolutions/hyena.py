@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from matmix.kernels import over_heads
-from matmix.kernels.context import exchanged, share
+from matmix.kernels.context import Context, exchanged, share
 from matmix.kernels.functions import outside_autocast
 from matmix.model.initialization import constant_init, normal_init, uniform_init
 from matmix.model.mixers.base import ExactLinear, Mixer, ShortConv, convolve, exact_linear, zero_state
@@ -141,37 +141,34 @@ class Hyena(Mixer):
         convolved, window = convolve(self.conv1d, self.in_proj(x), window, **options)
         return convolved.chunk(3, -1), window
 
-    def filters(self, length: int, device: torch.device) -> tuple[Tensor, ...]:
-        """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1)."""
+    def filters(self, length: int, device: torch.device, context: Context | None = None) -> tuple[Tensor, ...]:
+        """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1). In a context
+        each rank evaluates its share of the offsets and gets its share of the channels."""
         offsets = torch.arange(length, device=device)
         if not self.causal:
             offsets = torch.cat([offsets, -offsets[1:]])
-        h = self.evaluated(offsets)
+        if context is None:
+            h = self.filter(offsets)
+        else:
+            h = self.filter(offsets[share(len(offsets), context)])
+            h = exchanged(h, 0, 1, context, joined=len(offsets))
         return (h,) if self.causal else (h[:, :length], h[:, length:])
-
-    def evaluated(self, offsets: Tensor) -> Tensor:
-        """h (d_model, n) at offsets (n,). With a context each rank evaluates some offsets, and gets its share of the
-        channels."""
-        if self.context is None:
-            return self.filter(offsets)
-        h = self.filter(offsets[share(len(offsets), self.context)])
-        return exchanged(h, 0, 1, self.context, joined=len(offsets))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
             return x  # the short convolution takes no empty rows
         (x0, x1, v), _ = self.gates(x, cu_seqlens=cu_seqlens)
-        return self.finish(x0, x1 * v, cu_seqlens)
+        return self.finish(x0, x1 * v, cu_seqlens, self.context)
 
-    def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
 
         def convolved(u: Tensor, cu_seqlens: Tensor | None, channels: slice) -> Tensor:
             u = u.squeeze(-1)
-            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device))
+            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device, context))
             return (y + self.D[channels] * u).unsqueeze(-1)
 
-        y = over_heads(convolved, self.context, cu_seqlens, u.unsqueeze(-1)).squeeze(-1)
+        y = over_heads(convolved, context, cu_seqlens, u.unsqueeze(-1)).squeeze(-1)
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
     def matrix(self, x: Tensor) -> Tensor:
