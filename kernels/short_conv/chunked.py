@@ -22,8 +22,8 @@ from matmix.kernels.functions import (
     working,
     working_dtype,
 )
-from matmix.kernels.short_conv import parts
 from matmix.kernels.short_conv.form import ConvInputs
+from matmix.kernels.short_conv.parts import backward, forward
 
 
 class StateConvInputs(NamedTuple):
@@ -156,7 +156,7 @@ def silu_backward(dy: Tensor, x: Tensor) -> Tensor:
 
 
 SHORT_CONV = Operation(
-    "short_conv", ConvInputs, Output, Form(conv_forward, conv_backward), forward=parts.forward, backward=parts.backward
+    "short_conv", ConvInputs, Output, Form(conv_forward, conv_backward), forward=forward, backward=backward
 )
 
 
