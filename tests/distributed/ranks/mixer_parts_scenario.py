@@ -24,10 +24,13 @@ OPTIONS = {
     "hydra-recomputed": ("hydra", {"recompute": True, "chunk_size": 16}),
     "lion_s-chunked": ("lion_s", {"form": "chunked", "feature_map": "elu"}),
     "semiseparable-norm-first": ("semiseparable", {"norm_before_gate": True, "ngroups": 2}),
+    "attention-one-head": ("attention", {"nheads": 1, "value_headdim": 4}),
+    "attention-one-head-causal": ("attention", {"nheads": 1}),
+    "attention-five-heads-causal": ("attention", {"nheads": 5, "headdim": 4}),
 }
 """What M and f(x) do not show: in mixer_cases.VARIANTS stand only mixers that are M f(x)."""
 CASES = REGISTERED | {
-    name: Case(mixer, small_config(mixer, **options), mixer == "semiseparable", "O(L)")
+    name: Case(mixer, small_config(mixer, **options), mixer == "semiseparable" or name.endswith("-causal"), "O(L)")
     for name, (mixer, options) in OPTIONS.items()
 }
 Results = dict[str, Tensor]
