@@ -21,7 +21,7 @@ stretch of it; whatever lies behind the last document is padding.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,27 +35,21 @@ Around = tuple[int | None, int | None]
 """Ids of the special tokens before and behind each document; None = there is no such token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The documents of a row, one after the other."""
 
-    documents: list[tuple[Block, int]]
-    """Of each its block, and its number there."""
-    ends: np.ndarray
-    """int64 (documents,): where each ends in the row."""
+    documents: list[tuple[Block, int, int]]
+    """Of each its block, its number there, and where it ends, from the first token of the row."""
+    count: int
+    """How many tokens of the row are no padding."""
     skipped: int = 0
     """Tokens of the first document that lie before the row."""
 
     @property
-    def count(self) -> int:
-        """How many tokens are no padding."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    @property
-    def begins(self) -> np.ndarray:
-        """int64: where documents begin in the row. (It may itself begin in the middle of one.)"""
-        begins = np.append(0, self.ends[:-1])[: len(self.ends)]
-        return begins[1:] if self.skipped else begins
+    def begins(self) -> list[int]:
+        """Where documents begin in the row. (It may itself begin in the middle of one.)"""
+        begins = [0, *(end for _, _, end in self.documents[:-1])]
+        return begins[self.skipped > 0 or not self.documents :]
 
 
 class Packing(ABC):
@@ -80,24 +74,23 @@ class Packing(ABC):
     def row(self, epoch: int, slot: int) -> Row:
         """Returns what lies in row `slot` of `epoch`."""
 
-    def read(self, row: Row, start: int, stop: int) -> np.ndarray:
-        """Returns the tokens of a row from `start` on and before `stop`, as far as they are no padding, int64 (n,).
+    def read(self, row: Row, start: int, out: np.ndarray) -> int:
+        """Writes the tokens of a row from `start` on into int64 (n,), as far as they are no padding; returns how many.
         Raises as `TokenShards.read`."""
-        stop = min(stop, row.count)
-        tokens = np.empty(max(stop - start, 0), dtype=np.int64)
-        first = int(row.ends.searchsorted(start, side="right"))
-        begin = int(row.ends[first - 1]) if first else -row.skipped
-        for (block, number), end in zip(row.documents[first:], row.ends[first:].tolist(), strict=True):
+        stop = min(start + len(out), row.count)
+        begin = -row.skipped
+        for block, number, end in row.documents:
             if begin >= stop:
                 break
-            at = max(begin, start)
-            self._copy(block, number, at - begin, min(end, stop) - at, tokens[at - start :])
+            if end > start:
+                at = max(begin, start)
+                self._copy(block, number, at - begin, min(end, stop) - at, out[at - start :])
             begin = end
-        return tokens
+        return max(stop - start, 0)
 
     def check(self, row: Row) -> None:
         """Raises as `TokenShards.read` where any document of a row cannot be read."""
-        for block, number in row.documents:
+        for block, number, _ in row.documents:
             shard, index = int(block.shard[number]), int(block.index[number])
             if self.shards.verify:
                 self.shards.opened(shard)  # which looks at each of its bytes
@@ -137,20 +130,20 @@ class ConcatPacking(Packing):
         first = self._window(epoch, slot, starts) * self.seqlen
         last = min(first + self.width, self.order.total_tokens)
         if last - first <= self.causal:  # behind the end, in a lane that is shorter than the others
-            return Row([], np.empty(0, dtype=np.int64))
+            return Row([], 0)
         number = int(starts.searchsorted(first, side="right")) - 1
-        documents, ends, skipped = [], [], 0
-        while (begin := int(starts[number])) < last:
+        documents: list[tuple[Block, int, int]] = []
+        while (begin := int(starts[number]) - first) < last - first:
             block = self.order.block(epoch, number)
-            one = int(block.ends.searchsorted(first - begin, side="right"))
-            end = int(block.ends.searchsorted(last - begin, side="left")) + 1
-            here = block.ends[one:end]
-            if begin <= first:
-                skipped = first - begin - (int(block.ends[one - 1]) if one else 0)
-            documents += [(block, document) for document in range(one, one + len(here))]
-            ends.append(here + (begin - first))
+            one = int(block.ends.searchsorted(-begin, side="right"))
+            end = int(block.ends.searchsorted(last - first - begin, side="left"))
+            if not documents:
+                skipped = -begin - (int(block.ends[one - 1]) if one else 0)
+            documents += [
+                (block, document, begin + end) for document, end in enumerate(block.ends[one : end + 1].tolist(), one)
+            ]
             number += 1
-        return Row(documents, np.minimum(np.concatenate(ends), last - first), skipped)
+        return Row(documents, last - first, skipped)
 
     def _window(self, epoch: int, slot: int, starts: np.ndarray) -> int:
         """Returns the window that stands at `slot` in the epoch's order."""
@@ -176,12 +169,11 @@ class DocumentPacking(Packing):
     def row(self, epoch: int, slot: int) -> Row:
         block, number = self.order.place(epoch, slot)
         size = int(block.ends[number] - (block.ends[number - 1] if number else 0))
-        return Row([(block, number)], np.array([min(size, self.width)]))
+        return Row([(block, number, size)], min(size, self.width))
 
-    def read(self, row: Row, start: int, stop: int) -> np.ndarray:
-        tokens = super().read(row, start, stop)
-        (block, number), last = row.documents[0], row.count - 1
-        cut = int(block.ends[number] - (block.ends[number - 1] if number else 0)) > row.count
-        if cut and not self.causal and self.suffix is not None and start <= last < stop:
-            tokens[last - start] = self.suffix
-        return tokens
+    def read(self, row: Row, start: int, out: np.ndarray) -> int:
+        count = super().read(row, start, out)
+        cut = row.documents[0][2] > row.count
+        if cut and count and start + count == row.count and not self.causal and self.suffix is not None:
+            out[count - 1] = self.suffix
+        return count

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of one row of a micro-batch."""
-
-    row: int
-    start: int
-    """The first of them in the row."""
-    stop: int
-    place: slice
-    """Where they are in the part of the micro-batch."""
-
-
 class Part(NamedTuple):
     """One of several equal parts of the tokens of a micro-batch, counted row after row. By default there is one."""
 
@@ -41,13 +30,12 @@ class Part(NamedTuple):
         assert not rest
         return self.number * length, (self.number + 1) * length
 
-    def pieces(self, rows: int, seqlen: int) -> Iterator[Piece]:
-        """Yields what it has of rows of so many tokens."""
+    def pieces(self, rows: int, seqlen: int) -> Iterator[tuple[int, int, int]]:
+        """Yields what it has of rows of so many tokens: the number of a row, and its first and last + 1 token here."""
         first, last = self.span(rows * seqlen)
         for row in range(first // seqlen, -(-last // seqlen)):
             begin = row * seqlen
-            start, stop = max(first, begin), min(last, begin + seqlen)
-            yield Piece(row, start - begin, stop - begin, slice(start - first, stop - first))
+            yield row, max(first - begin, 0), min(last - begin, seqlen)
 
 
 WHOLE = Part()

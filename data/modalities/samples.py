@@ -122,20 +122,19 @@ class SampleRows:
         from matmix.data.loading.batch import part_batch, row_batch, selecting
 
         pieces = list(self.part.pieces(len(samples), self.seqlen))
-        samples = samples[pieces[0].row : pieces[-1].row + 1]
+        first, samples = pieces[0][1], samples[pieces[0][0] : pieces[-1][0] + 1]
         inputs, labels = self.source.padding(len(samples), self.seqlen)
         mask, n_tokens = None if self.causal else self.source.mask_id, 0
-        for row, (sample, piece) in enumerate(zip(samples, pieces, strict=True)):
+        for row, (sample, (_, start, stop)) in enumerate(zip(samples, pieces, strict=True)):
             if self.limit is None or sample < self.limit:
                 self.source.fill(generator(self.seed, 0, self.stream, sample), inputs[row], labels[row], mask)
-                n_tokens += self.source.count(inputs[row, piece.start : piece.stop])
+                n_tokens += self.source.count(inputs[row, start:stop])
         if self.part.parts == 1:
             return row_batch(inputs, labels, n_tokens=n_tokens, causal=self.causal)
-        first = pieces[0].start
-        own = slice(first, first + pieces[-1].place.stop)
-        flat = (values.reshape(-1, *values.shape[2:])[own] for values in (inputs, labels))
+        own = slice(first, first + sum(stop - start for _, start, stop in pieces))
         begins, counts = np.zeros(labels.shape[:2], dtype=bool), np.full(len(samples), self.seqlen)
-        batch = part_batch(*flat, begins, counts, "rows", first=first, n_tokens=n_tokens)
+        inputs, labels = (values.reshape(-1, *values.shape[2:])[own] for values in (inputs, labels))
+        batch = part_batch(inputs, labels, begins, counts, "rows", first=first, n_tokens=n_tokens)
         return batch if self.causal else selecting(batch)
 
 

@@ -152,18 +152,21 @@ class TokenRows:
 
         from matmix.data.loading.batch import packed_batch, part_batch, selecting
 
-        pieces = list(self.part.pieces(len(samples), self.seqlen))
-        samples = samples[pieces[0].row : pieces[-1].row + 1]
-        inputs = np.full(pieces[-1].place.stop, self.pad_id, dtype=np.int64)
-        labels = np.full_like(inputs, IGNORED)
-        begins = np.zeros((len(pieces), self.seqlen), dtype=bool)
+        pieces, room = list(self.part.pieces(len(samples), self.seqlen)), int(self.causal)
+        first, samples = pieces[0][1], samples[pieces[0][0] : pieces[-1][0] + 1]
+        # Behind each piece there is room for its last target.
+        tokens = np.full(sum(stop - start + room for _, start, stop in pieces), self.pad_id, dtype=np.int64)
+        hidden = np.ones(len(tokens), dtype=bool)  # what is no target: padding, and the first token of a document
+        begins = np.zeros((len(pieces), self.seqlen + room), dtype=bool)
         counts = np.zeros(len(pieces), dtype=np.int64)
         continues = np.zeros(len(pieces), dtype=bool)
-        real: list[Stretch] = []
-        n_tokens, n_damaged, damaged = 0, 0, {}
+        read: list[Stretch] = []
+        ends, n_damaged, damaged = [0], 0, {}
         columns = samples, self.mixture.epoch(samples), *self.mixture.locate(samples)
         names = zip(*(column.tolist() for column in columns), strict=True)
-        for number, (piece, (sample, epoch, dataset, *slot)) in enumerate(zip(pieces, names, strict=True)):
+        for number, ((_, start, stop), (sample, epoch, dataset, *slot)) in enumerate(zip(pieces, names, strict=True)):
+            at, end = ends[-1], ends[-1] + stop - start + room
+            ends.append(end)
             if self.limit is not None and sample >= self.limit:
                 continue
             packing = self.packings[dataset]
@@ -171,34 +174,39 @@ class TokenRows:
             try:
                 if self.skip_damaged:
                     packing.check(row)  # a row is left out as a whole, whoever reads which part
-                tokens = packing.read(row, piece.start, piece.stop + self.causal)
+                count = packing.read(row, start, tokens[at:end])
             except DamagedShard as error:
                 if not self.skip_damaged:
                     raise
-                n_damaged += piece.start == 0
+                tokens[at:end] = self.pad_id
+                n_damaged += start == 0
                 damaged.setdefault(error.where, str(error))
                 continue
-            documents = row.begins
-            begins[number, documents[documents < self.seqlen]] = True
-            counts[number] = min(row.count, self.seqlen)
+            counts[number] = row.count
             continues[number] = row.skipped > 0 and slot[1] >= packing.lanes
-            at, n = piece.place.start, min(len(tokens), piece.stop - piece.start)
-            inputs[at : at + n] = tokens[:n]
-            n_tokens += n
-            real.append(Stretch(slice(at, at + n), epoch, sample, piece.start))
-            if self.causal and n:
-                labels[at : at + len(tokens) - 1] = tokens[1:]
-                # Nothing predicts the first token of a document.
-                documents = documents[(documents > piece.start) & (documents <= piece.stop)]
-                labels[documents + (at - piece.start - 1)] = IGNORED
+            for begin in row.begins:
+                begins[number, begin] = True
+            hidden[at : at + count] = begins[number, start : start + count]
+            if self.masker is not None:
+                read.append(Stretch(slice(at, at + count), epoch, sample, start))
         if self.masker is not None:
-            inputs, labels = self.masker.apply(inputs, real)
-        if self.part.parts == 1:
-            shape = len(samples), self.seqlen
-            batch = packed_batch(inputs.reshape(shape), labels.reshape(shape), begins, counts, self.packing)
+            inputs, labels = self.masker.apply(tokens, read)
         else:
-            first = pieces[0].start
-            batch = part_batch(inputs, labels, begins, counts, self.packing, first=first, n_tokens=n_tokens)
+            inputs, labels = tokens, np.where(hidden, IGNORED, tokens)
+        begins, counts = begins[:, : self.seqlen], np.minimum(counts, self.seqlen)
+        if self.part.parts == 1:
+            inputs, labels = inputs.reshape(len(samples), -1), labels.reshape(len(samples), -1)
+            if room:
+                inputs, labels = np.ascontiguousarray(inputs[:, :-1]), np.ascontiguousarray(labels[:, 1:])
+            batch = packed_batch(inputs, labels, begins, counts, self.packing)
+        else:
+            if room:
+                inputs, labels = np.delete(inputs, np.array(ends[1:]) - 1), np.delete(labels, ends[:-1])
+            here = [
+                max(min(count, stop) - start, 0)
+                for (_, start, stop), count in zip(pieces, counts.tolist(), strict=True)
+            ]
+            batch = part_batch(inputs, labels, begins, counts, self.packing, first=first, n_tokens=sum(here))
         if self.packings[0].lanes:
             batch.continues = from_numpy(continues)
         batch.n_damaged, batch.damaged = n_damaged, damaged

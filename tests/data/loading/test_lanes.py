@@ -23,7 +23,10 @@ def packing_of(shards, lanes, *, seqlen, one_pass=False, carry=True) -> ConcatPa
 
 
 def tokens_of(packing: ConcatPacking, slot: int) -> np.ndarray:
-    return packing.read(packing.row(0, slot), 0, packing.width)
+    row = packing.row(0, slot)
+    tokens = np.empty(row.count, dtype=np.int64)
+    packing.read(row, 0, tokens)
+    return tokens
 
 
 @given(

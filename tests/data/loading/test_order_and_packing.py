@@ -47,12 +47,16 @@ def rows(packing, epoch: int) -> list[list[tuple[int, bool]]]:
     found = []
     for slot in range(len(packing)):
         row = packing.row(epoch, slot)
-        tokens, begins = packing.read(row, 0, packing.width), np.zeros(row.count, dtype=bool)
+        tokens, begins = np.full(packing.width, -1), np.zeros(packing.width, dtype=bool)
+        assert packing.read(row, 0, tokens) == row.count
+        assert (tokens[row.count :] == -1).all()
         begins[row.begins] = True
-        assert len(tokens) == row.count
         # Any stretch of it can be read by itself.
-        start, stop = slot % packing.width, slot % 7 + packing.width // 2
-        assert packing.read(row, start, stop).tolist() == tokens[start:stop].tolist()
+        start, length = slot % packing.width, packing.width // 2
+        some = np.full(length, -1)
+        assert packing.read(row, start, some) == max(min(length, row.count - start), 0)
+        assert some.tolist()[: packing.width - start] == tokens[start : start + length].tolist()
+        tokens, begins = tokens[: row.count], begins[: row.count]
         found.append(list(zip(tokens.tolist(), begins.tolist(), strict=True)))
     return found
 

@@ -2,14 +2,13 @@
 
 import itertools
 
-import numpy as np
 import torch
 from failures import each
 
 from matmix.data.config import DataConfig, SyntheticConfig
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.masking import MaskingConfig
-from matmix.data.loading.rows import Part
+from matmix.data.loading.rows import WHOLE, Part
 from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import TokenShards
 
@@ -110,14 +109,9 @@ def test_resuming_does_not_depend_on_the_parts(small):
 
 
 def test_pieces_of_rows():
-    def pieces(*arguments: int, **options: int) -> list[tuple]:
-        return [(row, start, stop, at.start) for row, start, stop, at in Part(*arguments).pieces(**options)]
-
-    assert pieces(rows=2, seqlen=3) == [(0, 0, 3, 0), (1, 0, 3, 3)]
-    assert pieces(1, 3, rows=3, seqlen=5) == [(1, 0, 5, 0)]
-    assert pieces(1, 4, rows=2, seqlen=6) == [(0, 3, 6, 0)]
-    assert pieces(1, 3, rows=2, seqlen=6) == [(0, 4, 6, 0), (1, 0, 2, 2)]
-    covered = np.concatenate(
-        [np.arange(row * 7 + a, row * 7 + b) for n in range(4) for row, a, b, _ in pieces(n, 4, rows=4, seqlen=7)]
-    )
-    assert covered.tolist() == list(range(28))
+    assert list(WHOLE.pieces(2, 3)) == [(0, 0, 3), (1, 0, 3)]
+    assert list(Part(1, 3).pieces(3, 5)) == [(1, 0, 5)]
+    assert list(Part(1, 4).pieces(2, 6)) == [(0, 3, 6)]
+    assert list(Part(1, 3).pieces(2, 6)) == [(0, 4, 6), (1, 0, 2)]
+    pieces = [piece for number in range(8) for piece in Part(number, 8).pieces(4, 6)]
+    assert [row * 6 + at for row, start, stop in pieces for at in range(start, stop)] == list(range(24))
