@@ -75,6 +75,18 @@ def test_parts_in_float32():
     check(some(0), 3, torch.float32)
 
 
+def test_scans_send_as_much_whatever_the_length():
+    """A Hydra layer of 4 heads, states 4 x 8, one group, 48 channels before its convolution of 7 taps."""
+    names = ["hydra", "semiseparable", "bidirectional_mult", "lion_s", "linear_attention", "retnet"]
+    for sent in run_distributed(mixer_parts_scenario.bytes_sent, 2, arguments=(names, [4096, 65536])):
+        for name in names:
+            assert sent[name, 4096] == sent[name, 65536] != []
+        # Of each direction the states, total decays and the q at the edge; in the backward pass again, and cotangents.
+        states = [("all_gather_into_tensor", 4 * (4 * 4 * 8 + 4 + 4))] * 2
+        rows = ("batch_isend_irecv", 4 * 3 * 48)
+        assert sent["hydra", 4096] == [rows, *states, *states, *states, rows, rows]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("ranks", [nightly(ranks) for ranks in (2, 3, 4)])
 def test_all_mixers_with_all_kinds_of_documents(ranks, dtype):

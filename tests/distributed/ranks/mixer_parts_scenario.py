@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from mixer_cases import CASES as REGISTERED
@@ -33,6 +38,11 @@ CASES = REGISTERED | {
     name: Case(mixer, small_config(mixer, **options), mixer == "semiseparable" or name.endswith("-causal"), "O(L)")
     for name, (mixer, options) in OPTIONS.items()
 }
+COLLECTIVES = {
+    "all_gather_into_tensor": 1, "all_to_all_single": 1, "reduce_scatter_tensor": 1, "all_reduce": 0,
+    "batch_isend_irecv": 0,
+}  # fmt: skip
+"""What operations of parts call of torch.distributed, and which of its arguments is what they send."""
 Results = dict[str, Tensor]
 """The outputs "y", and by name the gradients of the inputs "x" and of all parameters."""
 
@@ -66,3 +76,33 @@ def run_parts(cases: list[tuple[str, str]], dtype: torch.dtype) -> list[Results]
     """`run` of each mixer and kind of documents on this rank."""
     context = Context.of(dist.group.WORLD)
     return [run(name, documents, dtype, context) for name, documents in cases]
+
+
+def bytes_sent(names: list[str], lengths: list[int]) -> dict[tuple[str, int], list[tuple[str, int]]]:
+    """For mixers and lengths of whole rows, the collectives of a forward and a backward pass, and the bytes in what
+    this rank gives to each."""
+    context, sent = Context.of(dist.group.WORLD), {}
+    calls: list[tuple[str, int]] = []
+
+    def counted(name: str, at: int) -> Callable:
+        call = getattr(dist, name)
+
+        def count(*arguments: Any, **options: Any) -> Any:
+            what = arguments[at]
+            tensors = [one.tensor for one in what if one.op is dist.isend] if name == "batch_isend_irecv" else [what]
+            calls.append((name, sum(tensor.nbytes for tensor in tensors)))
+            return call(*arguments, **options)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, at in COLLECTIVES.items():
+            patch.setattr(dist, name, counted(name, at))
+        for name, seqlen in itertools.product(names, lengths):
+            mixer = CASES[name].build()
+            mixer.context = context
+            calls.clear()
+            x = torch.randn(1, seqlen // context.size, D_MODEL, requires_grad=True)
+            mixer(x).sum().backward()
+            sent[name, seqlen] = list(calls)
+    return sent
