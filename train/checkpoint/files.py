@@ -1,7 +1,10 @@
 """Finds what is wrong with a checkpoint: files and checksums, tensors that its layout does not name, another model."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from matmix.train.checkpoint.lanes import SUBDIRECTORY as CARRIED
 from matmix.train.checkpoint.manifest import OF_DAMAGE, check_sizes, matches, read_manifest
 from matmix.train.engine.kinds import files_of, open_full
 from matmix.train.process.distributed import agree, rank_and_world_size
@@ -18,7 +21,7 @@ def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
         try:
             manifest = read_manifest(directory)
             files, layout = manifest["files"], manifest["layout"]
-            names = files_of(layout["engine"]).weight_files(layout, files) if weights_only else list(files)
+            names = weight_files(layout, files) if weights_only else list(files)
             check_sizes(directory, names)
             for name in names[rank::world_size]:
                 if not matches(directory / name, files[name]):
@@ -34,6 +37,13 @@ def find_problem(directory: Path, *, weights_only: bool = False) -> str | None:
         return None
 
     return next(filter(None, agree(look)), None)
+
+
+def weight_files(layout: Mapping[str, Any], files: Iterable[str]) -> list[str]:
+    """Returns those of a checkpoint's `files` that must be read for its weights."""
+    return [
+        name for name in files_of(layout["engine"]).weight_files(layout, files) if not name.startswith(f"{CARRIED}/")
+    ]
 
 
 def check_shapes(directory: Path, saved: dict[str, list[int]], model: dict[str, list[int]]) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from matmix.model import build_model
 from matmix.model.precision import rounded_parameters
@@ -135,8 +136,18 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
             "gradients": gradients + FLOAT * held.whole,
             "activations": activations,
             "buffers": FLOAT * held.buffers,
+            "carried states": carried_bytes(config, model) / data_size,
         },
         computed_ops=accumulation * memory.computed,
+    )
+
+
+def carried_bytes(config: RunConfig, model: nn.Module) -> int:
+    """Returns the bytes of the states that all lanes carry; 0 without `data.carry`."""
+    if not config.data.carry:
+        return 0
+    return sum(
+        tensor.nbytes for tensor in tree_leaves(model.initial_state(config.global_batch_size)) if tensor is not None
     )
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import RemoteError, RemoteFolder
+from matmix.train.checkpoint.files import weight_files
 from matmix.train.checkpoint.local_copies import RECORD
 from matmix.train.checkpoint.manifest import find_wrong_size, list_files, matches, parse_manifest, read_manifest
 from matmix.train.checkpoint.steps import MANIFEST, step_name, step_of
-from matmix.train.engine.kinds import files_of
 from matmix.train.process.heartbeat import beat
 from matmix.train.run import lock
 from matmix.train.run.lock import Lease
@@ -151,7 +151,7 @@ class RunSync:
             for name in set(list_files(target)) - files.keys():
                 (target / name).unlink()  # of another attempt at this step
             layout = manifest["layout"]
-            wanted = files_of(layout["engine"]).weight_files(layout, files) if weights_only else list(files)
+            wanted = weight_files(layout, files) if weights_only else list(files)
             if missing := [name for name in wanted if not matches(target / name, files[name])]:
                 size = sum(files[name][0] for name in missing) / 1e6
                 logger.info(f"fetching {size:,.1f} MB in {len(missing)} files of checkpoint {remote.url}")
