@@ -80,6 +80,17 @@ def where_crossing(crossing: Tensor | None, x: Tensor) -> Tensor:
     return x if crossing is None else torch.where(crossing, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def held(context: Context, cu_seqlens: Tensor | None, seqlen: int, first: bool, like: Tensor) -> Tensor:
+    """Which documents, or rows, have their first (last) token in this part of `seqlen` tokens: bool (documents,) or
+    (1,). Of those without tokens both are where such a token would be."""
+    last_part = context.rank == context.size - 1
+    if cu_seqlens is None:
+        return torch.full((1,), context.rank == 0 if first else last_part, device=like.device)
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    begins = (starts >= 0) & ((starts < seqlen) | last_part)
+    return begins if first else torch.where(starts == ends, begins, (ends > 0) & (ends <= seqlen))
+
+
 # -- what ranks send each other -------------------------------------------------------------------------------------
 
 
@@ -230,3 +241,32 @@ def gathered(x: Tensor, dim: int, context: Context) -> Tensor:
     """Returns the parts of all ranks, shaped alike, one after the other along `dim`; differentiable: the gradient of a
     part is the sum of what all ranks have for it."""
     return _gathered(x, dim, context.name)
+
+
+@torch.library.custom_op(
+    "matmix::from_neighbour", mutates_args=(), schema="(Tensor x, int step, str context) -> Tensor"
+)
+def _from_neighbour(x: Tensor, step: int, context: str) -> Tensor:
+    left, right = from_neighbours(Context.named(context), *((None, x) if step > 0 else (x, None)))
+    return left if step > 0 else right
+
+
+@_from_neighbour.register_fake
+def _(x: Tensor, step: int, context: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _from_neighbour_setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    _, ctx.step, ctx.context = inputs
+
+
+def _from_neighbour_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return _from_neighbour(gradient, -ctx.step, ctx.context), None, None
+
+
+_from_neighbour.register_autograd(_from_neighbour_back, setup_context=_from_neighbour_setup)
+
+
+def from_left(x: Tensor, context: Context) -> Tensor:
+    """Returns x of the rank before this one, shaped alike on all, and zeros on the first; differentiable."""
+    return _from_neighbour(x, 1, context.name)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from matmix.kernels.context import Context, Crossing, from_left, where_crossing
+
 
 def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     """Index of the document of each position: (seqlen,) int64 on the device of `cu_seqlens`, no host sync."""
@@ -110,10 +112,13 @@ def chunk_layout(rows: int, seqlen: int, chunk: int, cu_seqlens: Tensor | None, 
     )
 
 
-def shift_right(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Row t receives row t - 1 of its document, first rows zero: a copy of (batch, seqlen, ...)."""
+def shift_right(x: Tensor, cu_seqlens: Tensor | None, context: Context | None = None) -> Tensor:
+    """Row t receives row t - 1 of its document, first rows zero: a copy of (batch, seqlen, ...). context: the ranks
+    that hold the other parts of the documents."""
     shifted = torch.zeros_like(x, memory_format=torch.contiguous_format)
     shifted[:, 1:] = keep_within_documents(x[:, :-1], cu_seqlens, x.shape[1])
+    if context is not None:
+        shifted[:, :1] = where_crossing(Crossing.of(cu_seqlens, x.shape[1]).left, from_left(x[:, -1:], context))
     return shifted
 
 

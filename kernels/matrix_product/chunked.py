@@ -96,7 +96,7 @@ def product_forward(given: ProductInputs, entered: Tensor | None = None) -> Prod
     elif out.dtype == dtype and documents.ends:
         tokens, owners = (list(index) for index in zip(*documents.ends, strict=True))
         final[owners] = out[0, tokens]
-    return ProductOutputs(out, final, products, entered)
+    return ProductOutputs(out, final if part is None else part.own(final, first=False), products, entered)
 
 
 def given_states(initial_state: Tensor | None, rows: int, x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def product_backward(
     dgiven = torch.zeros(starts.shape, dtype=starts.dtype, device=x.device)
     carry = torch.zeros(x.shape[0], *x.shape[2:], dtype=starts.dtype, device=x.device)
     if dfinal is not None:
-        dfinal = dfinal.to(starts.dtype)
+        dfinal = dfinal.to(starts.dtype) if part is None else part.own(dfinal.to(starts.dtype), first=False)
         if packed:
             # A document without tokens hands its state, and so its gradient, straight on.
             dgiven[documents.empty] = dfinal[documents.empty]
@@ -243,7 +243,9 @@ def product_backward(
         recurrence = BackwardRecurrence(span, gradient, dgiven if packed and learned else None)
         carry = span_sums(span, recurrence, arriving, sums)
     if not packed:
-        dgiven = carry if part is None else part.given_here(carry)
+        dgiven = carry
+    if part is not None:
+        dgiven = part.own(dgiven, first=True)
     multiply_by_states(sums, h, documents if packed else None, starts if learned or part is not None else None, dx)
     return dx, dgiven.to(initial_state.dtype) if learned else None
 

@@ -157,6 +157,7 @@ def forward(given: ProductInputs) -> ProductOutputs:
     final = level.empty(level.documents, x)
     initial = None if given.initial_state is None else given.initial_state.float().contiguous()
     products, _, entered = scan_level(level, x, x.stride()[:2], initial, h, final, part)
+    final = final if part is None else part.own(final, first=False)
     return ProductOutputs(h, final, products_like(given) if products is None else products, entered)
 
 
@@ -215,7 +216,7 @@ def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductO
     x = blocks_in_place(given.x, 3)
     level = level_of(x, x.shape[3], given.cu_seqlens, given.context)
     dh = None if dh is None else blocks_in_place(dh, 3)
-    dfinal = None if dfinal is None else dfinal.contiguous()
+    dfinal = None if dfinal is None else (dfinal if part is None else part.own(dfinal, first=False)).contiguous()
     initial = None if initial_state is None else initial_state.float().contiguous()
     arriving = None
     if level.several:
@@ -233,4 +234,4 @@ def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductO
     )  # fmt: skip
     if dinitial is None:
         return dx, None
-    return dx, (dinitial if part is None else part.given_here(dinitial)).to(initial_state.dtype)
+    return dx, (dinitial if part is None else part.own(dinitial, first=True)).to(initial_state.dtype)

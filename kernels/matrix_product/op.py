@@ -37,8 +37,8 @@ def matrix_product_scan(
         chunk_size: steps per chunk of the PyTorch form, any positive number; None lets it choose. The Triton form has
             its own.
         context: the ranks that hold the other parts of the rows, as `matmix.kernels.context` says; not with `reverse`.
-            A document that comes from another rank takes no initial state here, and of one that goes on the final state
-            is that at the part's end.
+            Initial states are taken where the first token of the row or document is, final states returned where its
+            last one is, zeros elsewhere.
         backend: "auto", "torch" or "triton".
 
     Returns:

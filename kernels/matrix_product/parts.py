@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.context import Context, Crossing, Gathering, where_crossing
+from matmix.kernels.context import Context, Crossing, Gathering, held, where_crossing
 from matmix.kernels.functions import outside_autocast
 
 
@@ -20,6 +20,8 @@ class Part(NamedTuple):
     """A rank's part of rows. States are (rows or packed documents, nheads, o, o)."""
 
     context: Context
+    cu_seqlens: Tensor | None
+    seqlen: int
     edges: Tensor | None
     """(2,) int64, the packed documents of the first and of the last token."""
     crossing: Crossing
@@ -33,10 +35,10 @@ class Part(NamedTuple):
         if cu_seqlens is None:
             others = context.rank > 0, context.rank < context.size - 1
             left, right = (torch.full((), there, device=x.device) for there in others)
-            return cls(context, None, Crossing(left, right, left & right))
+            return cls(context, None, x.shape[1], None, Crossing(left, right, left & right))
         tokens = torch.arange(2, device=x.device) * (x.shape[1] - 1)
         edges = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True)
-        return cls(context, edges, Crossing.of(cu_seqlens, x.shape[1]))
+        return cls(context, cu_seqlens, x.shape[1], edges, Crossing.of(cu_seqlens, x.shape[1]))
 
     def edge(self, states: Tensor, last: int) -> Tensor:
         """The states (batch, nheads, o, o) of the documents of the first, or with `last` = 1 of the last tokens."""
@@ -46,9 +48,12 @@ class Part(NamedTuple):
         """`states` with others in the place of `edge`."""
         return edge if self.edges is None else states.index_copy(0, self.edges[last].view(1), edge)
 
-    def given_here(self, gradients: Tensor) -> Tensor:
-        """Gradients of given initial states, zero for a document that entered from another rank instead."""
-        return self.with_edge(gradients, 0, where_crossing(~self.crossing.left, self.edge(gradients, 0)))
+    def own(self, states: Tensor | None, first: bool, other: float = 0) -> Tensor | None:
+        """States of the rows or documents whose first (last) token lies here, (rows, ...); `other` for others."""
+        if states is None:
+            return None
+        here = held(self.context, self.cu_seqlens, self.seqlen, first, states)
+        return states.masked_fill(~here.view(-1, *[1] * (states.dim() - 1)), other)
 
     @outside_autocast
     def passed_on(self, product: Tensor, starts: Tensor) -> Tensor:

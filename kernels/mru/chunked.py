@@ -80,7 +80,7 @@ def sampled_log_norms(h: Tensor, final: Tensor, part: Part | None = None) -> Ten
     if part is None:
         return norms
     within, ends = norms.split([len(norms) - len(final), len(final)])
-    return torch.cat([within, part.with_edge(ends, 1, part.edge(ends, 1).masked_fill(part.crossing.right, NOTHING))])
+    return torch.cat([within, part.own(ends, False, NOTHING)])
 
 
 def scan_log_norms(

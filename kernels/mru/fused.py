@@ -118,11 +118,12 @@ def forward(given: MixerInputs) -> MixerOutputs:
         options |= {"CONSTRUCTION": "given", "CHUNKED": False}
     norms, edges = edges_like(given)
     entering = entered = None
+    part = Part.of(Context.named(given.context), given.cu_seqlens, elements)
     if level.several:
         products, entering = edges.unbind(0)
         launch(products_pass, level.grid, *read, w_down.shape[2], products, *level.place, **options)
         above, size = level.chunks(), level.heads * level.order**2
-        part, strides = Part.of(Context.named(given.context), given.cu_seqlens, elements), (above.seqlen * size, size)
+        strides = above.seqlen * size, size
         _, initial, entered = scan.scan_level(above, products, strides, initial, entering, None, part)
     y = torch.empty(*elements.shape[:3], *w_down.shape[1:], dtype=elements.dtype, device=elements.device)
     final = level.empty(level.documents, elements)
@@ -132,7 +133,7 @@ def forward(given: MixerInputs) -> MixerOutputs:
         INITIAL=initial is not None, ENTERING=entering is not None,
         **options | {"num_warps": 2 if elements.dtype == torch.float32 else 1},
     )  # fmt: skip
-    return MixerOutputs(y, final, norms, edges, entered)
+    return MixerOutputs(y, final if part is None else part.own(final, first=False), norms, edges, entered)
 
 
 def backward(
@@ -141,7 +142,8 @@ def backward(
     """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
     level, elements, w_down, w_up = level_of(given), given.elements, given.w_down.contiguous(), given.w_up
     dy = None if cotangents.y is None else blocks_in_place(cotangents.y, 3)
-    dfinal = None if cotangents.final is None else cotangents.final.contiguous()
+    part, dfinal = Part.of(Context.named(given.context), given.cu_seqlens, elements), cotangents.final
+    dfinal = None if dfinal is None else (dfinal if part is None else part.own(dfinal, first=False)).contiguous()
     initial = None if given.initial_state is None else given.initial_state.float().contiguous()
     read, options = input_of(given), options_of(level, given)
     x, collected, building = None, read, {}
@@ -150,7 +152,7 @@ def backward(
         x, building = collected[0], {"CONSTRUCTION": "given", "CHUNKED": False}
     weighted = w_down, w_down.shape[2], dy, *((0, 0) if dy is None else dy.stride()[:2]), dfinal
     options |= {"GROUP": GROUP, "GIVEN": dy is not None, "DFINAL": dfinal is not None}
-    several, part = level.several, Part.of(Context.named(given.context), given.cu_seqlens, elements)
+    several = level.several
     inner = level.empty(level.slots * -(-scan.CHUNK // GROUP), elements)
     sums = level.empty(level.slots, elements) if several else None
     launch(
@@ -183,5 +185,5 @@ def backward(
         dw_up = up.sum(0).mT[..., : w_up.shape[2]].mul(factor_of(given.construction)).to(w_up.dtype).contiguous()
     if given.initial_state is None:
         return delements, dw_down, dw_up, None
-    dinitial = dinitial if part is None else part.given_here(dinitial)
+    dinitial = dinitial if part is None else part.own(dinitial, first=True)
     return delements, dw_down, dw_up, dinitial.to(given.initial_state.dtype)

@@ -141,6 +141,10 @@ class MRU(Mixer):
             "decay_root": constant_init(0.01),
         }
 
+    @classmethod
+    def why_no_context(cls, config: MRUConfig, causal: bool) -> str:
+        return ""
+
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         if self.state_base is not None:
             # Rates of fading: smaller ones are another memory, not a simpler one. What a token adds fades, so that
@@ -194,7 +198,7 @@ class MRU(Mixer):
 
     def before(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | None:
         """The token before each of x (B, L, d_model) in its document, where one is asked for."""
-        return None if self.shift_share is None else shift_right(x, cu_seqlens)
+        return None if self.shift_share is None else shift_right(x, cu_seqlens, self.context)
 
     def inputs(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Makes from x (..., d_model) and the tokens before elements of the state matrices (..., H, E) and None; or, in
@@ -246,10 +250,12 @@ class MRU(Mixer):
         """All states (B, L, H, order, order) and the last ones from elements (B, L, H, E); notes their norms."""
         matrices = self.build(elements)
         before = None if initial_state is None else pad_order(initial_state.to(matrices.dtype))
-        options = {"initial_state": before, "return_final_state": True, "cu_seqlens": cu_seqlens}
-        padded = matrix_product_scan(pad_order(matrices), **options)
+        padded = matrix_product_scan(
+            pad_order(matrices), initial_state=before, return_final_state=True, cu_seqlens=cu_seqlens,
+            context=self.context,
+        )  # fmt: skip
         states, final = (h[..., : self.order, : self.order] for h in padded)
-        self.log_norms = scan_log_norms(states, final)
+        self.log_norms = scan_log_norms(states, final, cu_seqlens, self.context)
         return states, final
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
@@ -286,7 +292,7 @@ class MRU(Mixer):
         if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
                 inputs, self.read_out(), w_up=w_up, construction=self.config.construction, initial_state=state,
-                return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens,
+                return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens, context=self.context,
             )  # fmt: skip
             return self.finish(y, x), final
         states, final = self.mixed(self.from_chunks(inputs, w_up), cu_seqlens, state)

@@ -119,8 +119,8 @@ MODELS = [
     Fault(
         "the MRU blends the first token of a document with the last of the one before",
         "model/mixers/mru.py",
-        "shift_right(x, cu_seqlens)",
-        "shift_right(x, None)",
+        "shift_right(x, cu_seqlens, self.context)",
+        "shift_right(x, None, self.context)",
         "model/mixers/test_mixers.py::test_packed_documents_are_mixed_one_by_one",
     ),
     Fault(

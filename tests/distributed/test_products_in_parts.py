@@ -1,7 +1,8 @@
-"""Products of matrices, and the MRU mixer, over rows that several ranks hold parts of."""
+"""Products of matrices, the MRU mixer and delta rules over rows that several ranks hold parts of."""
 
 from __future__ import annotations
 
+import delta_scenario
 import product_scenario
 import pytest
 import torch
@@ -10,7 +11,7 @@ from harness import run_distributed
 LARGEST = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-@pytest.mark.parametrize("scenario", [product_scenario.products, product_scenario.mixers])
+@pytest.mark.parametrize("scenario", [product_scenario.products, product_scenario.mixers, delta_scenario.rules])
 @pytest.mark.parametrize(("ranks", "dtype"), [*((n, torch.float64) for n in (2, 3, 4)), (3, torch.float32)])
 def test_parts_are_parts_of_the_whole(scenario, ranks, dtype):
     for errors in run_distributed(scenario, ranks, arguments=(dtype,)):

@@ -6,6 +6,10 @@ triangular system (the WY or UT transform, arXiv 2406.06484, section 3), which i
 not depend on the entering state. A chunk is then an affine map of that state, and only one product of small matrices
 per chunk is left that has to wait for the chunk before.
 
+Ranks that hold parts of a document do the same once more: a part is an affine map of the state that enters it, one
+gather of these maps gives every rank its own, and its chunks' states follow from the products of transitions before
+them, which were carried along with the states from zero.
+
 The systems are solved by substitution. The inverse by repeated squaring would be products only, but its powers grow
 like binomial coefficients where keys repeat, and cancel.
 """
@@ -15,9 +19,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from matmix.kernels.context import Context, gathered, where_crossing, within_part
 from matmix.kernels.documents import ChunkLayout, chunk_layout
 from matmix.kernels.functions import outside_autocast, working
+from matmix.kernels.matrix_product.parts import Part
 
 
 class ChunkMaps(NamedTuple):
@@ -35,16 +42,22 @@ class ChunkMaps(NamedTuple):
 
 @outside_autocast
 def gated_delta_rule(
-    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """H_t = alpha_t (I - beta_t k_t k_t^T) H_{t-1} + beta_t k_t v_t^T, y_t = H_t^T q_t (arXiv 2412.06464, section 3).
 
     Args: inputs: q, k (B, L, heads, N), v (B, L, heads, P), beta and log alpha (B, L, heads); initial_state
-        (B or documents, heads, N, P); cu_seqlens for packed documents (B = 1), read on the host.
-    Returns: y (B, L, heads, P) and the last states (B or documents, heads, N, P), float32 at least.
+        (B or documents, heads, N, P); cu_seqlens for packed documents (B = 1), read on the host; context: the ranks
+        that hold the other parts.
+    Returns: y (B, L, heads, P) and the last states (B or documents, heads, N, P), float32 at least. In a context
+        initial states are taken where the first token of a row or document is, and last ones returned where its last
+        one is, zeros elsewhere.
     """
     batch, length = inputs[0].shape[:2]
-    layout = chunk_layout(batch, length, min(chunk_size, length), cu_seqlens, aligned=True)
+    part = Part.of(context, cu_seqlens, inputs[0])
+    bounds = cu_seqlens if part is None else within_part(cu_seqlens, length)
+    layout = chunk_layout(batch, length, min(chunk_size, length), bounds, aligned=True)
     q, k, v, beta, log_decay = (in_chunks(part, layout) for part in inputs)
     earlier = log_decay.new_ones(layout.chunk, layout.chunk).tril(-1)
     # Sums over s + 1 .. t, not differences of sums from the chunk's start: after a token that forgets almost all those
@@ -64,13 +77,14 @@ def gated_delta_rule(
     to_end = (weighted * decay[..., -1, :].unsqueeze(-1)).mT
     kept = torch.diag_embed(since_start[..., -1, :].expand(*k.shape[:2], k.shape[-1]))
     maps = ChunkMaps(q * since_start - scores @ seen, scores @ own, kept - to_end @ seen, to_end @ own)
-    return run_chunks(maps, layout, initial_state)
+    return run_chunks(maps, layout, initial_state, part)
 
 
 @outside_autocast
 def diagonal_delta_rule(
-    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+    inputs: tuple[Tensor, ...], chunk_size: int, initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    context: Context | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """H_t = (diag(w_t) + b_t a_t^T) H_{t-1} + k_t v_t^T, y_t = H_t^T r_t (arXiv 2503.14456, section 4).
 
     Decays within a chunk are split into a factor at the reading and one at the writing token, so that the log decays
@@ -82,7 +96,9 @@ def diagonal_delta_rule(
     batch, length = inputs[0].shape[:2]
     if length == 0:
         return working(inputs[2]), initial_state
-    layout = chunk_layout(batch, length, min(chunk_size, length), cu_seqlens, aligned=True)
+    part = Part.of(context, cu_seqlens, inputs[0])
+    bounds = cu_seqlens if part is None else within_part(cu_seqlens, length)
+    layout = chunk_layout(batch, length, min(chunk_size, length), bounds, aligned=True)
     r, k, v, a, b, log_decay = (in_chunks(part, layout) for part in inputs)
     length, values = layout.chunk, v.shape[-1]
     total = log_decay.cumsum(-2)  # over 1 .. t
@@ -108,7 +124,7 @@ def diagonal_delta_rule(
         torch.diag_embed(last.squeeze(-2).exp()) + b_end @ seen,
         b_end @ own + k_end @ v,
     )
-    return run_chunks(maps, layout, initial_state)
+    return run_chunks(maps, layout, initial_state, part)
 
 
 @outside_autocast
@@ -127,15 +143,23 @@ def in_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
     return layout.split(working(x)).transpose(1, 2)
 
 
-def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def run_chunks(
+    maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | None, part: Part | None
+) -> tuple[Tensor, Tensor]:
     """Outputs (B, L, heads, P) and the last state of each row or document.
 
     Documents start chunks of their own, and their n-th chunks are taken together, so that there are as many steps as
     the longest has chunks.
     """
-    shape = maps.written.shape[1:]
-    begun = maps.written.new_zeros(len(layout.firsts) if layout.aligned else layout.rows, *shape)
+    added = maps.written
+    begun = added.new_zeros(len(layout.firsts) if layout.aligned else layout.rows, *added.shape[1:])
     begun = begun if initial_state is None else initial_state.to(begun.dtype)
+    if part is not None:
+        # Beside the states stand the products of transitions.
+        identity = torch.eye(maps.transition.shape[-1], dtype=added.dtype, device=added.device)
+        begun = torch.cat([part.own(begun, first=True), identity.expand(*begun.shape[:-1], -1)], -1)
+        added = pad(added, (0, identity.shape[-1]))
+    maps_of_states = maps.transition, added
     if layout.aligned:
         ends = enumerate(zip(layout.firsts, layout.lasts, strict=True))
         spans = sorted(((last - first + 1, first, n) for n, (first, last) in ends if first >= 0), reverse=True)
@@ -144,10 +168,10 @@ def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | Non
             torch.tensor(places, device=begun.device)
             for places in (list(itertools.chain(*chunks)), [document for *_, document in spans])
         )
-        transitions, written = (part.index_select(0, order).split([*map(len, chunks)]) for part in maps[2:])
+        transitions, written = (x.index_select(0, order).split([*map(len, chunks)]) for x in maps_of_states)
         state = begun.index_select(0, documents)
     else:
-        transitions, written = (part.unflatten(0, (layout.rows, layout.per_row)).unbind(1) for part in maps[2:])
+        transitions, written = (x.unflatten(0, (layout.rows, layout.per_row)).unbind(1) for x in maps_of_states)
         state = begun
     states, ended = [], []
     for transition, added in zip(transitions, written, strict=True):
@@ -160,7 +184,36 @@ def run_chunks(maps: ChunkMaps, layout: ChunkLayout, initial_state: Tensor | Non
         state = begun.index_copy(0, documents, torch.cat([state, *reversed(ended)]))
     else:
         entering = torch.stack(states, 1).flatten(0, 1)
+    if part is not None:
+        left = entering_part(part.edge(state, 1), part)
+        state = part.with_edge(state[..., : left.shape[-1]], 0, gone_on(part.edge(state, 0), left))
+        state = part.own(state, first=False)
+        count = 1 + min(last for last in layout.lasts if last >= 0) if layout.aligned else len(entering)
+        left_of_each = left.repeat_interleave(1 if layout.aligned else layout.per_row, 0)
+        entering = torch.cat([gone_on(entering[:count], left_of_each), entering[count:, ..., : left.shape[-1]]])
     return layout.join((maps.reads @ entering + maps.local).transpose(1, 2)), state
+
+
+def gone_on(states: Tensor, entered: Tensor) -> Tensor:
+    """States (..., N, P), from those from zero with the products of transitions beside them (..., N, P + N)."""
+    own, product = states.split([entered.shape[-1], entered.shape[-2]], -1)
+    return own + product @ entered
+
+
+def entering_part(passed: Tensor, part: Part) -> Tensor:
+    """The states (rows, heads, N, P) that enter a part, from those that each part passes on from zero, with the product
+    of its transitions beside them (rows, heads, N, P + N); differentiable."""
+    sizes = [passed.shape[-1] - passed.shape[-2], passed.shape[-2]]
+    added, product = passed.split(sizes, -1)
+    product = where_crossing(part.crossing.through, product)
+    added, product = gathered(torch.cat([added, product], -1)[None], 0, part.context).split(sizes, -1)
+    # Nothing enters the first part, but in the backward pass all ranks send.
+    state = added[0 if part.context.rank else -1]
+    for rank in range(1, part.context.rank):
+        # What nothing comes through from may be NaN.
+        through = (product[rank] != 0).any(-1, keepdim=True).any(-2, keepdim=True)
+        state = product[rank] @ where_crossing(through, state) + added[rank]
+    return where_crossing(part.crossing.left, state)
 
 
 def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:

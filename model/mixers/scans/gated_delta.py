@@ -100,6 +100,10 @@ class GatedDelta(Mixer):
         cls.require_inner_width(d_model, config)
 
     @classmethod
+    def why_no_context(cls, config: GatedDeltaConfig, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:
         _, nheads, _ = cls.widths(d_model, config)
         keys, values, chunk = config.qk_dim, config.headdim, min(config.chunk_size, seqlen)
@@ -111,7 +115,7 @@ class GatedDelta(Mixer):
     ) -> tuple[DeltaParts, Tensor | None]:
         """All inputs of the recurrence from x (..., d_model), and the window behind x, as `convolve` has it."""
         z, qkv, b, *a = self.in_proj(x).split(self.sections, -1)
-        options = {"causal": True, "activation": "silu", "cu_seqlens": cu_seqlens}
+        options = {"causal": True, "activation": "silu", "cu_seqlens": cu_seqlens, "context": self.context}
         qkv, window = convolve(self.conv1d, qkv, window, **options)
         keys = self.nheads * self.config.qk_dim
         q, k, v = (part.unflatten(-1, (self.nheads, -1)) for part in qkv.split([keys, keys, self.d_inner], -1))
@@ -125,7 +129,8 @@ class GatedDelta(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         (*arguments, z), _ = self.parts(x, cu_seqlens=cu_seqlens)
-        y, _ = gated_delta_rule(tuple(arguments), cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        options = {"cu_seqlens": cu_seqlens, "context": self.context}
+        y, _ = gated_delta_rule(tuple(arguments), self.config.chunk_size, **options)
         return self.finish(y, z)
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:

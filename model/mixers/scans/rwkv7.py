@@ -110,6 +110,10 @@ class RWKV7(Mixer):
             )
 
     @classmethod
+    def why_no_context(cls, config: RWKV7Config, causal: bool) -> str:
+        return ""
+
+    @classmethod
     def mixing_flops(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:
         width, chunk = config.headdim, min(config.chunk_size, seqlen)
         # Scores 4, products of them with values and states 4, the triangular system 1; then the map of the state.
@@ -139,8 +143,8 @@ class RWKV7(Mixer):
         return x.unflatten(-1, (self.nheads, -1))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        parts = self.parts(x, shift_right(x, cu_seqlens))
-        y, _ = diagonal_delta_rule(parts[:6], cu_seqlens=cu_seqlens, chunk_size=self.config.chunk_size)
+        parts = self.parts(x, shift_right(x, cu_seqlens, self.context))
+        y, _ = diagonal_delta_rule(parts[:6], self.config.chunk_size, cu_seqlens=cu_seqlens, context=self.context)
         return self.finish(y, parts)
 
     def finish(self, y: Tensor, parts: RWKV7Parts) -> Tensor:

@@ -36,7 +36,9 @@ def assert_matches(monkeypatch, ranks, op, definition, inputs, **options):
     group = RanksInThreads(monkeypatch, ranks, parts)
 
     def errors(context):
-        return part_errors(context, op, definition, inputs, group.summed, dtype=torch.float32, **options)
+        return part_errors(
+            context, op, definition, inputs, group.summed, dtype=torch.float32, return_final_state=True, **options
+        )
 
     for of_rank in group.run(errors):
         assert all(error <= FLOAT32 for error in of_rank.values()), of_rank
