@@ -144,6 +144,20 @@ MODELS = [
         "enumerate(tokens)]",
         "model/test_decoding.py::test_a_prompt_leaves_the_batch_with_its_last_token",
     ),
+    Fault(
+        "a document begins with the state of another one that ended in the row before",
+        "model/carrying.py",
+        "torch.where(continues, entering, fresh[self.first])",
+        "torch.where(continues | True, entering, fresh[self.first])",
+        "model/test_carrying.py::test_rows_that_go_on_are_one_long_row",
+    ),
+    Fault(
+        "a document without tokens passes on another state of a convolution than it was given",
+        "model/mixers/continued.py",
+        "last = (bounds[1:].long() - width).unsqueeze(1) + steps",
+        "last = (bounds[1:].long() - width).maximum(bounds[:-1].long() + 1).unsqueeze(1) + steps",
+        "model/test_carrying.py::test_documents_go_on_from_states_of_their_own",
+    ),
 ]
 
 DATA = [
@@ -237,6 +251,13 @@ DATA = [
         "self.pending.append(tokens)",
         "self.pending.append(tokens[:-1] if len(tokens) > 1 else tokens)",
         "data/loading/test_loader.py::test_prepared_text_comes_back",
+    ),
+    Fault(
+        "rows of a batch follow each other instead of going on from batch to batch",
+        "data/loading/packing.py",
+        "return lane * self._lane + batch",
+        "return batch * self.lanes + lane",
+        "data/loading/test_lanes.py::test_each_lane_reads_on",
     ),
 ]
 
@@ -352,6 +373,20 @@ TRAINING = [
         'state[f"{OPTIMIZER}{name}.{entry}"] = value',
         'state[f"{OPTIMIZER}{name}.{entry}"] = torch.zeros_like(value) if entry == "step" else value',
         "train/test_loop.py::test_resuming_in_the_middle_is_bit_identical",
+    ),
+    Fault(
+        "after a resume each rank carries the states of the first one",
+        "train/checkpoint/lanes.py",
+        "divmod(self.loader.data_rank * self.size + lane, share)",
+        "divmod(0 * self.size + lane, share)",
+        "distributed/runs/test_carried_runs.py::test_any_number_of_ranks",
+    ),
+    Fault(
+        "a state that is not finite is carried on after the step that was skipped",
+        "train/loop.py",
+        "self.lanes.forget()  # what made",
+        "self.lanes.rows  # what made",
+        "train/test_carry.py::test_a_state_that_is_not_finite_costs_one_step",
     ),
 ]
 
