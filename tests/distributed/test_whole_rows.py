@@ -41,6 +41,12 @@ def test_attention_sends_what_is_less(ranks):
     assert exchanging == [{2: "attention-causal", 3: "attention-five-heads-causal"}[ranks]]
 
 
+def test_each_rank_keeps_its_share():
+    """For the backward pass; but for what grows with the root of the length, or not at all."""
+    for shares in run_distributed(whole_rows_scenario.kept, 2, arguments=(OF_HEADS, 1024)):
+        assert {name: share for name, share in shares.items() if not share <= 1.1 / 2} == {}
+
+
 def test_models_count_positions_from_the_beginning_of_a_document():
     """Learned positions of an encoder, rotary ones of a language model."""
     attention = AttentionConfig(headdim=4)

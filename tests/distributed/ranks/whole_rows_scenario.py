@@ -57,6 +57,29 @@ def numbers_from_others(names: list[str]) -> list[int]:
     return counts
 
 
+def kept(names: list[str], seqlen: int) -> dict[str, float]:
+    """By case, the bytes that are kept for the backward pass of a part, over those of the whole row."""
+    context, shares = world(), {}
+    for name in names:
+        counts = []
+        for ranks in (None, context):
+            mixer = CASES[name].build(max_seqlen=seqlen)
+            mixer.context, tokens = ranks, seqlen if ranks is None else seqlen // ranks.size
+            bounds = torch.tensor([0, seqlen // 5, seqlen], dtype=torch.int32)
+            bounds = bounds if ranks is None else bounds_of_part(bounds, tokens, ranks.rank)
+            own, sizes = {parameter.untyped_storage().data_ptr() for parameter in mixer.parameters()}, {}
+
+            def note(x, sizes=sizes):
+                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes(), x
+                return x
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+                mixer(torch.randn(1, tokens, D_MODEL, requires_grad=True), bounds)
+            counts.append(sum(size for at, (size, _) in sizes.items() if at not in own))
+        shares[name] = counts[1] / counts[0]
+    return shares
+
+
 def models(configs: list[ModelConfig]) -> list[float]:
     """How far the outputs of models are, that are given parts of packed rows, from those that are given whole ones."""
     context, got = world(), []
