@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import matmix.kernels  # noqa: F401 - whose operations name their Triton forms
 from matmix.kernels.backend import TRITON_FORMS
+from matmix.kernels.context import Context
 from matmix.kernels.functions import Output
 from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.lion.chunked import LionInputs
@@ -92,6 +94,23 @@ def _documents(packed: bool) -> Tensor | None:
     return torch.arange(0, _tokens + 1, length, dtype=torch.int32, device=_device) if packed else None
 
 
+@contextmanager
+def _context(wanted: bool) -> Iterator[str]:
+    """The name of a context of two ranks, of which this is the first and the other one sends the same; "" for none."""
+
+    def gather(received: Tensor, sent: Tensor, **_: object) -> SimpleNamespace:
+        received.view(2, -1).copy_(sent)
+        return SimpleNamespace(wait=lambda: None)
+
+    context = Context("benchmark", 0, 2)
+    with (
+        mock.patch.object(Context, "named", lambda name: context if name else None),
+        mock.patch.object(Context, "group", None),
+        mock.patch("torch.distributed.all_gather_into_tensor", gather),
+    ):
+        yield context.name if wanted else ""
+
+
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (0.1 * torch.randn(shape, device=_device)).to(dtype)
 
@@ -147,7 +166,7 @@ def _scan(
     dtype: torch.dtype, module: ModuleType, *,
     directions: int = 1, form: ScanForm = _PLAIN, d_state: int = 64, headdim: int = 64, decay: str | None = None,
     scale: bool = False, diagonal: str | None = None, packed: bool = False, states: bool = False, rows: int = BATCH,
-    groups: int = 2,
+    groups: int = 2, part: bool = False,
 ) -> tuple:  # fmt: skip
     """Returns the output and the gradients."""
     heads = HEADS
@@ -175,11 +194,13 @@ def _scan(
         for reverse in (False, True)[:directions]
     )
     skip = factor(diagonal)
-    out = module.forward(ScanCall(v, sides, skip, form, cu_seqlens), states and directions == 1)
     # Backward passes are of linear scans: the registered op takes products and quotients apart first.
     linear = form._replace(combine="add" if form.combine == "add" else "concat", normalize=False)
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
-    return out, module.backward(dy, out.row_sum, out.finals, ScanCall(v, sides, skip, linear, cu_seqlens))
+    with _context(part) as context:
+        call = ScanCall(v, sides, skip, form, cu_seqlens, context=context)
+        out = module.forward(call, states and directions == 1)
+        return out, module.backward(dy, out.row_sum, out.finals, call._replace(form=linear))
 
 
 def _scan_step(
@@ -331,6 +352,11 @@ CALLS: dict[str, dict[str, Run]] = {
         "LION, gates per head": partial(_bidirectional_lion, decay="head"),
         "LION, gates per token, packed": partial(_bidirectional_lion, decay="token", packed=True),
         "two directions from states": partial(_hydra, form=ScanForm(), states=True),
+        "parts of Hydra's rows": partial(_hydra, part=True),
+        "a part of packed rows of Hydra": partial(_hydra, packed=True, part=True),
+        "a part of one long row of Hydra": partial(_hydra, rows=1, part=True),
+        "parts of LION's rows": partial(_bidirectional_lion, decay="head", part=True),
+        "a part of one long row of LION, packed": partial(_bidirectional_lion, decay="token", packed=True, part=True),
     },
     "semiseparable_scan": {
         "SSD": _ssd,
@@ -338,6 +364,9 @@ CALLS: dict[str, dict[str, Run]] = {
         "SSD from a state to a state": partial(_ssd, states=True),
         "SSD from a state to a state, one long row": partial(_ssd, states=True, rows=1),
         "SSD from a state to a state, packed": partial(_ssd, states=True, packed=True),
+        "a part of one long row of SSD, from a state to a state": partial(_ssd, states=True, rows=1, part=True),
+        "a part of packed rows of SSD": partial(_ssd, packed=True, part=True),
+        "parts of rows of linear attention": partial(_scan, part=True),
         "linear attention": _scan,
         "RetNet": partial(_scan, decay="head"),
     },

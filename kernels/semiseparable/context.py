@@ -38,6 +38,15 @@ class Part(NamedTuple):
             return None
         return cls(context, call.cu_seqlens, seqlen, Crossing.of(call.cu_seqlens, seqlen))
 
+    def edge_document(self, last: bool) -> Tensor:
+        """The number (1,) of the document with the part's last (first) token, where documents are packed."""
+        before = self.cu_seqlens < self.seqlen if last else self.cu_seqlens <= 0
+        return before.sum(0, keepdim=True) - 1
+
+    def at_edge(self, x: Tensor, last: bool) -> Tensor:
+        """Returns of x (documents, ...) what belongs to that document, (1, ...); of rows all, (rows, ...)."""
+        return x if self.cu_seqlens is None else x.index_select(0, self.edge_document(last))
+
     def own(self, states: Tensor | None, first: bool) -> Tensor | None:
         """Returns the states (documents or rows, ...) of those that have their first (last) token in this part, zeros
         for others. Of a document without tokens both are where they would be."""

@@ -144,10 +144,8 @@ def check_scan(op: str, given: Any) -> None:
     check_finite(op, below=tuple(decays), **tensors)
 
 
-def no_kernel(d_state: int, headdim: int, context: str = "") -> str:
+def no_kernel(d_state: int, headdim: int) -> str:
     """The reason why the Triton form cannot be used; empty if it can."""
-    if context:
-        return "takes no parts of rows"
     if max(d_state, headdim) > LARGEST_WIDTH:
         return f"takes states of at most {LARGEST_WIDTH} x {LARGEST_WIDTH} a head, not {d_state} x {headdim}"
     return ""

@@ -94,7 +94,7 @@ def _final_like(given: CausalInputs | TwoSidedInputs, q: Tensor, wanted: bool) -
 
 _semiseparable = register(
     SEMISEPARABLE, "semiseparable.fused.launch", _causal_like,
-    why_not=lambda given: no_kernel(given.q.shape[3], given.v.shape[3], given.context),
+    why_not=lambda given: no_kernel(given.q.shape[3], given.v.shape[3]),
     flops=lambda given, backward: scan_flops(given.v, given.q, 1, ScanForm(), given.chunk_size, backward=backward),
 )  # fmt: skip
 
@@ -189,7 +189,9 @@ def _no_two_sided_kernel(given: TwoSidedInputs) -> str:
     states = given.initial_state_forward, given.initial_state_backward
     if given.normalize and (given.return_final_states or any(state is not None for state in states)):
         return "has no states with sums of rows"
-    return no_kernel(given.q_forward.shape[3], given.v.shape[3], given.context)
+    if given.normalize and given.shift and given.context:
+        return "has no sums of rows that are shifted over the edges of parts"
+    return no_kernel(given.q_forward.shape[3], given.v.shape[3])
 
 
 _quasiseparable = register(

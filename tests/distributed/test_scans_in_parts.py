@@ -2,117 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-
 import pytest
 import torch
 from harness import run_distributed
 from nightly import nightly
-from parts_scenario import Case, check_parts, run_parts
-
-from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
-
-SEQLEN = 60
-"""Cut by 2, 3 and 4 ranks."""
-DOCUMENTS = {
-    "rows": None,
-    "one document": [60],
-    "at thirds": [20, 20, 20],
-    "at cuts": [15, 5, 10, 10, 5, 15],
-    "over three ranks": [7, 46, 7],
-    "single tokens": [1, 18, 1, 1, 8, 1, 15, 14, 1],
-    "empty ones": [0, 30, 0, 0, 1, 29, 0],
-}
-KINDS = ["token", "head", "none", "gates that close"]
-FORMS = {
-    "hydra": {},
-    "unshifted": {"shift": False},
-    "halved": {"shift": False, "self_term": "mean"},
-    "product": {"combine": "mult"},
-    "unshifted product": {"combine": "mult", "shift": False},
-    "both": {"combine": "concat"},
-    "lion": {"shift": False, "self_term": "mean", "normalize": "row_sum", "gate_offset": 1, "eps": 0.2},
-    "normalised": {"normalize": "row_sum", "eps": 0.5},
-    "offset": {"gate_offset": 1},
-}
-"""Every option at least once."""
-
-
-def draw(*shape: int, positive: bool = False) -> torch.Tensor:
-    return torch.rand(*shape, dtype=torch.float64) + 0.1 if positive else torch.randn(*shape, dtype=torch.float64)
-
-
-def decays(kind: str, batch: int, seqlen: int, heads: int) -> torch.Tensor | None:
-    steps = -0.3 * torch.rand(batch, seqlen, heads, dtype=torch.float64)
-    if kind == "gates that close":
-        return steps.masked_fill(torch.rand(batch, seqlen, heads) < 0.1, -torch.inf)
-    return {"token": steps, "head": -0.1 * torch.rand(heads, dtype=torch.float64), "none": None}[kind]
-
-
-def vectors(batch: int, seqlen: int, groups: int, d_state: int, names: list[str], positive: bool = False) -> dict:
-    return {name: draw(batch, seqlen, groups, d_state, positive=positive) for name in names}
-
-
-def packed(lengths: list[int] | None) -> torch.Tensor | None:
-    return None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def causal(documents: str, kind: str = "token", states: bool = False, chunk: int = 16) -> Case:
-    bounds = packed(DOCUMENTS[documents])
-    batch, heads, groups, d_state, headdim = 2 if bounds is None else 1, 4, 2, 3, 5
-    inputs = {"v": draw(batch, SEQLEN, heads, headdim)}
-    inputs |= vectors(batch, SEQLEN, groups, d_state, ["q", "k"])
-    inputs |= {"log_decay": decays(kind, batch, SEQLEN, heads), "input_scale": draw(batch, SEQLEN, heads)}
-    inputs["diagonal"] = draw(heads) if kind == "head" else draw(batch, SEQLEN, heads)
-    if states:
-        inputs["initial_state"] = draw(batch if bounds is None else len(bounds) - 1, heads, d_state, headdim)
-    options = {"return_final_state": states} | ({"log_decay": None} if kind == "none" else {})
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    wanted = functools.partial(semiseparable_definition, **options)
-    return Case("semiseparable_scan", inputs, bounds, options | {"chunk_size": chunk}, wanted)
-
-
-def two_sided(form: str, documents: str, kind: str = "token", states: bool = False, chunk: int = 16) -> Case:
-    bounds, options = packed(DOCUMENTS[documents]), dict(FORMS[form])
-    batch, heads, groups, d_state, headdim = 2 if bounds is None else 1, 4, 2, 3, 5
-    positive = "normalize" in options
-    names = ["q_forward", "k_forward", "q_backward", "k_backward"]
-    inputs = {"v": draw(batch, SEQLEN, heads, headdim)} | vectors(batch, SEQLEN, groups, d_state, names, positive)
-    for side in ("forward", "backward"):
-        inputs[f"log_decay_{side}"] = decays(kind, batch, SEQLEN, heads)
-        if side == "forward" or kind == "token":
-            inputs[f"input_scale_{side}"] = draw(batch, SEQLEN, heads, positive=positive)
-        if states:
-            count = batch if bounds is None else len(bounds) - 1
-            inputs[f"initial_state_{side}"] = draw(count, heads, d_state, headdim + positive, positive=positive)
-    inputs["diagonal"] = draw(heads, positive=True) if kind == "head" else draw(batch, SEQLEN, heads, positive=True)
-    if kind == "none":
-        options |= {"log_decay_forward": None, "log_decay_backward": None}
-    options["return_final_states"] = states
-    inputs = {name: x for name, x in inputs.items() if x is not None}
-    wanted = functools.partial(quasiseparable_definition, **options)
-    return Case("quasiseparable_scan", inputs, bounds, options | {"chunk_size": chunk}, wanted)
-
-
-def few_cases() -> dict[str, Case]:
-    cases = {}
-    for at, documents in enumerate(DOCUMENTS):
-        cases[f"causal, {documents}"] = causal(documents, KINDS[at % 3], states=at % 2 == 1)
-    for at, form in enumerate(FORMS):
-        documents = list(DOCUMENTS)[at % len(DOCUMENTS)]
-        cases[f"{form}, {documents}"] = two_sided(form, documents, KINDS[at % 3 if at < 3 else 0], states=at % 3 == 0)
-    return cases
-
-
-def all_cases(kind: str) -> dict[str, Case]:
-    cases = {}
-    for documents, states in itertools.product(DOCUMENTS, (False, True)):
-        label = f"{documents}, {'with states' if states else 'without'}"
-        cases[f"causal, {label}"] = causal(documents, kind, states)
-        for form in FORMS:
-            cases[f"{form}, {label}"] = two_sided(form, documents, kind, states, chunk=32 if states else 16)
-    return cases
+from parts_scenario import check_parts, run_parts
+from scan_cases import KINDS, all_cases, causal, few_cases, two_sided, typed
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -121,11 +16,7 @@ def test_parts_are_what_the_definition_makes_of_whole_rows(ranks):
 
 
 def test_float32():
-    check_parts({label: in_float32(case) for label, case in few_cases().items()}, 3, 1e-5)
-
-
-def in_float32(case: Case) -> Case:
-    return case._replace(inputs={name: x.float() for name, x in case.inputs.items()})
+    check_parts({label: typed(case, torch.float32) for label, case in few_cases().items()}, 3, 1e-5)
 
 
 @pytest.mark.parametrize("kind", [nightly(kind) for kind in KINDS])

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from matmix.kernels.launching import launch, rows_in_place
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
-from matmix.kernels.semiseparable.form import ScanCall, ScanGradients, ScanOutput, SideGradients
+from matmix.kernels.semiseparable.context import Part, edge_row
+from matmix.kernels.semiseparable.form import ScanCall, ScanGradients, ScanOutput, ScanSide, SideGradients
 from matmix.kernels.semiseparable.fused import scan as scans
 from matmix.kernels.semiseparable.fused.mix import mix
 from matmix.kernels.semiseparable.fused.pairs import pair_gradients
+from matmix.kernels.semiseparable.fused.parts import Entering
 from matmix.kernels.semiseparable.fused.scan import configurations, force_configuration, per_token, rows
 from matmix.kernels.semiseparable.fused.states import States, pass_states
 from matmix.kernels.semiseparable.fused.sums import decay_gradients
@@ -34,10 +36,15 @@ class Into(NamedTuple):
 
 def forward(call: ScanCall, final_state: bool) -> ScanOutput:
     """See `scan_forward` of the PyTorch form."""
+    if call.context and call.form.shift and call.form.combine == "mult":
+        return _multiplied(call, final_state)
     scan, call = scans.set_up(call, backward=False)
     v, sides, diagonal, form, *_ = call
     sums = scans.sum_decays(scan, sides)
-    starts = any(side.initial_state is not None for side in sides)
+    part = Part.of(call)
+    entering = None if part is None else Entering(scan, call, part, sums)
+    initial = _initial_states(sides, part)
+    starts = part is not None or any(state is not None for state in initial)
     walk = scan.walks and not final_state and not starts
     # The direction whose states are carried along needs none at the chunks' edges.
     passed = sides[1:] if walk else sides
@@ -45,9 +52,11 @@ def forward(call: ScanCall, final_state: bool) -> ScanOutput:
     states = States(None, None, None, False)
     if carried or final_state:
         states = pass_states(
-            scan, call._replace(sides=passed), [v] * len(passed), [side.initial_state for side in sides], sums,
-            want_ends=final_state, store=carried, before=len(sides) - len(passed),
+            scan, call._replace(sides=passed), [v] * len(passed), initial, sums, want_ends=final_state, store=carried,
+            before=len(sides) - len(passed), send=None if entering is None else entering.send,
         )  # fmt: skip
+    if entering is not None:
+        entering.add_to(states, final_state)
     two = len(sides) == 2
     width = scan.headdim * (2 if two and form.combine == "concat" else 1)
     y = torch.empty(*v.shape[:3], width, dtype=v.dtype, device=v.device)
@@ -67,11 +76,33 @@ def forward(call: ScanCall, final_state: bool) -> ScanOutput:
         INITIAL=carried and states.given, NORMALIZE=form.normalize, REST=rest is not None,
         COMBINE=form.combine if two else "add", HEADS=heads, WALK=walk,
     )  # fmt: skip
+    if entering is not None and form.shift:
+        entering.read_at_edges(y)
     finals = None
     if final_state:
         # Outputs of an op share no memory.
         finals = tuple(states.ends.unbind(2)) if not two else tuple(end.clone() for end in states.ends.unbind(2))
+        if part is not None:
+            finals = tuple(part.own(end, side.reverse) for end, side in zip(finals, sides, strict=True))
     return ScanOutput(y, row_sums, finals, rest)
+
+
+def _multiplied(call: ScanCall, final_state: bool) -> ScanOutput:
+    """The product of the two directions of a part, which need what their edges read before they are multiplied."""
+    v, diagonal = call.v, call.diagonal
+    halves = forward(call._replace(diagonal=None, form=call.form._replace(combine="concat")), final_state)
+    y = torch.mul(*halves.y.float().chunk(2, -1))
+    if diagonal is not None:
+        y.addcmul_(diagonal.float().unsqueeze(-1), v)
+    return halves._replace(y=y.to(v.dtype))
+
+
+def _initial_states(sides: tuple[ScanSide, ...], part: Part | None) -> list[Tensor | None]:
+    """The states that directions begin with; of a part those of what begins in it."""
+    states = [side.initial_state for side in sides]
+    if part is None:
+        return states
+    return [part.own(state, not side.reverse) for state, side in zip(states, sides, strict=True)]
 
 
 def backward(
@@ -92,16 +123,29 @@ def backward(
     # What it is multiplied with is split in two numbers of bfloat16; a float16 could not hold it.
     triangle = v.new_empty(scan.tile, scan.tile, dtype=torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32)
     sums = scans.sum_decays(scan, sides, triangle)
-    initial = [side.initial_state for side in sides]
+    part = Part.of(call)
+    initial = _initial_states(sides, part)
     starts = any(state is not None for state in initial)
-    stored = scan.seqlen > scan.chunk or starts or dfinals is not None
+    stored = scan.seqlen > scan.chunk or starts or dfinals is not None or part is not None
     entering = leaving = States(None, None, None, False)
+    if part is not None:
+        dfinals = [
+            part.own(dfinal, side.reverse) for dfinal, side in zip(dfinals or [None] * count, sides, strict=True)
+        ]
+        entered, back = (Entering(scan, call, part, sums, cotangent) for cotangent in (False, True))
+
+        def send_back(ends: Tensor, vectors: Tensor | None) -> None:
+            entered.add_to(entering, False)
+            back.send_back(entered, dys, ends, vectors)
+
     if stored:
-        entering = pass_states(scan, call, [v] * count, initial, sums)
+        entering = pass_states(scan, call, [v] * count, initial, sums, send=None if part is None else entered.send)
         leaving = pass_states(
             scan, call, dys, dfinals or [None] * count, sums, cotangent=True, sum_factor=drow_sum,
-            want_ends=starts,
+            want_ends=starts, send=None if part is None else send_back,
         )  # fmt: skip
+    if part is not None:
+        back.add_to(leaving, starts)
 
     cross = scan.chunk > scan.tile
     first, second, self_weight = scans.one_or_two(sides, form)
@@ -181,10 +225,13 @@ def backward(
         if side.initial_state is not None:
             # Copied: of one document and head the slice is contiguous as it is, and outputs of an op share no memory.
             ends = leaving.ends[:, :, number]
+            ends = ends if part is None else part.own(ends, not side.reverse)
             initial = ends.to(side.initial_state.dtype, copy=True, memory_format=torch.contiguous_format)
         da = None if das[number] is None else reduce_like(das[number], side.log_decay)
         dw = None if dws[number] is None else dws[number].to(side.input_scale.dtype)
         dq, dk = _summed(dqs[number], v.dtype, to_q), _summed(dks[number], v.dtype, to_k)
+        if part is not None and form.shift:
+            edge_row(dq, not side.reverse).add_(back.rows[number])
         gradients.append(SideGradients(dq, dk, da, dw, initial))
     along = along + along2 if along2 is not None else along
     return ScanGradients(dv, tuple(gradients), None if diagonal is None else reduce_like(along, diagonal))

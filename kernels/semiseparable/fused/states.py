@@ -8,6 +8,7 @@ Few long documents would leave most of a GPU idle. They are cut into spans: a fi
 zero, `combine_spans` passes the results along the spans, and a second launch runs each span from its true start.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -198,19 +199,20 @@ class States(NamedTuple):
     ends: Tensor | None
     """(documents, nheads, directions, d_state, headdim) float32: behind the last chunk, where asked for."""
     given: bool
-    """True if documents begin with states that are not zero."""
+    """True if documents begin with states that are not zero, or of a part may."""
 
 
 def pass_states(
     scan: Scan, call: ScanCall, values: list[Tensor], initial: list[Tensor | None], sums: Tensor | None, *,
     cotangent: bool = False, sum_factor: Tensor | None = None, want_ends: bool = False, store: bool = True,
-    before: int = 0,
+    before: int = 0, send: Callable[[Tensor, Tensor | None], None] | None = None,
 ) -> States:  # fmt: skip
     """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them. What enters a
     document is left out (unwritten) where all documents begin, or end, with nothing.
 
     values, initial: v or those of dy, and the states at the start, by direction. sums: those of as many directions more
-    as come `before` the call's.
+    as come `before` the call's. send: of a part of rows; it is given the ends, also those of the vectors (documents,
+    nheads, directions, d_state), as soon as they are under way, and what enters documents is written.
     """
     sides, form = call.sides, call.form
     keys = [side.q if cotangent else side.k for side in sides]
@@ -229,7 +231,9 @@ def pass_states(
     if any(state is not None for state in initial):
         zero = torch.zeros(documents, heads, n, p, device=like.device) if None in initial else None
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
+    given, want_ends = entry is not None or send is not None, want_ends or send is not None
     ends = empty(documents, heads, count, n, p) if want_ends else None
+    end_vectors = empty(documents, heads, count, n) if want_ends and vector else None
 
     _, n_blocks, _, p_blocks = scan.blocks("block")
     tiles = n_blocks * p_blocks
@@ -258,23 +262,28 @@ def pass_states(
         "TILE": min(scan.chunk, scan.config.state_tile),
     }  # fmt: skip
 
-    def run(entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, summing: bool) -> None:
+    def run(
+        entries: Tensor | None, entry_vectors: Tensor | None, out: Tensor | None, out_vectors: Tensor | None,
+        summing: bool,
+    ) -> None:  # fmt: skip
         launch(
             state_pass, (units * heads, tiles, count),
             *rows(keys[0]), *rows(keys[-1]), values[0], *rows(values[-1]), *per_token(sum_factor), *weights[0],
             *weights[1], sums, None if summing else states, None if summing else vectors, entries, entry_vectors, out,
-            span_vectors if summing else None, span_decays if summing else None, scan.table(span * scan.chunk),
+            out_vectors, span_decays if summing else None, scan.table(span * scan.chunk),
             scan.seqlen, scan.per_row(scan.chunk), per_row, span, heads, scan.share,
             **common, num_warps=scan.config.state_warps, num_stages=scan.config.stages, STORE=store and not summing,
-            ENTRY=entries is not None, INITIAL=entry is not None, END=out is not None, DECAYS=summing,
+            ENTRY=entries is not None, INITIAL=given, END=out is not None, DECAYS=summing,
             SIDES=before + count,
         )  # fmt: skip
 
     if not split:
-        run(entry, None, ends, False)
-        return States(states, vectors, ends, entry is not None)
-    run(None, None, span_ends, True)
-    for of_span, start, end in ((span_ends, entry, ends), (span_vectors, None, None)):
+        run(entry, None, ends, end_vectors, False)
+        if send is not None:
+            send(ends, end_vectors)
+        return States(states, vectors, ends, given)
+    run(None, None, span_ends, span_vectors, True)
+    for of_span, start, end in ((span_ends, entry, ends), (span_vectors, None, end_vectors)):
         if of_span is not None:
             elements = of_span[0, 0, 0].numel()
             block = min(1024, triton.next_power_of_2(elements))
@@ -284,6 +293,8 @@ def pass_states(
                 heads, elements, num_warps=4, TWO=count == 2, REVERSE=first.reverse, COTANGENT=cotangent,
                 PACKED=scan.cu_seqlens is not None, INITIAL=start is not None, FINAL=end is not None, BLOCK=block,
             )  # fmt: skip
+    if send is not None:
+        send(ends, end_vectors)
     if store:
-        run(span_ends, span_vectors, None, False)
-    return States(states, vectors, ends, entry is not None)
+        run(span_ends, span_vectors, None, None, False)
+    return States(states, vectors, ends, given)

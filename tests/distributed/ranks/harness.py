@@ -20,6 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CALLS = 20
 """After so many a group is made anew: process groups that runs make inside of it stay for as long as it lives."""
@@ -34,6 +35,7 @@ def run_distributed(
     arguments: tuple[Any, ...] = (),
     timeout: float = 300,
     alone: bool = False,
+    interpreted: bool = False,
 ) -> list[Any]:
     """Returns what `function` returned on each rank, in order. Fails with the children's tracebacks, or after
     `timeout` seconds.
@@ -41,18 +43,19 @@ def run_distributed(
     function: a function at the top level of a module; each process imports that module from its file, so it should
     import little. It runs with the process group made and torchrun's variables set; what it changes in the environment
     is put back. alone: in processes of their own, which may start others, such as readers, and which end with the call:
-    for functions that leave behind what another run would meet.
+    for functions that leave behind what another run would meet. interpreted: in processes of their own, in which Triton
+    is imported for its interpreter; the function calls `triton_on_cpu.interpret`.
     """
     module = sys.modules[function.__module__]
     name = (str(Path(module.__file__).resolve().parent), Path(module.__file__).stem, function.__name__)
-    group = None if alone else _groups.pop(world_size, None)
-    group = group or _Group(world_size, daemon=not alone)
+    group = None if alone or interpreted else _groups.pop(world_size, None)
+    group = group or _Group(world_size, daemon=not alone, interpreted=interpreted)
     try:
         returned = group.call(name, arguments, timeout)
     except BaseException:
         group.end(kill=True)
         raise
-    if alone or group.calls >= CALLS:
+    if alone or interpreted or group.calls >= CALLS:
         group.end()
     else:
         _groups[world_size] = group
@@ -62,9 +65,11 @@ def run_distributed(
 class _Group:
     """Ranks that wait for functions to run."""
 
-    def __init__(self, world_size: int, daemon: bool) -> None:
-        """daemon: the processes end with the tests whatever happens, but may not have children."""
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, world_size: int, daemon: bool, interpreted: bool = False) -> None:
+        """daemon: the processes end with the tests whatever happens, but may not have children. interpreted: see
+        `run_distributed`."""
+        # What processes are forked from has imported Triton for a compiler.
+        context = multiprocessing.get_context("spawn" if interpreted else "forkserver")
         # Processes are forked from one that has imported all this already: imports are most of what a process costs.
         context.set_forkserver_preload(
             [
@@ -82,7 +87,8 @@ class _Group:
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, world_size, port), daemon=daemon)
-            process.start()
+            with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"} if interpreted else {}):
+                process.start()
             there.close()
             self.ranks.append(here)
             self.processes.append(process)

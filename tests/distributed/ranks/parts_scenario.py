@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
+import triton_on_cpu
 from harness import run_distributed
 from torch import Tensor
 
@@ -26,8 +28,9 @@ class Case(NamedTuple):
     """Computes it on one rank, of inputs and cu_seqlens."""
 
 
-def check_parts(cases: dict[str, Case], ranks: int, tolerance: float) -> None:
-    """Outputs and gradients of all ranks together are those of whole rows, to `tolerance` times the largest of each."""
+def check_parts(cases: dict[str, Case], ranks: int, tolerance: float, *, interpreted: bool = False) -> None:
+    """Outputs and gradients of all ranks together are those of whole rows, to `tolerance` times the largest of each.
+    interpreted: the ranks run Triton's kernels."""
     calls, whole = [], {}
     for label, case in cases.items():
         leaves = {key: x.clone().requires_grad_() for key, x in case.inputs.items()}
@@ -37,7 +40,8 @@ def check_parts(cases: dict[str, Case], ranks: int, tolerance: float) -> None:
         sum((y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)).backward()
         whole[label] = [y.detach() for y in outputs], {key: x.grad for key, x in leaves.items()}
         calls.append((case.name, case.inputs, cotangents, case.cu_seqlens, case.options))
-    parts = run_distributed(run_parts, ranks, arguments=(calls,))
+    run = run_interpreted_parts if interpreted else run_parts
+    parts = run_distributed(run, ranks, arguments=(calls,), interpreted=interpreted)
     errors = {}
     for at, (label, (outputs, gradients)) in enumerate(whole.items()):
         for number, wanted in enumerate(outputs):
@@ -82,3 +86,10 @@ def run_part(
 def run_parts(cases: list[tuple]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """`run_part` of each case."""
     return [run_part(*case) for case in cases]
+
+
+def run_interpreted_parts(cases: list[tuple]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+    """The same by Triton's kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        triton_on_cpu.interpret(patch)
+        return run_parts([(*case, options | {"backend": "triton"}) for *case, options in cases])

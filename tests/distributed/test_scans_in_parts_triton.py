@@ -1,0 +1,79 @@
+"""The Triton kernels of scans over rows that several ranks hold parts of, in the interpreter."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from harness import run_distributed
+from nightly import nightly
+from parts_scenario import Case, check_parts, run_interpreted_parts
+from scan_cases import DOCUMENTS, FORMS, KINDS, causal, long_rows, two_sided, typed
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SUMMED = [form for form, options in FORMS.items() if "normalize" in options]
+"""The kernels have no initial and final states with sums of rows, and do not shift these over the edges of parts."""
+IN_TRITON = [form for form in FORMS if form not in SUMMED or not FORMS[form].get("shift", True)]
+
+
+def once() -> dict[str, Case]:
+    """Each form, each kind of documents and each kind of decays once."""
+    cases, documents = {}, list(DOCUMENTS)
+    for at, form in enumerate(IN_TRITON):
+        cases[form] = two_sided(form, documents[at % len(documents)], KINDS[at % 4], form not in SUMMED and at % 2 == 0)
+    return cases | {"causal": causal("over three ranks", states=True)}
+
+
+def few() -> dict[str, Case]:
+    """The forms of models, among them with rows that are long enough for states to be passed span by span."""
+    lion, hydra = two_sided("lion", "single tokens"), two_sided("hydra", "over three ranks")
+    return {"lion": lion, "hydra": hydra, "causal": causal("rows"), "long": long_rows()}
+
+
+def every(kind: str) -> dict[str, Case]:
+    cases = {}
+    for documents, states in itertools.product(DOCUMENTS, (False, True)):
+        cases[f"causal, {documents}, {states}"] = causal(documents, kind, states)
+        for form in IN_TRITON:
+            if not states or form not in SUMMED:
+                cases[f"{form}, {documents}, {states}"] = two_sided(form, documents, kind, states)
+    return cases
+
+
+def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
+    check_parts({label: typed(case, dtype) for label, case in cases.items()}, ranks, TOLERANCE[dtype], interpreted=True)
+
+
+@pytest.mark.parametrize(
+    ("cases", "ranks", "dtype"),
+    [
+        (few, 2, torch.bfloat16),
+        (once, 3, torch.float32),
+        nightly(few, 2, torch.float32),
+        nightly(once, 2, torch.bfloat16),
+    ],
+)
+def test_parts_are_what_the_definition_makes_of_whole_rows(cases, ranks, dtype):
+    check(cases(), ranks, dtype)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [nightly(kind, 2 + at % 2) for at, kind in enumerate(KINDS)])
+def test_any_form_of_any_documents(kind, ranks):
+    check(every(kind), ranks, torch.float32)
+
+
+def test_nan_does_not_cross_a_cut_into_another_document():
+    calls = []
+    for case in (two_sided("hydra", "at thirds"), two_sided("lion", "at thirds")):
+        clean = typed(case, torch.float32).inputs
+        poisoned = {name: x.clone() for name, x in clean.items()}
+        for x in poisoned.values():
+            x[:, 20:40] = torch.nan
+        dy = torch.ones_like(clean["v"])
+        calls += [(case.name, inputs, [dy], case.cu_seqlens, case.options) for inputs in (clean, poisoned)]
+    parts = run_distributed(run_interpreted_parts, 3, arguments=(calls,), interpreted=True)
+    for rank, results in enumerate(parts):
+        for ((y,), gradients), ((other,), others) in zip(results[::2], results[1::2], strict=True):
+            assert other.isnan().all() if rank == 1 else torch.equal(y, other)
+            assert rank == 1 or all(torch.equal(x, others[name]) for name, x in gradients.items())
