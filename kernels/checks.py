@@ -119,6 +119,11 @@ def check_cu_seqlens(
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     if part and first <= 0 and last >= seqlen:
         first, last = 0, seqlen
+    if part and (first > 0 or last < seqlen):
+        raise ValueError(
+            f"{op}: cu_seqlens runs from {first} to {last}; of a part it must begin at 0 or below, and end at {seqlen} "
+            "or above"
+        )
     if first != 0 or last != seqlen:
         raise ValueError(f"{op}: cu_seqlens runs from {first} to {last}; it must run from 0 to {seqlen}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):

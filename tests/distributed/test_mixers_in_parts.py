@@ -75,6 +75,12 @@ def test_parts_in_float32():
     check(some(0), 3, torch.float32)
 
 
+@pytest.mark.parametrize("names", [["lion_s-published-gates"], nightly(["hydra", "hydra-recomputed", "retnet-causal"])])
+def test_compiled_mixers_are_one_graph(names):
+    """Recomputed layers repeat what ranks send."""
+    assert run_distributed(mixer_parts_scenario.compiled, 2, arguments=(names,)) == [[], []]
+
+
 def test_scans_send_as_much_whatever_the_length():
     """A Hydra layer of 4 heads, states 4 x 8, one group, 48 channels before its convolution of 7 taps."""
     names = ["hydra", "semiseparable", "bidirectional_mult", "lion_s", "linear_attention", "retnet"]

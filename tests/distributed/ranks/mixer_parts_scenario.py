@@ -66,6 +66,23 @@ def run(name: str, documents: str, dtype: torch.dtype, context: Context | None) 
     return {"y": y.detach(), "x": x.grad} | {key: p.grad for key, p in mixer.named_parameters()}
 
 
+def compiled(names: list[str]) -> list[str]:
+    """The mixers whose outputs or gradients of inputs are other numbers when they are compiled as one graph."""
+    context, other = Context.of(dist.group.WORLD), []
+    for name in names:
+        mixer, results = CASES[name].build(max_seqlen=SEQLEN), []
+        mixer.context = context
+        x = torch.randn(1, SEQLEN, D_MODEL).chunk(context.size, 1)[context.rank].clone().requires_grad_()
+        bounds = bounds_of_part(torch.tensor([0, 5, 43, 48], dtype=torch.int32), x.shape[1], context.rank)
+        torch._dynamo.reset()
+        for call in (mixer.__call__, torch.compile(mixer.__call__, backend="aot_eager", fullgraph=True)):
+            y = call(x, bounds, 43)
+            results.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+        if not all(torch.equal(one, another) for one, another in zip(*results, strict=True)):
+            other.append(name)
+    return other
+
+
 def bounds_of_part(bounds: Tensor, seqlen: int, rank: int) -> Tensor:
     """The boundaries of the documents that have tokens in the part of a rank, relative to it."""
     bounds = bounds - rank * seqlen
