@@ -6,7 +6,7 @@ import mixer_cases
 import pytest
 import torch
 from every_mixer import language_model_of_all
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.model.carrying import CarriedRows, check_carry
@@ -108,6 +108,19 @@ def test_rows_that_go_on_are_one_long_row(changed):
     seen = model.embedding.weight.grad.abs().sum(1) > 0
     assert seen[ids[:, -8:].unique()].all()
     assert not carried.states[0].requires_grad if isinstance(carried.states[0], torch.Tensor) else True
+
+
+def test_rows_that_do_not_go_on_are_as_ever():
+    """Whatever is carried to them; gradients, too."""
+    model, ids = model_of(*CARRYING), torch.randint(29, (3, 8))
+    cu_seqlens = bounds([8, 2, 6, 1, 7])
+    broken = tree_map_only(torch.Tensor, poisoned, model.initial_state(3))
+    carried = CarriedRows(broken, torch.zeros(3, dtype=torch.bool))
+    results = []
+    for more in ({}, {"carried": carried}):
+        outputs = model(ids, cu_seqlens=cu_seqlens, **more)
+        results.append([outputs, torch.autograd.grad(outputs.pow(2).sum(), model.embedding.weight)[0]])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-10)
 
 
 def test_models_that_cannot_carry_say_so():

@@ -1,5 +1,7 @@
 """Runs whose states go on from row to row (`data.carry`): the same with any number of ranks, after any stop."""
 
+import shutil
+
 import pytest
 import run_scenarios
 import torch
@@ -55,14 +57,19 @@ def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
     assert without[1:] != pytest.approx(expected[1:], rel=2e-4)
 
 
-def test_a_stop_inside_of_documents_changes_no_bit(dataset, tmp_path):
+def test_a_kill_inside_of_documents_changes_no_bit(dataset, tmp_path):
+    """The run goes on from a checkpoint that is two steps old."""
     data = ["--data.path", dataset, "--data.workers", "1", "--steps", "8"]
-    runs = [run_of(tmp_path / "whole", *data), run_of(tmp_path / "parts", *data, "--stop-step", "5")]
-    runs += [run_of(tmp_path / "parts", *data)]
+    parts = [*data, "--checkpoint.every", "3"]
+    runs = [run_of(tmp_path / "whole", *data), run_of(tmp_path / "parts", *parts, "--stop-step", "5")]
     run_distributed(run_scenarios.train_all, 2, arguments=(runs,), alone=True)
-    whole, parts = (
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000005")
+    run_distributed(run_scenarios.train_all, 2, arguments=([run_of(tmp_path / "parts", *parts)],), alone=True)
+    curves = [
         [(record["loss"], record["grad_norm"]) for record in records(tmp_path / name)] for name in ("whole", "parts")
-    )
-    assert parts == whole
+    ]
+    assert len(curves[0]) == 8
+    assert curves[1] == curves[0]
+    final = weights(tmp_path / "whole")
     for key, tensor in weights(tmp_path / "parts").items():
-        assert torch.equal(tensor, weights(tmp_path / "whole")[key]), key
+        assert torch.equal(tensor, final[key]), key
