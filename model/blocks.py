@@ -118,7 +118,7 @@ class Block(Called):
         if carried is not None:
             fresh = self.mixer.initial_state(cu_seqlens.numel() - 1, x.device)
             y, states = self.mixer(x, carried.of_documents(fresh), cu_seqlens, method="forward_with_state")
-            carried.leave(states, fresh)
+            carried.leave(states)
             return self.scale_mixer(y)
         if orders is None:
             return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))

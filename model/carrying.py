@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from matmix.kernels.functions import working
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 
@@ -29,6 +30,11 @@ def check_carry(config: ModelConfig) -> None:
             )
 
 
+def widened(state: Tensor) -> Tensor:
+    """A tensor of a state as it is carried and saved: float32 at least, whatever the weights are rounded to."""
+    return working(state) if state.is_floating_point() else state
+
+
 @dataclasses.dataclass(eq=False)
 class LayerStates:
     """The states of one layer at the edges of B rows of a packed batch."""
@@ -42,10 +48,11 @@ class LayerStates:
     last: Tensor
     """int64 (B,): the last one."""
     leaving: Any = None
-    """(B, ...) behind these rows, once the layer has run; typed as they were, without gradients."""
+    """(B, ...) behind these rows, once the layer has run; without gradients."""
 
     def of_documents(self, fresh: Any) -> Any:
-        """Returns the states before all documents. fresh: (documents, ...) those before any token."""
+        """Returns the states before all documents, `widened`. fresh: (documents, ...) those before any token."""
+        fresh = tree_map(widened, fresh)
         if self.entering is None:
             return fresh
         return tree_map(self._entered, fresh, self.entering)
@@ -55,9 +62,9 @@ class LayerStates:
         # Chosen, not multiplied: a state that is not finite ends with its document.
         return fresh.index_copy(0, self.first, torch.where(continues, entering, fresh[self.first]))
 
-    def leave(self, states: Any, fresh: Any) -> None:
-        """Takes up the states behind all documents. fresh: as of `of_documents`."""
-        self.leaving = tree_map(lambda state, like: state.detach()[self.last].to(like.dtype), states, fresh)
+    def leave(self, states: Any) -> None:
+        """Takes up the states behind all documents, `widened`."""
+        self.leaving = tree_map(lambda state: widened(state.detach()[self.last]), states)
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.storage.files import open_durable
-from matmix.model.carrying import CarriedRows
+from matmix.model.carrying import CarriedRows, widened
 from matmix.train.engine.full_tensors import TensorFiles
 
 SUBDIRECTORY = "carried"
@@ -69,6 +69,7 @@ class Lanes:
         states of this rank's lanes before any token, by layer. Raises ValueError (one line) for damaged files."""
         self.forget()
         self.samples = self.loader.samples
+        fresh = tree_map_only(torch.Tensor, widened, list(fresh))
         paths = sorted(checkpoint / name for name in files if name.startswith(f"{SUBDIRECTORY}/"))
         if not paths:  # such as after a step that was left out
             return
@@ -86,7 +87,7 @@ class Lanes:
         for number, rows in enumerate(self.rows):
             first = number * self.loader.micro_batch_size
             last = first + self.loader.micro_batch_size
-            rows.states = tree_map_only(torch.Tensor, lambda state: state[first:last], list(fresh))  # noqa: B023
+            rows.states = tree_map_only(torch.Tensor, lambda state: state[first:last], fresh)  # noqa: B023
 
 
 def write_lanes(tensors: dict[str, torch.Tensor], directory: Path, data_rank: int) -> None:

@@ -58,18 +58,24 @@ def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
 
 
 def test_a_kill_inside_of_documents_changes_no_bit(dataset, tmp_path):
-    """The run goes on from a checkpoint that is two steps old."""
-    data = ["--data.path", dataset, "--data.workers", "1", "--steps", "8"]
-    parts = [*data, "--checkpoint.every", "3"]
-    runs = [run_of(tmp_path / "whole", *data), run_of(tmp_path / "parts", *parts, "--stop-step", "5")]
+    """The run goes on from a checkpoint that is two steps old; with rounded weights, too, whose states are not."""
+    data = ["--data.path", dataset, "--data.workers", "1", "--steps", "8", "--model.layers", "semiseparable", "rwkv7"]
+    data += ["--model.mixers.rwkv7.headdim", "8"]
+    again, runs = [], []
+    for precision in ("fp32", "bf16"):
+        whole, parts = tmp_path / precision / "whole", tmp_path / precision / "parts"
+        options = [*data, "--engine.precision", precision]
+        again.append(run_of(parts, *options, "--checkpoint.every", "3"))
+        runs += [run_of(whole, *options), run_of(parts, *options, "--checkpoint.every", "3", "--stop-step", "5")]
     run_distributed(run_scenarios.train_all, 2, arguments=(runs,), alone=True)
-    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000005")
-    run_distributed(run_scenarios.train_all, 2, arguments=([run_of(tmp_path / "parts", *parts)],), alone=True)
-    curves = [
-        [(record["loss"], record["grad_norm"]) for record in records(tmp_path / name)] for name in ("whole", "parts")
-    ]
-    assert len(curves[0]) == 8
-    assert curves[1] == curves[0]
-    final = weights(tmp_path / "whole")
-    for key, tensor in weights(tmp_path / "parts").items():
-        assert torch.equal(tensor, final[key]), key
+    for newest in tmp_path.glob("*/parts/checkpoints/step-00000005"):
+        shutil.rmtree(newest)
+    run_distributed(run_scenarios.train_all, 2, arguments=(again,), alone=True)
+    for precision in ("fp32", "bf16"):
+        whole, parts = tmp_path / precision / "whole", tmp_path / precision / "parts"
+        curves = [[(record["loss"], record["grad_norm"]) for record in records(run)] for run in (whole, parts)]
+        assert len(curves[0]) == 8
+        assert curves[1] == curves[0], precision
+        final = weights(whole)
+        for key, tensor in weights(parts).items():
+            assert torch.equal(tensor, final[key]), (precision, key)
