@@ -46,6 +46,7 @@ class ProductInputs(NamedTuple):
     cu_seqlens: Tensor | None = None
     chunk_size: int | None = None
     context: str = ""
+    columns: int = 0
 
 
 class ProductOutputs(NamedTuple):
@@ -62,7 +63,7 @@ class ProductOutputs(NamedTuple):
 @outside_autocast
 def product_forward(given: ProductInputs, entered: Tensor | None = None) -> ProductOutputs:
     """entered: the states that enter a part, if they are known from before."""
-    x, initial_state, cu_seqlens, chunk_size, context = given
+    x, initial_state, cu_seqlens, chunk_size, context, columns = given
     documents, dtype = ProductDocuments(cu_seqlens, x.shape[1]), working_dtype(x)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     starts = given_states(initial_state, rows, x)
@@ -76,7 +77,7 @@ def product_forward(given: ProductInputs, entered: Tensor | None = None) -> Prod
         firsts[owners] = begun if initial_state is None else starts[owners] @ begun
     # Where packed documents begin with the row nothing reaches their first token from its left: any state will do.
     state = starts if cu_seqlens is None else starts[:1]
-    spans, part = product_spans(x, chunk_size, documents), Part.of(Context.named(context), cu_seqlens, x)
+    spans, part = product_spans(x, chunk_size, documents), Part.of(Context.named(context), cu_seqlens, x, columns)
     factors = [chunk_products(span, firsts, products, part is not None) for span in spans]
     if part is not None and entered is None:
         last_cut = max((span.before + chunk for span in spans for chunk in span.cut), default=0)
@@ -206,10 +207,10 @@ def product_backward(
     given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of x and of the initial state. Incoming gradients are read only."""
-    x, initial_state, cu_seqlens, chunk_size, context = given
+    x, initial_state, cu_seqlens, chunk_size, context, columns = given
     h, _, products, entered = outputs
     dh, dfinal, *_ = cotangents
-    documents, part = ProductDocuments(cu_seqlens, x.shape[1]), Part.of(Context.named(context), cu_seqlens, x)
+    documents, part = ProductDocuments(cu_seqlens, x.shape[1]), Part.of(Context.named(context), cu_seqlens, x, columns)
     packed = cu_seqlens is not None
     rows = cu_seqlens.shape[0] - 1 if packed else x.shape[0]
     starts = given_states(initial_state, rows, x)

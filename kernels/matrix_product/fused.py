@@ -113,6 +113,10 @@ def level_of(x: Tensor, order: int, cu_seqlens: Tensor | None, context: str) -> 
     return Product(*x.shape[:3], order, cu_seqlens, x.shape[1], bool(context))
 
 
+def part_of(given: ProductInputs) -> Part | None:
+    return Part.of(Context.named(given.context), given.cu_seqlens, given.x, given.columns)
+
+
 def chunk_products(level: Product, x: Tensor, strides: tuple[int, int]) -> Tensor:
     """(slots, nheads, o, o)."""
     products = level.empty(level.slots, x)
@@ -151,7 +155,7 @@ def scan_level(
 
 def forward(given: ProductInputs) -> ProductOutputs:
     """See `product_forward` of the PyTorch form; chunks are the kernels' own."""
-    x, part = blocks_in_place(given.x, 3), Part.of(Context.named(given.context), given.cu_seqlens, given.x)
+    x, part = blocks_in_place(given.x, 3), part_of(given)
     level = level_of(x, x.shape[3], given.cu_seqlens, given.context)
     h = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final = level.empty(level.documents, x)
@@ -210,7 +214,7 @@ def arriving_cotangents(
 
 def backward(given: ProductInputs, outputs: ProductOutputs, cotangents: ProductOutputs) -> tuple[Tensor, Tensor | None]:
     """See `product_backward` of the PyTorch form."""
-    initial_state, part = given.initial_state, Part.of(Context.named(given.context), given.cu_seqlens, given.x)
+    initial_state, part = given.initial_state, part_of(given)
     h, _, products, entered = outputs
     dh, dfinal, *_ = cotangents
     x = blocks_in_place(given.x, 3)

@@ -22,6 +22,7 @@ def matrix_product_scan(
     reverse: bool = False,
     chunk_size: int | None = None,
     context: Context | None = None,
+    columns: int = 0,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Running products of matrices, H_t = H_{t-1} X_t, in every head: the core of the MRU.
@@ -39,6 +40,8 @@ def matrix_product_scan(
         context: the ranks that hold the other parts of the rows, as `matmix.kernels.context` says; not with `reverse`.
             Initial states are taken where the first token of the row or document is, final states returned where its
             last one is, zeros elsewhere.
+        columns: where the columns behind so many are the identity's, in all of x, and no initial state is given: ranks
+            send only these. The gradients of the others are then those of one part alone. 0 for all.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -64,7 +67,7 @@ def matrix_product_scan(
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
     if reverse and context is not None:
         raise ValueError(f"{op}: reverse=True and a context; flip whole rows, before they are cut")
-    given = ProductInputs(x, initial_state, cu_seqlens, chunk_size, context_name(context))
+    given = ProductInputs(x, initial_state, cu_seqlens, chunk_size, context_name(context), columns)
     return run_product(partial(_matrix_product, backend=backend), given, return_final_state, reverse)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from matmix.kernels.context import Context, Crossing, Gathering, held, where_crossing
 from matmix.kernels.functions import outside_autocast
@@ -26,19 +27,21 @@ class Part(NamedTuple):
     """(2,) int64, the packed documents of the first and of the last token."""
     crossing: Crossing
     """Which documents cross the edges; tensors, also without packed documents."""
+    columns: int = 0
+    """The columns that ranks send, where those behind them are the identity's in all matrices; 0 = all."""
 
     @classmethod
-    def of(cls, context: Context | None, cu_seqlens: Tensor | None, x: Tensor) -> Part | None:
+    def of(cls, context: Context | None, cu_seqlens: Tensor | None, x: Tensor, columns: int = 0) -> Part | None:
         """x (batch, seqlen, ...); None where ranks share no rows."""
         if context is None:
             return None
         if cu_seqlens is None:
             others = context.rank > 0, context.rank < context.size - 1
             left, right = (torch.full((), there, device=x.device) for there in others)
-            return cls(context, None, x.shape[1], None, Crossing(left, right, left & right))
+            return cls(context, None, x.shape[1], None, Crossing(left, right, left & right), columns)
         tokens = torch.arange(2, device=x.device) * (x.shape[1] - 1)
         edges = torch.searchsorted(cu_seqlens[1:].to(torch.int64), tokens, right=True)
-        return cls(context, cu_seqlens, x.shape[1], edges, Crossing.of(cu_seqlens, x.shape[1]))
+        return cls(context, cu_seqlens, x.shape[1], edges, Crossing.of(cu_seqlens, x.shape[1]), columns)
 
     def edge(self, states: Tensor, last: int) -> Tensor:
         """The states (batch, nheads, o, o) of the documents of the first, or with `last` = 1 of the last tokens."""
@@ -55,6 +58,15 @@ class Part(NamedTuple):
         here = held(self.context, self.cu_seqlens, self.seqlen, first, states)
         return states.masked_fill(~here.view(-1, *[1] * (states.dim() - 1)), other)
 
+    def narrow(self, states: Tensor) -> Tensor:
+        """The columns that are sent."""
+        return states[..., : self.columns] if self.columns else states
+
+    def wide(self, states: Tensor) -> Tensor:
+        """All columns, of those that are sent."""
+        identity = torch.eye(states.shape[-2], dtype=states.dtype, device=states.device)[:, states.shape[-1] :]
+        return torch.cat([states, identity.expand(*states.shape[:-1], -1)], -1)
+
     @outside_autocast
     def passed_on(self, product: Tensor, starts: Tensor) -> Tensor:
         """What the part passes on, from the product of its last document's matrices and all given initial states."""
@@ -64,7 +76,8 @@ class Part(NamedTuple):
     def entered(self, passed: Tensor, starts: Tensor) -> Tensor:
         """Gathers what all parts pass on; returns the states (batch, nheads, o, o) that enter this one, the given ones
         where no document comes from the left."""
-        passed, through = Gathering(self.context, passed, self.crossing.through).wait()
+        passed, through = Gathering(self.context, self.narrow(passed), self.crossing.through).wait()
+        passed = self.wide(passed)
         state = torch.zeros_like(passed[0])
         for rank in range(self.context.rank):
             state = torch.where(through[rank] > 0, state @ passed[rank], passed[rank])
@@ -74,8 +87,10 @@ class Part(NamedTuple):
     def arriving(self, added: Tensor, product: Tensor) -> Tensor:
         """Gathers the cotangents (batch, nheads, o, o) that this part alone adds for the states that enter it, and the
         products of the documents at its left edge; returns those for the states at its right edge."""
-        added = where_crossing(self.crossing.left, added)
+        # Of narrow ones the columns left out count for nothing but themselves, and nothing is asked of them.
+        added, product = self.narrow(where_crossing(self.crossing.left, added)), self.narrow(product)
         added, product, through = Gathering(self.context, added, product, self.crossing.through).wait()
+        added, product = pad(added, (0, added.shape[-2] - added.shape[-1])), self.wide(product)
         state = torch.zeros_like(added[0])
         for rank in reversed(range(self.context.rank + 1, self.context.size)):
             state = torch.where(through[rank] > 0, added[rank] + state @ product[rank].mT, added[rank])

@@ -161,7 +161,13 @@ class MixerInputs(NamedTuple):
 
     def product(self, x: Tensor) -> ProductInputs:
         """The scan over state matrices."""
-        return ProductInputs(x, self.initial_state, self.cu_seqlens, None, self.context)
+        return ProductInputs(x, self.initial_state, self.cu_seqlens, None, self.context, self.columns)
+
+    @property
+    def columns(self) -> int:
+        """The columns of products that ranks send: of those of affine maps from the identity on, half."""
+        narrow = self.construction == "affine" and self.initial_state is None
+        return self.w_down.shape[1] // 2 if narrow else 0
 
 
 class MixerOutputs(NamedTuple):
@@ -223,7 +229,7 @@ MRU_MIXER = Operation(
 def composed_mixer(scan: Callable, given: MixerInputs, context: Context | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final states and (2,) log-norms from autograd's own parts: any construction, all states in memory."""
     _, x = given.made()
-    cut = {} if context is None else {"context": context}
+    cut = {} if context is None else {"context": context, "columns": given.columns}
     h, final = scan(x, initial_state=given.initial_state, return_final_state=True, cu_seqlens=given.cu_seqlens, **cut)
     y = project(h, given.w_down.to(h.dtype)).to(given.elements.dtype)
     return y, final, scan_log_norms(h, final, given.cu_seqlens, context).float()

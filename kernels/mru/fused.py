@@ -46,6 +46,10 @@ def level_of(given: MixerInputs) -> Product:
     return scan.level_of(given.elements, given.w_down.shape[1], given.cu_seqlens, given.context)
 
 
+def part_of(given: MixerInputs) -> Part | None:
+    return Part.of(Context.named(given.context), given.cu_seqlens, given.elements, given.columns)
+
+
 def edges_like(given: MixerInputs) -> tuple[Tensor, Tensor]:
     """Empty tensors shaped like the chunks' log-norms, and like their products and the states behind them."""
     level = level_of(given)
@@ -118,7 +122,7 @@ def forward(given: MixerInputs) -> MixerOutputs:
         options |= {"CONSTRUCTION": "given", "CHUNKED": False}
     norms, edges = edges_like(given)
     entering = entered = None
-    part = Part.of(Context.named(given.context), given.cu_seqlens, elements)
+    part = part_of(given)
     if level.several:
         products, entering = edges.unbind(0)
         launch(products_pass, level.grid, *read, w_down.shape[2], products, *level.place, **options)
@@ -142,7 +146,7 @@ def backward(
     """See `mixer_backward` of the PyTorch form. Incoming gradients are read only."""
     level, elements, w_down, w_up = level_of(given), given.elements, given.w_down.contiguous(), given.w_up
     dy = None if cotangents.y is None else blocks_in_place(cotangents.y, 3)
-    part, dfinal = Part.of(Context.named(given.context), given.cu_seqlens, elements), cotangents.final
+    part, dfinal = part_of(given), cotangents.final
     dfinal = None if dfinal is None else (dfinal if part is None else part.own(dfinal, first=False)).contiguous()
     initial = None if given.initial_state is None else given.initial_state.float().contiguous()
     read, options = input_of(given), options_of(level, given)

@@ -252,11 +252,16 @@ class MRU(Mixer):
         before = None if initial_state is None else pad_order(initial_state.to(matrices.dtype))
         padded = matrix_product_scan(
             pad_order(matrices), initial_state=before, return_final_state=True, cu_seqlens=cu_seqlens,
-            context=self.context,
+            context=self.context, columns=self.columns(initial_state),
         )  # fmt: skip
         states, final = (h[..., : self.order, : self.order] for h in padded)
         self.log_norms = scan_log_norms(states, final, cu_seqlens, self.context)
         return states, final
+
+    def columns(self, initial_state: Tensor | None) -> int:
+        """The columns of products that ranks of a context send; see `matrix_product_scan`."""
+        narrow = self.state_base is not None and self.decay_root is None and initial_state is None
+        return self.order // 2 if narrow else 0
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Computes outputs (..., d_model) from states (..., H, order, order)."""

@@ -76,7 +76,7 @@ def mixer_errors(context: Context, op, summed, dtype: torch.dtype) -> dict[str, 
         for construction in FUSED:
             torch.manual_seed(1)
             batch, rows = (2, 2) if bounds is None else (1, len(bounds) - 1)
-            chunks, states = number % 2 * 3, rows if number > 1 else 0
+            chunks, states = number % 2 * 3, rows if number in ((3,) if construction == "affine" else (2, 3, 4)) else 0
             inputs = mixer_inputs(
                 LENGTH, construction, batch=batch, heads=2, order=8 if number == 1 else 4, states=states, d_chunk=chunks
             )
