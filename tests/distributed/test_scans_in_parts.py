@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 from harness import run_distributed
 from nightly import nightly
-from parts_scenario import check_parts, run_parts
-from scan_cases import KINDS, all_cases, causal, few_cases, two_sided, typed
+from parts_scenario import Case, check_parts, run_parts
+from scan_cases import DOCUMENTS, KINDS, SEQLEN, all_cases, causal, draw, few_cases, packed, two_sided, typed
+
+from matmix.kernels.lion.definition import lion_mixer_definition
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -17,6 +22,19 @@ def test_parts_are_what_the_definition_makes_of_whole_rows(ranks):
 
 def test_float32():
     check_parts({label: typed(case, torch.float32) for label, case in few_cases().items()}, 3, 1e-5)
+
+
+def test_lion_mixer():
+    """Gates of either direction may be those of a neighbour's token."""
+    cases = {}
+    for offset, (documents, sums) in itertools.product((0, 1), (("rows", True), ("over three ranks", False))):
+        bounds = packed(DOCUMENTS[documents])
+        batch = 2 if bounds is None else 1
+        inputs = {"qkv": draw(batch, SEQLEN, 3 * 2 * 4), "gates": draw(batch, SEQLEN, 2)}
+        options = {"nheads": 2, "gate_offset": 1, "forward_gate_offset": offset, "return_row_sums": sums}
+        wanted = functools.partial(lion_mixer_definition, **options)
+        cases[f"{documents}, {offset}"] = Case("lion_mixer", inputs, bounds, options, wanted)
+    check_parts(cases, 3, 1e-12)
 
 
 @pytest.mark.parametrize("kind", [nightly(kind) for kind in KINDS])
