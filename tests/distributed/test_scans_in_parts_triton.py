@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from harness import run_distributed
 from nightly import nightly
 from parts_scenario import Case, check_parts, run_interpreted_parts
-from scan_cases import DOCUMENTS, FORMS, KINDS, causal, long_rows, two_sided, typed
+from scan_cases import DOCUMENTS, FORMS, KINDS, causal, long_rows, packed, two_sided, typed
+
+from matmix.kernels.context import Context
+from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
+from matmix.kernels.semiseparable.fused import launch as fused
+from matmix.kernels.short_conv.definition import short_conv_definition
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SUMMED = [form for form, options in FORMS.items() if "normalize" in options]
@@ -25,10 +32,19 @@ def once() -> dict[str, Case]:
     return cases | {"causal": causal("over three ranks", states=True)}
 
 
+def convolution(width: int, causal: bool) -> Case:
+    inputs = {"x": torch.randn(1, 60, 5), "weight": torch.randn(5, width), "bias": torch.randn(5)}
+    options = {"causal": causal, "activation": "silu"}
+    wanted = functools.partial(short_conv_definition, **options)
+    return Case("short_conv", inputs, packed([27, 1, 1, 1, 4, 26]), options, wanted)
+
+
 def few() -> dict[str, Case]:
     """The forms of models, among them with rows that are long enough for states to be passed span by span."""
     lion, hydra = two_sided("lion", "single tokens"), two_sided("hydra", "over three ranks")
-    return {"lion": lion, "hydra": hydra, "causal": causal("rows"), "long": long_rows()}
+    return {"lion": lion, "hydra": hydra, "causal": causal("rows"), "long": long_rows()} | {
+        f"convolution of {width}": convolution(width, causal) for width, causal in ((4, True), (7, False))
+    }
 
 
 def every(kind: str) -> dict[str, Case]:
@@ -77,3 +93,33 @@ def test_nan_does_not_cross_a_cut_into_another_document():
         for ((y,), gradients), ((other,), others) in zip(results[::2], results[1::2], strict=True):
             assert other.isnan().all() if rank == 1 else torch.equal(y, other)
             assert rank == 1 or all(torch.equal(x, others[name]) for name, x in gradients.items())
+
+
+def test_states_are_stored_while_the_ranks_gather(monkeypatch):
+    """In the forward pass of long rows; in the backward pass also while the states' cotangents are summed up."""
+    order = []
+
+    def gather(*_, **__):
+        order.append("gather")
+        return SimpleNamespace(wait=lambda: order.append("wait"))
+
+    class Noted(list):
+        def append(self, launch):
+            order.append(launch.kernel.__name__)
+
+    monkeypatch.setattr("torch.distributed.all_gather_into_tensor", gather)
+    monkeypatch.setattr(Context, "named", lambda name: Context(name, 0, 2))
+    monkeypatch.setattr(Context, "group", None)
+    monkeypatch.setattr("matmix.kernels.launching._recorder", Noted())
+    monkeypatch.setattr("matmix.kernels.launching._running", False)
+    v, q = torch.empty(1, 16384, 4, 64, device="meta"), torch.empty(1, 16384, 1, 64, device="meta")
+    decay = torch.empty(1, 16384, 4, device="meta")
+    sides = tuple(ScanSide(q, q, decay, None, None, reverse) for reverse in (False, True))
+    call = ScanCall(v, sides, None, ScanForm(shift=True), context="two ranks")
+    passed = ["state_pass", "combine_spans", "gather", "gather", "state_pass", "wait", "wait"]
+    fused.forward(call, False)
+    assert order == ["decay_sums", *passed, "add_entering", "mix"]
+    order.clear()
+    fused.backward(v, None, None, call)
+    again = ["state_pass", "combine_spans", "wait", "wait", "add_entering", *passed[2:]]
+    assert order[: order.index("pair_gradients")] == ["decay_sums", *passed[:5], *again, "add_entering"]
