@@ -6,6 +6,8 @@ import pytest
 import wire_scenario
 from harness import run_distributed
 
+from matmix.train.estimate.context import context_bytes
+
 LAYERS = wire_scenario.LAYERS
 TYPES = [
     {"precision": precision, "reduce_dtype": reduced}
@@ -89,3 +91,18 @@ def check_order(order, once):
     # Each block's gradients are summed while the one before it computes.
     reduced = [one for one in order if one.startswith("backward") or one == once[0]][-2 * LAYERS - 1 :]
     assert reduced == [*itertools.chain.from_iterable(zip(backward, [once[0]] * LAYERS, strict=True)), once[0]]
+
+
+def test_what_a_context_sends_is_planned():
+    """Within 5 % of the bytes that layers send, which grow with the length for attention and long convolutions only."""
+    constant = [["hydra"], ["lion_s"], ["mru"], ["mru", "semiseparable", "convolution"]]
+    growing = [["attention"], ["s4d"], ["hyena"], ["hydra", "attention"]]
+    runs = [(layers, tokens, "none") for layers in [*constant, *growing] for tokens in (128, 512)]
+    runs += [(["hydra", "attention"], 256, mode) for mode in ("full", "selective")]
+    by_run = run_distributed(wire_scenario.bytes_of_contexts, 2, arguments=(runs,))[0]
+    for run, counted in zip(runs, by_run, strict=True):
+        assert counted > 0
+        assert context_bytes(wire_scenario.in_context(*run)) == pytest.approx(counted, rel=0.05), run
+    for number, layers in enumerate([*constant, *growing]):
+        short, long = by_run[2 * number : 2 * number + 2]
+        assert (long == short) if layers in constant else (long > 2 * short), layers

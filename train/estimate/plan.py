@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_leaves
 from matmix.model import build_model
 from matmix.model.precision import rounded_parameters
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import Sizes, Weight
+from matmix.train.engine.kinds import Exchange, Sizes, Weight, sent
 from matmix.train.engine.kinds import held as held_on_rank
 from matmix.train.estimate import FLOAT, Mode, step_memory
+from matmix.train.estimate.context import context_bytes
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
@@ -92,6 +93,16 @@ def vocabulary_words(config: RunConfig) -> str:
     return f"vocabulary {size}, {'the data' if known else 'assumed, training takes the data'}'s"
 
 
+def part_of_rows(config: RunConfig) -> RunConfig:
+    """Returns a config whose rows have as many tokens as a rank of a context holds of one of `config`."""
+    context = config.engine.context
+    if context == 1:
+        return config
+    tokens = -(-config.data.seqlen // context)
+    whole = dataclasses.replace(config.engine, context=1)
+    return dataclasses.replace(config, engine=whole, data=dataclasses.replace(config.data, seqlen=tokens))
+
+
 def weights_of(model: nn.Module) -> tuple[Weight, ...]:
     """Returns the parameters of a model, on any device, as engines send them."""
     rounded, blocks = rounded_parameters(model), set(model.blocks.parameters())
@@ -119,7 +130,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     )
     held = held_on_rank(config.engine, ranks, sizes)
     gathers = ranks > 1 and config.engine.sends_rounded
-    memory = step_memory(config, micro, mode=mode, gathers=gathers)
+    memory = step_memory(part_of_rows(config), micro, mode=mode, gathers=gathers)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
     return Plan(
         sizes=sizes,
@@ -151,6 +162,16 @@ def carried_bytes(config: RunConfig, model: nn.Module) -> int:
     )
 
 
+def exchanged(config: RunConfig, plan: Plan, *, mode: Mode | None = None) -> list[Exchange]:
+    """Returns what ranks send each other in a step of `plan`; mode: of checkpointing activations."""
+    found = sent(config.engine, plan.ranks, plan.sizes) if plan.ranks > 1 else []
+    if (ranks := config.engine.context) > 1:
+        micro = dataclasses.replace(with_vocabulary(config), micro_batch_size=plan.micro_batch_size)
+        of_layers = plan.accumulation * context_bytes(micro, mode=mode) / FLOAT
+        found.append(Exchange("exchanges of a context", of_layers, ranks, ranks))
+    return found
+
+
 def print_plans(phases: Sequence[RunConfig]) -> int:
     """Prints the plans of the phases of a recipe, each below its run directory where there are several."""
     for number, config in enumerate(phases):
@@ -178,6 +199,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
+    sends = ", ".join(f"{short_number(FLOAT * one.sent)}B {one.what}" for one in exchanged(config, plan))
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",
@@ -185,6 +207,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
+        **({"sent": f"{sends} a step and rank"} if sends else {}),
         "begins with": beginning,
         "steps": f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from typing import NamedTuple
 from matmix.data.artifacts import read_json_lines, shell_line
 from matmix.train.arguments import read_table
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import parts_to_save, sent
+from matmix.train.engine.kinds import parts_to_save
 from matmix.train.estimate import FLOAT, Mode, checkpointing_mode
-from matmix.train.estimate.plan import Plan, make_plan
+from matmix.train.estimate.plan import Plan, exchanged, make_plan
 from matmix.train.meters.speed import PEAK_FLOPS, Arithmetic, arithmetic
 from matmix.train.recipe_files import read_toml
 
@@ -40,9 +41,9 @@ class Collective(NamedTuple):
         return self.bytes / (speed * GB)
 
 
-def collectives(config: RunConfig, plan: Plan, gpus_per_node: int) -> list[Collective]:
-    """Returns the exchanges of the engine of `config` in a step of `plan`."""
-    exchanges = sent(config.engine, plan.ranks, plan.sizes) if plan.ranks > 1 else ()
+def collectives(config: RunConfig, plan: Plan, gpus_per_node: int, mode: Mode | None = None) -> list[Collective]:
+    """Returns the exchanges of the engine of `config` in a step of `plan`; mode: of checkpointing activations."""
+    exchanges = exchanged(config, plan, mode=mode)
     return [Collective(one.what, FLOAT * one.sent, one.ranks, one.span <= gpus_per_node) for one in exchanges]
 
 
@@ -121,7 +122,7 @@ def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float,
     # Forward, backward and what checkpointing runs again; by op matrix products are kept, and only they count.
     forwards = 3 + {"selective": 1 / config.engine.selective_every, "full": 1.0}.get(mode, 0.0)
     flops = forwards * plan.flops_per_unit * plan.units_per_step
-    traffic = collectives(config, plan, cluster.gpus_per_node)
+    traffic = collectives(config, plan, cluster.gpus_per_node, mode)
     compute = flops / (ranks * cluster.peak(kind) * efficiency)
     # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
     launches = 0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6
@@ -131,34 +132,51 @@ def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float,
 
 
 def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:
-    """Returns the configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global
-    batch."""
-    per_rank = config.global_batch_size // ranks
-    if per_rank * ranks != config.global_batch_size:
+    """Returns the configs that a suggestion chooses from: engines, meshes and micro-batches, but the same global batch
+    and context."""
+    context = config.engine.context
+    rows, rest = divmod(config.global_batch_size * context, ranks)
+    if rest or ranks % context:
         return []
     engines = [("fsdp2", 1)]
-    if 1 < cluster.gpus_per_node < ranks and ranks % cluster.gpus_per_node == 0:
-        engines.append(("fsdp2", ranks // cluster.gpus_per_node))
+    node = max(cluster.gpus_per_node, context)
+    if 1 < node < ranks and ranks % node == 0:
+        engines.append(("fsdp2", ranks // node))
     if ranks > 1:
         engines.append(("ddp", 1))
-    micros = [size for size in range(1, per_rank + 1) if per_rank % size == 0][-6:]
+    micros = [size for size in range(1, rows + 1) if rows % size == 0 and size * config.positions % context == 0][-6:]
     return [
         replace(config, engine=replace(config.engine, name=name, replicate=replicas), micro_batch_size=micro)
         for (name, replicas), micro in itertools.product(engines, micros)
     ]
 
 
+def in_contexts(config: RunConfig, ranks: int) -> Iterator[RunConfig]:
+    """Yields `config`, and then in larger contexts, which hold less of each row on a rank, where its model and data can
+    be cut so."""
+    yield config
+    context = config.engine.context
+    while (context := 2 * context) <= ranks:
+        try:
+            yield replace(config, engine=replace(config.engine, name="fsdp2", replicate=1, context=context))
+        except ValueError:
+            return
+
+
 def suggest(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float) -> list[Estimate]:
     """Returns the estimates that fit, the fastest first; among equals the one that computes least, then the larger
-    micro-batch, then less memory."""
+    micro-batch, then less memory. Where none fits, those in the smallest larger context in which some do."""
 
     def order(one: Estimate) -> tuple:
         last = -one.plan.micro_batch_size, one.plan.total_bytes
         return round(one.step_seconds, 6), one.compute_seconds, MODES.index(one.mode), *last
 
-    choices = itertools.product(candidates(config, ranks, cluster), MODES)
-    estimates = [estimate(candidate, ranks, cluster, efficiency, mode=mode) for candidate, mode in choices]
-    return sorted((one for one in estimates if one.fits), key=order)
+    for wider in in_contexts(config, ranks):
+        choices = itertools.product(candidates(wider, ranks, cluster), MODES)
+        estimates = [estimate(candidate, ranks, cluster, efficiency, mode=mode) for candidate, mode in choices]
+        if fitting := [one for one in estimates if one.fits]:
+            return sorted(fitting, key=order)
+    return []
 
 
 def options_of(one: Estimate, config: RunConfig) -> list[str]:
@@ -169,6 +187,7 @@ def options_of(one: Estimate, config: RunConfig) -> list[str]:
     changes = {
         "engine.name": (old.name, engine.name),
         "engine.replicate": (old.replicate, engine.replicate),
+        "engine.context": (old.context, engine.context),
         "micro-batch-size": (config.micro_batch_size, one.plan.micro_batch_size),
         "engine.activation-checkpointing": (old.activation_checkpointing, mode),
         "engine.selective-by": (old.selective_by, selective_by),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from traffic import Traffic
 
 from matmix.model import ModelConfig, build_model, initialize
+from matmix.train.config import RunConfig
 from matmix.train.engine import wire
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.kinds import Sizes, sent
 from matmix.train.estimate.plan import weights_of
+from matmix.train.recipe import load_config
 from matmix.train.tasks.cross_entropy import linear_cross_entropy
 
 LAYERS, ACCUMULATION, VOCABULARY, WIDTH = 3, 2, 96, 64
@@ -118,3 +121,35 @@ def _noting(traffic: Traffic, index: int) -> Any:
             output.register_hook(lambda _gradient: traffic.note(f"backward {index}"))
 
     return note
+
+
+def in_context(layers: list[str], tokens: int, checkpointing: str = "none") -> RunConfig:
+    """Layers of these mixers whose rows of so many tokens two ranks share."""
+    causal = "mru" in layers
+    config = load_config("debug_mru" if causal else "debug_hydra", [f"--engine.activation-checkpointing={checkpointing}"])
+    model = dataclasses.replace(
+        MODEL,
+        architecture="language_model" if causal else "encoder",
+        layers=tuple(layers),
+        n_layers=len(layers),
+        max_seqlen=512,
+    )
+    engine = dataclasses.replace(config.engine, name="ddp", context=2)
+    data = dataclasses.replace(config.data, seqlen=tokens)
+    return dataclasses.replace(config, model=model, engine=engine, data=data, micro_batch_size=1)
+
+
+def bytes_of_contexts(runs: list[tuple[list[str], int, str]]) -> list[float]:
+    """Bytes that a micro-batch sends between the layers of two ranks, for each run."""
+    found = []
+    for run in runs:
+        config = in_context(*run)
+        engine = build_engine(config.engine, scenarios.place())
+        model = build_model(config.model, device="meta")
+        engine.prepare(model, lambda model: initialize(model, seed=0), scenarios.make_optimizer)
+        length = config.data.seqlen // 2
+        bounds = torch.tensor([0, config.data.seqlen], dtype=torch.int32) - length * engine.rank
+        with Traffic() as traffic:
+            engine.model(torch.ones(1, length, dtype=torch.long), cu_seqlens=bounds).sum().backward()
+        found.append(sum(one.bytes for one in traffic.sent if one.kind != "all_reduce"))
+    return found
