@@ -126,9 +126,13 @@ def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float,
     compute = flops / (ranks * cluster.peak(kind) * efficiency)
     # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
     launches = 0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6
-    fits = plan.total_bytes <= USABLE * cluster.memory_gb * 1e9
     exchanging = sum(part.seconds(cluster) for part in traffic)
-    return Estimate(config, plan, mode, traffic, kind, compute, exchanging, launches, fits)
+    return Estimate(config, plan, mode, traffic, kind, compute, exchanging, launches, fits(plan, cluster))
+
+
+def fits(plan: Plan, cluster: Cluster) -> bool:
+    """Returns whether a rank's memory holds what it needs."""
+    return plan.total_bytes <= USABLE * cluster.memory_gb * 1e9
 
 
 def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfig]:

@@ -11,7 +11,7 @@ from matmix.launch.lab.plan import estimate as plans
 from matmix.launch.lab.plan.estimate import Cluster, Estimate, Risk
 from matmix.model.flops import flops_by_part
 from matmix.train.config import RunConfig
-from matmix.train.estimate.plan import vocabulary_words, with_steps_of_epochs, with_vocabulary
+from matmix.train.estimate.plan import Plan, make_plan, vocabulary_words, with_steps_of_epochs, with_vocabulary
 from matmix.train.words import duration, short_number
 
 FEW_TOKENS = 2048  # a pass over fewer leaves most of a large GPU idle
@@ -25,7 +25,7 @@ MANY_EPOCHS = 4  # up to about four passes repeated data are nearly as good as n
 def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
     """Returns the warnings about an estimate, one line each."""
     config, plan = one.config, one.plan
-    tokens = plan.micro_batch_size * config.positions
+    tokens = plan.micro_batch_size * config.positions // config.engine.context
     computing, exchanging = duration(one.compute_seconds), duration(one.traffic_seconds)
     host, launches = duration(one.launch_seconds), one.launch_seconds > max(one.compute_seconds, one.traffic_seconds)
     notes = {
@@ -39,6 +39,11 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         f"arithmetic {computing}; a larger micro_batch_size, or --engine.compile, launches fewer": launches,
     }
     warnings = [note for note, holds in notes.items() if holds]
+    if config.engine.context > 1 and (whole := _whole_rows(one, cluster)):
+        warnings.append(
+            f"whole rows fit into a rank's memory ({whole.total_bytes / 1e9:.0f} GB): without engine.context = "
+            f"{config.engine.context} layers send nothing, and a pass has as many tokens with a smaller micro-batch"
+        )
     available, needed = config.modality.size(config.data), plan.units_per_step * plan.steps
     # None where the data is not on this machine, or has no end.
     if available is not None and needed > MANY_EPOCHS * available:
@@ -56,6 +61,16 @@ def find_warnings(one: Estimate, cluster: Cluster, risk: Risk) -> list[str]:
         better = f"every {duration(best)} is best: {shell_line('--checkpoint.every', steps)}"
         warnings.append(f"a checkpoint every {every} loses {lost}; {better}")
     return warnings
+
+
+def _whole_rows(one: Estimate, cluster: Cluster) -> Plan | None:
+    """Returns the plan of passes of one row without a context, if the global batch has rows enough and they fit."""
+    engine = dataclasses.replace(one.config.engine, context=1)
+    config = dataclasses.replace(one.config, engine=engine, micro_batch_size=1)
+    if config.global_batch_size % one.plan.ranks:
+        return None
+    plan = make_plan(config, one.plan.ranks, mode=one.mode)
+    return plan if plans.fits(plan, cluster) else None
 
 
 SUGGESTIONS = 3

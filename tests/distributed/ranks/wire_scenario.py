@@ -12,6 +12,7 @@ import torch
 from traffic import Traffic
 
 from matmix.model import ModelConfig, build_model, initialize
+from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
 from matmix.train.engine import wire
 from matmix.train.engine.base import Engine
@@ -125,8 +126,10 @@ def _noting(traffic: Traffic, index: int) -> Any:
 
 def in_context(layers: list[str], tokens: int, checkpointing: str = "none") -> RunConfig:
     """Layers of these mixers whose rows of so many tokens two ranks share."""
-    causal = "mru" in layers
-    config = load_config("debug_mru" if causal else "debug_hydra", [f"--engine.activation-checkpointing={checkpointing}"])
+    causal = not MIXERS[layers[0]].bidirectional_form
+    config = load_config(
+        "debug_mru" if causal else "debug_hydra", [f"--engine.activation-checkpointing={checkpointing}"]
+    )
     model = dataclasses.replace(
         MODEL,
         architecture="language_model" if causal else "encoder",

@@ -27,6 +27,7 @@ from matmix.launch.lab.plan.report import find_warnings
 from matmix.model.flops import flops_by_part, flops_per_token
 from matmix.train.arguments import read_verb
 from matmix.train.command import train_recipe
+from matmix.train.estimate.context import context_bytes
 from matmix.train.estimate.plan import make_plan
 from matmix.train.loaders import make_loader
 from matmix.train.meters.speed import peak_flops
@@ -89,6 +90,42 @@ def test_what_is_sent_in_bf16():
     assert half[1] > 0.9 * whole[1]
     sums = sent(4, "--engine.precision", "bf16", "--engine.reduce-dtype", "bf16")
     assert sums == {**rounded, "reduce-scatter of gradients": exact["reduce-scatter of gradients"] / 2}
+
+
+def test_a_context_shares_activations_and_sends_states():
+    long = ("--data.seqlen", "4096", "--model.max-seqlen", "4096", "--engine.precision", "bf16")
+    plans = {n: make_plan(config(*long, "--engine.context", str(n), "--micro-batch-size", "1"), 4) for n in (1, 2, 4)}
+    for ranks, plan in plans.items():
+        assert plan.parts["activations"] <= (1 / ranks + 0.1) * plans[1].parts["activations"]
+        assert plan.accumulation == 64 // (4 // ranks)
+    one = config(*long, "--engine.context", "4", "--micro-batch-size", "1")
+    found = {part.what: part for part in collectives(one, plans[4], 8)}
+    context = found["exchanges of a context"]
+    assert (context.ranks, context.within_node) == (4, True)
+    assert context.bytes == pytest.approx(64 * context_bytes(one))
+    # A layer of states and one of attention: again in the backward pass, and what is recomputed once more.
+    again = collectives(one, plans[4], 8, "full")[-1]
+    assert 1.2 * context.bytes < again.bytes < 1.6 * context.bytes
+    assert found["all-gather of weights"].ranks == 4  # they share the weights as well
+
+
+def test_a_context_is_proposed_where_whole_rows_do_not_fit():
+    one = config("--data.seqlen", "4096", "--model.max-seqlen", "4096", batch=4)
+    whole = min(make_plan(candidate, 4, mode="full").total_bytes for candidate in candidates(one, 4, H100))
+    small = dataclasses.replace(H100, memory_gb=0.7 * whole / 1e9 / estimating.USABLE)
+    best = suggest(one, 4, small, 0.4)[0]
+    assert best.fits
+    assert best.config.engine.context == 2
+    assert options_of(best, one)[:2] == ["--engine.context", "2"]
+    assert suggest(one, 4, H100, 0.4)[0].config.engine.context == 1
+    fixed = config("--model.layers", "dense", "--model.max-seqlen", "32", "--data.packing", "rows", batch=4)
+    assert suggest(fixed, 4, dataclasses.replace(H100, memory_gb=1e-6), 0.4) == []
+
+
+def test_a_context_that_is_not_needed():
+    needless = [text for text in warnings(4, engine__context=2) if text.startswith("whole rows fit into")]
+    assert len(needless) == 1
+    assert not any(text.startswith("whole rows") for text in warnings(4))
 
 
 def test_links_within_and_between_nodes():
