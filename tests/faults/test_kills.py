@@ -61,6 +61,22 @@ def _kill_in_phases(run: Run, phases, **more: bool) -> None:
 
 
 @pytest.mark.slow
+def test_one_of_the_ranks_that_share_rows_is_killed(make_run):
+    """The others cannot go on without its part; the next start is on the same rows, with states that cross the cuts."""
+    reference, run = (make_run("--engine.context", "2", ranks=2) for _ in range(2))
+    reference.finish()
+    attempt = run.start(faults=[{"kind": "pause", "step": 8, "rank": 1, "markers": True}])
+    attempt.wait_for_mark("pause", 1)
+    attempt.kill(1)
+    _assert_survivor_ended_well(attempt, 0)
+    attempt.kill()
+    assert run.newest().name == "step-00000005"
+    run.finish()
+    assert len(run.curve()) == 30
+    assert_same(run, reference)
+
+
+@pytest.mark.slow
 def test_a_fine_tuning_is_killed(zygote, dataset, tmp_path):
     """Between two saves and within one, on both ranks: weights and scores are those of the run that was left alone."""
     run_recipe("debug_hydra", dataset, tmp_path / "source", "--steps", "2", "--evaluation.every", "0")
