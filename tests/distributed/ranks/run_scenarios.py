@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import scenarios
+import torch
 
 from matmix.data.loading.batch import Batch
-from matmix.train import loop
+from matmix.train import activation, loop
 from matmix.train.process.distributed import gather_objects
 from matmix.train.recipe import load_config
 from matmix.train.run.directory import MovedError
@@ -24,6 +25,14 @@ def train_all(runs: list[tuple[str, list[str]]]) -> list[GlobalBatches]:
     """Starts each of the runs (recipe, overrides) after the other."""
     scenarios.partition_everything()
     return [_train(recipe, overrides) for recipe, overrides in runs]
+
+
+def train_compiled(runs: list[tuple[str, list[str]]]) -> None:
+    """Starts each of the runs, with the tracing and the autograd of the compiler but without its code generator."""
+    compiled = torch.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation.torch, "compile", lambda function: compiled(function, backend="aot_eager"))
+        scenarios.train_recipes(runs)
 
 
 def _train(recipe: str, overrides: list[str]) -> GlobalBatches:

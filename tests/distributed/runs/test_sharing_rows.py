@@ -2,6 +2,7 @@
 stopped."""
 
 import pytest
+import run_scenarios
 import scenarios
 import torch
 from harness import run_distributed
@@ -100,6 +101,16 @@ def test_numbers_are_those_of_whole_rows(ranks, context, engine, steps, names, p
     run_distributed(scenarios.train_recipes, ranks, arguments=(runs,), timeout=600)
     for name in names:
         assert_same_numbers(tmp_path / name, expected(name, *schedule))
+
+
+@pytest.mark.slow
+def test_compiled_blocks(planned, expected, tmp_path):
+    schedule = ["--steps", "3", "--evaluation.every", "0", "--engine.compile", "True", "--engine.context", "2"]
+    names = ("hydra and attention", "mru")
+    runs = [planned(tmp_path / name, name, *schedule) for name in names]
+    run_distributed(run_scenarios.train_compiled, 2, arguments=(runs,), timeout=600, alone=True)
+    for name in names:
+        assert_same_numbers(tmp_path / name, expected(name, *schedule[:4]))
 
 
 def test_stopped_runs_go_on(planned, expected, tmp_path):
