@@ -95,7 +95,7 @@ def check_order(order, once):
 
 def test_what_a_context_sends_is_planned():
     """Within 5 % of the bytes that layers send, which grow with the length for attention and long convolutions only."""
-    constant = [["hydra"], ["lion_s"], ["semiseparable", "convolution"]]
+    constant = [["hydra"], ["lion_s"], ["semiseparable", "convolution", "mru"]]
     growing = [["attention"], ["s4d"], ["hyena"], ["hydra", "attention"]]
     runs = [(layers, tokens, "none") for layers in [*constant, *growing] for tokens in (128, 512)]
     runs += [(["hydra", "attention"], 256, mode) for mode in ("full", "selective")]
