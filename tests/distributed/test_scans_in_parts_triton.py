@@ -65,7 +65,7 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
     ("cases", "ranks", "dtype"),
     [
         (few, 2, torch.bfloat16),
-        (once, 3, torch.float32),
+        nightly(once, 3, torch.float32),
         nightly(few, 2, torch.float32),
         nightly(once, 2, torch.bfloat16),
     ],

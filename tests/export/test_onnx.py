@@ -42,7 +42,7 @@ def test_ops_have_the_same_answers():
     x, gate = torch.randn(2, 7, 6), torch.randn(2, 7, 6)
     for causal in (True, False):
         weight, bias = torch.randn(6, 3), torch.randn(6)
-        options = (causal, "silu", None, "auto")
+        options = (causal, "silu", None, "", "auto")
         expected = torch.ops.matmix.short_conv(x, weight, bias, *options)
         torch.testing.assert_close(short_conv_form(x, weight, bias, *options), expected)
     for group in (None, 3):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from matmix.kernels import gathered, over_heads
 from matmix.kernels.context import Context
@@ -51,6 +50,9 @@ def gathered_attention(
 ) -> Tensor:
     """`attention` with the keys and values of all ranks, of which each document's queries see its own only. The last
     rank has the most work, if causal. Reads cu_seqlens on the host."""
+    # Imported late: it takes half a second, for torch's compiler.
+    from torch.nn.attention.bias import causal_lower_right
+
     length = q.shape[1]
     first, last = context.rank * length, (context.rank + 1) * length
     k, v = gathered(torch.cat((k, v), -1), 1, context).split((k.shape[-1], v.shape[-1]), -1)

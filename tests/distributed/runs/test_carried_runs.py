@@ -57,6 +57,7 @@ def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
     assert without[1:] != pytest.approx(expected[1:], rel=2e-4)
 
 
+@pytest.mark.slow
 def test_a_kill_inside_of_documents_changes_no_bit(dataset, tmp_path):
     """The run goes on from a checkpoint that is two steps old; with rounded weights, too, whose states are not."""
     data = ["--data.path", dataset, "--data.workers", "1", "--steps", "8", "--model.layers", "semiseparable", "rwkv7"]

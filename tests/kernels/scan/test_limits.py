@@ -54,7 +54,7 @@ def test_a_decay_above_the_bound_is_taken_as_the_bound_and_gets_no_gradient(inte
 
     def run(decay):
         leaf = decay.clone().requires_grad_()
-        y, _ = torch.ops.matmix.semiseparable_scan(v, q, k, leaf, None, None, None, None, False, None, how)
+        y, _ = torch.ops.matmix.semiseparable_scan(v, q, k, leaf, None, None, None, None, False, None, "", how)
         return y.detach(), torch.autograd.grad(y, leaf, torch.cos(y.detach()))[0]
 
     y, gradient = run(decay.masked_fill(above, 0.5))

@@ -148,10 +148,18 @@ class OnnxForm(nn.Module):
 
 
 def short_conv_form(
-    x: Tensor, weight: Tensor, bias: Tensor | None, causal: bool, activation: str | None, cu_seqlens: None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    activation: str | None,
+    cu_seqlens: None,
+    context: str,
+    backend: str,
 ) -> Tensor:
-    """The op matmix::short_conv of texts that are not packed."""
+    """The op matmix::short_conv of texts that are not packed, and whole."""
     assert cu_seqlens is None
+    assert not context
     width = weight.shape[-1]
     left = width - 1 if causal else width // 2
     y = F.conv1d(F.pad(x.transpose(1, 2), (left, width - 1 - left)), weight.unsqueeze(1), bias, groups=weight.shape[0])
