@@ -21,7 +21,7 @@ if __name__ == "kernels":
     else:
         __file__, __path__ = None, []
 else:
-    from matmix.kernels.context import gathered
+    from matmix.kernels.context import gathered, over_heads, over_heads_here
     from matmix.kernels.gated_norm.chunked import gated_norm_torch
     from matmix.kernels.gated_norm.op import gated_norm
     from matmix.kernels.lion.chunked import lion_mixer_torch
@@ -39,7 +39,6 @@ else:
     from matmix.kernels.semiseparable.step import semiseparable_step
     from matmix.kernels.short_conv.chunked import short_conv_step_torch, short_conv_torch
     from matmix.kernels.short_conv.op import short_conv, short_conv_step
-    from matmix.kernels.whole_rows import over_heads, over_heads_here
 
     finish_registration()
 

@@ -22,8 +22,7 @@ from matmix.kernels.functions import (
     working,
     working_dtype,
 )
-from matmix.kernels.short_conv.form import ConvInputs
-from matmix.kernels.short_conv.parts import backward, forward
+from matmix.kernels.short_conv.parts import ConvInputs, backward, forward
 
 
 class StateConvInputs(NamedTuple):

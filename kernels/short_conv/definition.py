@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.short_conv.chunked import ConvStepInputs
-from matmix.kernels.short_conv.form import ConvInputs
+from matmix.kernels.short_conv.parts import ConvInputs
 
 
 def short_conv_definition(

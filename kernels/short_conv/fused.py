@@ -20,7 +20,7 @@ from torch import Tensor
 from matmix.kernels.functions import Output
 from matmix.kernels.launching import ForcedConfiguration, launch, rows_in_place
 from matmix.kernels.short_conv.chunked import StateConvInputs, StateConvOutputs
-from matmix.kernels.short_conv.form import ConvInputs
+from matmix.kernels.short_conv.parts import ConvInputs
 from matmix.kernels.slots import count_slots, located, slot_table
 
 

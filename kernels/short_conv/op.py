@@ -17,7 +17,7 @@ from matmix.kernels.short_conv.chunked import (
     StateConvInputs,
     conv_step_forward,
 )
-from matmix.kernels.short_conv.form import ConvInputs
+from matmix.kernels.short_conv.parts import ConvInputs
 
 
 def short_conv(

@@ -1,5 +1,5 @@
-"""The short convolution of a part of a sequence, whose other parts other ranks hold (see `kernels.context`), by any
-form of the convolution.
+"""What the short convolution over a sequence takes, and the convolution of a part of one, whose other parts other
+ranks hold (see `kernels.context`), by any form of the convolution.
 
 The form first takes the part for a whole sequence. Outputs near an edge, which depend on a few rows of the neighbour,
 are then computed once more, from a window of [the neighbour's last rows | the first rows here], and of a centred
@@ -7,7 +7,7 @@ convolution [the last rows here | the neighbour's first rows]. Backward each out
 the two that the output comes from, and those of the neighbour's rows are sent back.
 """
 
-from __future__ import annotations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,30 @@ from torch.nn.functional import pad
 
 from matmix.kernels.context import Context, from_neighbours, within_part
 from matmix.kernels.functions import Form, Output
-from matmix.kernels.short_conv.form import ConvInputs
+
+
+class ConvInputs(NamedTuple):
+    """The arguments of matmix::short_conv."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    causal: bool = False
+    activation: str | None = None
+    cu_seqlens: Tensor | None = None
+    context: str = ""
+    """The name of the ranks that hold the other parts of the rows; "" for whole rows."""
+
+    @property
+    def left(self) -> int:
+        """The number of earlier tokens that an output is made of."""
+        width = self.weight.shape[1]
+        return width - 1 if self.causal else width // 2
+
+    @property
+    def right(self) -> int:
+        """The number of later ones."""
+        return self.weight.shape[1] - 1 - self.left
 
 
 def forward(form: Form, given: ConvInputs) -> Tensor:

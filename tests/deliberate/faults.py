@@ -66,7 +66,7 @@ KERNELS = [
     ),
     Fault(
         "the short convolution sees the token to come",
-        "kernels/short_conv/form.py",
+        "kernels/short_conv/parts.py",
         "return width - 1 if self.causal else width // 2",
         "return width // 2",
         "kernels/test_small_ops.py::test_conv",
