@@ -6,7 +6,7 @@ from harness import run_distributed
 
 from matmix.model import MixerOptions, ModelConfig
 from matmix.model.backbone import check_context
-from matmix.model.mixers.attention.over_ranks import numbers_received
+from matmix.model.mixers.attention.packed import numbers_received
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 
 OF_HEADS = [

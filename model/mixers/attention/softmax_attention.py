@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from matmix.model.mixers.attention.over_ranks import attention
-from matmix.model.mixers.attention.packed import attend
+from matmix.model.mixers.attention.packed import attend, attention
 from matmix.model.mixers.base import HeadsConfig, Mixer, head_count, zero_state
 from matmix.model.positions import apply_rotary, document_positions
 

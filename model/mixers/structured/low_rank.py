@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels import quasiseparable_scan
-from matmix.model.mixers.attention.over_ranks import attention
+from matmix.model.mixers.attention.packed import attention
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer
 
 
