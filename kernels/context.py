@@ -149,7 +149,8 @@ def from_neighbours(context: Context, to_left: Tensor | None, to_right: Tensor |
     return received[0], received[1]
 
 
-# Registered, as they have to stay whole under torch.compile.
+# Registered, as they have to stay whole under torch.compile, and called by their names, so that exports, which copy the
+# code that theirs calls, register nothing.
 
 
 def shares(total: int, ranks: int) -> list[int]:
@@ -205,7 +206,8 @@ def exchanged(x: Tensor, cut: int, join: int, context: Context, joined: int | No
     joined: the length of all parts along `join`, which `share` has made; None where they are as long as this one. With
     `cut` and `join` changed round, and the first length along `cut`, it is undone.
     """
-    return _exchanged(x, cut, join, context.size * x.shape[join] if joined is None else joined, context.name)
+    joined = context.size * x.shape[join] if joined is None else joined
+    return torch.ops.matmix.exchanged(x, cut, join, joined, context.name)
 
 
 @torch.library.custom_op("matmix::gathered", mutates_args=(), schema="(Tensor x, int dim, str context) -> Tensor")
@@ -241,7 +243,7 @@ _gathered.register_autograd(_gathered_back, setup_context=_gathered_setup)
 def gathered(x: Tensor, dim: int, context: Context) -> Tensor:
     """Returns the parts of all ranks, shaped alike, one after the other along `dim`; differentiable: the gradient of a
     part is the sum of what all ranks have for it."""
-    return _gathered(x, dim, context.name)
+    return torch.ops.matmix.gathered(x, dim, context.name)
 
 
 @torch.library.custom_op(
@@ -270,7 +272,7 @@ _from_neighbour.register_autograd(_from_neighbour_back, setup_context=_from_neig
 
 def from_left(x: Tensor, context: Context) -> Tensor:
     """Returns x of the rank before this one, shaped alike on all, and zeros on the first; differentiable."""
-    return _from_neighbour(x, 1, context.name)
+    return torch.ops.matmix.from_neighbour(x, 1, context.name)
 
 
 # -- whole rows of some heads in place of parts of rows of all, for what knows no way to go on from part to part ----
