@@ -79,6 +79,7 @@ def test_any_form_of_any_documents(kind, ranks):
     check(every(kind), ranks, torch.float32)
 
 
+@pytest.mark.slow
 def test_nan_does_not_cross_a_cut_into_another_document():
     calls = []
     for case in (two_sided("hydra", "at thirds"), two_sided("lion", "at thirds")):

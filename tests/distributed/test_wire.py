@@ -43,6 +43,7 @@ def test_bytes_of_hybrid_sharding():
     check_bytes([HSDP, {"name": "fsdp2", "reshard_after_forward": False}, {"name": "fsdp2"}], 4)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_weights_sent_in_float32(tmp_path):
     for found in run_distributed(wire_scenario.losses_and_checkpoints, 2, arguments=(str(tmp_path),)):
         for name in ("fsdp2", "ddp"):

@@ -63,6 +63,7 @@ def test_a_damaged_shard_ends_the_run_or_is_left_out_and_counted(make_run, damag
     assert damage_in(one) == counts
 
 
+@pytest.mark.slow
 def test_slow_storage_is_waited_for_and_said_once(dataset, tmp_path, monkeypatch, capsys):
     options = ("--steps", "6", "--evaluation.every", "0", "--logging.every", "1", "--data.workers", "0")
     run_recipe("debug_mru", dataset, tmp_path / "fast", *options)

@@ -6,7 +6,8 @@ import pytest
 _OPTIONS = ("--logging.every", "3", "--steps", "24", "--evaluation.every", "0", "--checkpoint.every", "0")
 
 
-@pytest.mark.parametrize("engine", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_rank_that_computes_slowly_is_named(make_run, engine):
     run = make_run(*_OPTIONS, "--engine.name", engine, ranks=2)
     attempt = run.finish(faults=[{"kind": "slow_steps", "first": 4, "last": 24, "seconds": 0.25, "rank": 1}])

@@ -183,6 +183,7 @@ def check_folders_that_the_recipe_does_not_name_are_told(compared, capsys) -> No
     assert f"Also in {compared.home}, but not in the recipe: attention/seed-1." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_comparison_through_a_stop_a_resume_and_a_failure(tmp_path, dataset, capsys):
     """One test, since each would train the same runs again in a process of its own."""
     compared = _compare_with_a_stop_and_a_failure(tmp_path, dataset)
