@@ -115,7 +115,6 @@ def test_a_model_with_weights_keeps_them():
             {"name": "deepspeed", "compile": True, "zero_stage": 3},
             r"compile does not work with DeepSpeed",
         ),
-        ({"context": 2, "compile": True, "activation_checkpointing": "full"}, r"leave out one of the three"),
         ({"context": 0}, r"engine\.context must be >= 1"),
         ({"name": "deepspeed", "context": 2}, r'engine\.context = 2 needs engine\.name = "fsdp2" or "ddp", got "deeps'),
         ({"name": "deepspeed", "replicate": 2}, r'engine\.replicate = 2 needs engine\.name = "fsdp2"'),

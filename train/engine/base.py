@@ -135,8 +135,13 @@ class Engine(abc.ABC):
         if config.context > 1:
             model.cut_rows(Context.of(self.mesh.group("context")))
         mode, selective_by = config.activation_checkpointing, config.selective_by
+        # Compiled together, what a whole block sends again would be in its backward graph, in an order that ranks need
+        # not share; a compiled block that runs again sends in its own.
+        apart = config.compile and config.context > 1 and selective_by == "block"
+        if apart:
+            compile_blocks(model)
         checkpoint_activations(model, mode, selective_by=selective_by, every=config.selective_every)
-        if config.compile:
+        if config.compile and not apart:
             compile_blocks(model)
         if config.precision == "bf16":
             compute_in_bfloat16(model, self.device)

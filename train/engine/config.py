@@ -69,12 +69,6 @@ class EngineConfig:
             raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
         if self.context > 1 and self.name == "deepspeed":
             raise ValueError(f'engine.context = {self.context} needs engine.name = "fsdp2" or "ddp", got "{self.name}"')
-        if self.context > 1 and self.compile and self.activation_checkpointing != "none":
-            # What compiled blocks send again in the backward pass, ranks do not send in one order: they would hang.
-            raise ValueError(
-                "engine.compile does not work with engine.context and engine.activation_checkpointing together; "
-                "leave out one of the three"
-            )
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             # Its hooks on the modules inside a block would be compiled with them: gradients come out wrong.
             raise ValueError(

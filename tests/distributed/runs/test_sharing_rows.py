@@ -106,8 +106,8 @@ def test_numbers_are_those_of_whole_rows(ranks, context, engine, steps, names, p
 @pytest.mark.slow
 def test_compiled_blocks(planned, expected, tmp_path):
     schedule = ["--steps", "3", "--evaluation.every", "0", "--engine.compile", "True", "--engine.context", "2"]
-    names = ("hydra and attention", "mru")
-    runs = [planned(tmp_path / name, name, *schedule) for name in names]
+    names = ("hydra and attention", "mru", "hydra, rows", "causal")
+    runs = [planned(tmp_path / name, name, *schedule, *mode) for name, mode in zip(names, CHECKPOINTING, strict=True)]
     run_distributed(run_scenarios.train_compiled, 2, arguments=(runs,), timeout=600, alone=True)
     for name in names:
         assert_same_numbers(tmp_path / name, expected(name, *schedule[:4]))
