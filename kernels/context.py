@@ -275,6 +275,11 @@ def from_left(x: Tensor, context: Context) -> Tensor:
     return torch.ops.matmix.from_neighbour(x, 1, context.name)
 
 
+def from_right(x: Tensor, context: Context) -> Tensor:
+    """Returns x of the rank behind this one, and zeros on the last; differentiable."""
+    return torch.ops.matmix.from_neighbour(x, -1, context.name)
+
+
 # -- whole rows of some heads in place of parts of rows of all, for what knows no way to go on from part to part ----
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.context import Context, Crossing, from_left, where_crossing
+from matmix.kernels.context import Context, Crossing, from_left, from_right, where_crossing
 
 
 def document_ids(cu_seqlens: Tensor, seqlen: int) -> Tensor:
@@ -122,10 +122,12 @@ def shift_right(x: Tensor, cu_seqlens: Tensor | None, context: Context | None = 
     return shifted
 
 
-def shift_left(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+def shift_left(x: Tensor, cu_seqlens: Tensor | None, context: Context | None = None) -> Tensor:
     """Row t receives row t + 1 of its document, last rows zero. The adjoint of `shift_right`."""
     shifted = torch.zeros_like(x, memory_format=torch.contiguous_format)
     shifted[:, :-1] = keep_within_documents(x[:, 1:], cu_seqlens, x.shape[1])
+    if context is not None:
+        shifted[:, -1:] = where_crossing(Crossing.of(cu_seqlens, x.shape[1]).right, from_right(x[:, :1], context))
     return shifted
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from matmix.kernels.context import Context
+from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import Operation, working
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
-from matmix.kernels.semiseparable.context import moved_right
 from matmix.kernels.semiseparable.form import ScanForm
 
 
@@ -71,7 +71,7 @@ def lion_mixer_torch(
     if gates is not None:
         forward = backward = F.logsigmoid(working(gates))
         if given.forward_gate_offset and gates.dim() == 3:
-            forward = moved_right(forward, cu_seqlens, context)
+            forward = shift_right(forward, cu_seqlens, context)
     options = {"shift": False, "self_term": "mean", "gate_offset": given.gate_offset}
     options |= {"cu_seqlens": cu_seqlens, "context": context}
     if not return_row_sums:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from matmix.kernels.context import Context, Crossing, Gathering, carried, gathered, where_crossing, within_part
-from matmix.kernels.documents import shift_left, shift_right
+from matmix.kernels.context import Context, Crossing, Gathering, carried, held, where_crossing
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanCall, ScanSide
 
 
@@ -49,17 +48,11 @@ class Part(NamedTuple):
 
     def own(self, states: Tensor | None, first: bool) -> Tensor | None:
         """Returns the states (documents or rows, ...) of those that have their first (last) token in this part, zeros
-        for others. Of a document without tokens both are where they would be."""
-        rank, last_rank = self.context.rank, self.context.size - 1
+        for others."""
         if states is None:
             return None
-        if self.cu_seqlens is None:
-            return states if rank == (0 if first else last_rank) else torch.zeros_like(states)
-        starts, ends = self.cu_seqlens[:-1], self.cu_seqlens[1:]
-        held = (starts >= 0) & ((starts < self.seqlen) | (rank == last_rank))
-        if not first:
-            held = torch.where(starts == ends, held, (ends > 0) & (ends <= self.seqlen))
-        return torch.where(held.view(-1, *[1] * (states.dim() - 1)), states, states.new_zeros(()))
+        here = held(self.context, self.cu_seqlens, self.seqlen, first, states)
+        return torch.where(here.view(-1, *[1] * (states.dim() - 1)), states, states.new_zeros(()))
 
 
 class Passing:
@@ -111,28 +104,3 @@ def edge_gradient(entering: Tensor, dy: Tensor, groups: int) -> Tensor:
     state (rows, nheads, d_state, width) with; dy (rows, nheads, width): the gradient of what it reads, the sum of the
     row in the last column where that has one."""
     return torch.einsum("bhnp,bhp->bhn", entering, dy.to(entering.dtype)).unflatten(1, (groups, -1)).sum(2)
-
-
-def moved_left(x: Tensor, cu_seqlens: Tensor | None, context: Context | None) -> Tensor:
-    """`shift_left`, also over the edge of a part: x (batch, seqlen, ...). Differentiable."""
-    return _moved(shift_left, x, cu_seqlens, context, 1)
-
-
-def moved_right(x: Tensor, cu_seqlens: Tensor | None, context: Context | None) -> Tensor:
-    """`shift_right`, also over the edge of a part."""
-    return _moved(shift_right, x, cu_seqlens, context, -1)
-
-
-def _moved(shift, x: Tensor, cu_seqlens: Tensor | None, context: Context | None, step: int) -> Tensor:
-    if context is None:
-        return shift(x, cu_seqlens)
-    seqlen, source = x.shape[1], context.rank + step
-    moved = shift(x, within_part(cu_seqlens, seqlen))
-    rows = gathered(x[:, :1] if step > 0 else x[:, -1:], 1, context)
-    # Where there is no neighbour another row is taken and masked: all ranks have to share the backward pass.
-    row = rows.select(1, source % context.size).unsqueeze(1)
-    crossing = Crossing.of(cu_seqlens, seqlen)
-    row = where_crossing(crossing.right if step > 0 else crossing.left, row)
-    if not 0 <= source < context.size:
-        row = row.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
-    return torch.cat([moved[:, :-1], row] if step > 0 else [row, moved[:, 1:]], 1)

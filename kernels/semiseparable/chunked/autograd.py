@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.context import Context, context_name
+from matmix.kernels.documents import shift_left
 from matmix.kernels.functions import Form, Operation, in_pytorch, working_dtype
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.chunked.setup import reduce_like
-from matmix.kernels.semiseparable.context import moved_left
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide, SideGradients
 
 
@@ -29,7 +29,7 @@ def move_gates(
     (`gate_offset` 1): one token to the left inside its document, no decay at the last one."""
     if gate_offset == 0 or log_decay is None or log_decay.dim() == 1:
         return log_decay
-    return moved_left(log_decay, cu_seqlens, context)
+    return shift_left(log_decay, cu_seqlens, context)
 
 
 class CausalInputs(NamedTuple):

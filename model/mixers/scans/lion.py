@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from matmix.kernels import lion_mixer, lion_mixer_is_fused, quasiseparable_scan, semiseparable_step
 from matmix.kernels.context import Context
+from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import working
 from matmix.kernels.lion.chunked import FEATURE_MAPS
-from matmix.kernels.semiseparable.context import moved_right
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import (
     ExactLinear,
@@ -109,7 +109,7 @@ class LionGates(NamedTuple):
 
 def delayed_gates(logs: Tensor, steps: int, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor:
     """Each token's gate, or (steps 1) that of the token before it in its document."""
-    return moved_right(logs, cu_seqlens, context) if steps and logs.dim() == 3 else logs
+    return shift_right(logs, cu_seqlens, context) if steps and logs.dim() == 3 else logs
 
 
 def lion_weights(q: Tensor, k: Tensor, gates: LionGates) -> Tensor:
