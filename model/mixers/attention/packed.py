@@ -1,7 +1,9 @@
 """softmax(q k^T) v of packed documents, also where each rank has the queries, keys and values of a part of the row.
 
-torch's own context parallelism (`torch.distributed.tensor.experimental.context_parallel`) is not used: it knows no
-documents, and balances causal work by cutting a row into other parts than those that the scans beside it go on from.
+torch's own context parallelism (torch.distributed.tensor.experimental, 2.11) is not used. Its ring of scaled dot
+products takes no boundaries of documents; its flex attention takes them as a block mask, where parts are whole blocks
+of 128 tokens, and gathers all keys and values as `gathered_attention` does. Both balance causal work by cutting a row
+into other parts than those that the scans beside it go on from.
 """
 
 from typing import Any
@@ -96,15 +98,16 @@ def attention(
 ) -> Tensor:
     """`packed_attention`, with its options; with a context of parts q, k (B, L, H, D), v (B, L, H, P) -> (B, L, H, P).
 
-    Ranks exchange tokens for heads, which also shares causal work equally, or gather all keys and values where ranks
-    are more than heads or less is sent so.
+    Ranks exchange tokens for heads, or gather all keys and values where they are more than heads or less is sent so. It
+    is less by two halves of a head at most, so that causal work, of which the last rank would have the most, is always
+    shared by heads.
     """
     if context is None:
         return packed_attention(q, k, v, causal=causal, cu_seqlens=cu_seqlens, **options)
     length, nheads, width = q.shape[1:]
     options.pop("max_seqlen", None)  # of a part, which may be shorter than what documents have on all ranks
     by_heads, by_keys = numbers_received(length, nheads, width, v.shape[-1], context.size)
-    if nheads < context.size or by_keys < by_heads:
+    if nheads < context.size or (by_keys < by_heads and not causal):
         return gathered_attention(q, k, v, context, cu_seqlens, causal, **options)
 
     def whole(v: Tensor, q: Tensor, k: Tensor, cu_seqlens: Tensor | None, _: slice) -> Tensor:
