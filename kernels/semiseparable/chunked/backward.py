@@ -93,7 +93,7 @@ def scan_backward(
 def linear_backward(dy: Tensor, dfinals: tuple[Tensor | None, ...] | None, call: ScanCall) -> ScanGradients:
     """Returns the gradients of `linear_forward`."""
     v, sides, diagonal, cu_seqlens = call.v, call.sides, call.diagonal, call.bounds
-    setup = set_up_scan(call, dfinals is not None)
+    setup = set_up_scan(call, dfinals is not None, dy)
     layout, dtype = setup.layout, setup.dtype
     chunks, dout = layout.split(v), layout.split(dy)
     states = both_passes(chunks, dy, dout, setup, sides, dfinals)

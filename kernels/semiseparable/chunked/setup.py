@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from matmix.kernels.checks import can_look
 from matmix.kernels.documents import ChunkLayout, chunk_layout, shift_left, shift_right
 from matmix.kernels.functions import working_dtype
 from matmix.kernels.semiseparable.chunked.decay import SideDecay, growth, side_decay
@@ -52,8 +53,22 @@ def default_scan_chunk(seqlen: int, d_state: int, headdim: int) -> int:
     return 64
 
 
-def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
-    """Sets up both directions of one linear scan: of its form, only `shift` and `self_term` matter here."""
+def spoilt(call: ScanCall, dy: Tensor | None) -> bool:
+    """Returns whether packed documents need chunks of their own: in a common one they are kept apart by products with
+    an exact zero, which a NaN or an infinity survives. Looks on the CPU alone, at sums, which both survive too; one of
+    float16 that overflows costs time and changes nothing else."""
+    if call.cu_seqlens is None or not can_look(call.v):
+        return False
+    given = [call.v, dy, *(x for side in call.sides for x in (side.q, side.k, side.input_scale))]
+    if any(not x.sum().isfinite() for x in given if x is not None):
+        return True
+    # Decays may be zero, the exponential of -inf.
+    return any(side.log_decay.sum().isnan() for side in call.sides if side.log_decay is not None)
+
+
+def set_up_scan(call: ScanCall, final_state: bool, dy: Tensor | None = None) -> ScanSetup:
+    """Sets up both directions of one linear scan: of its form, only `shift` and `self_term` matter here. dy: the
+    cotangent of its output, in the backward pass."""
     v, sides, form, chunk_size = call.v, call.sides, call.form, call.chunk_size
     cu_seqlens, part = call.bounds, Part.of(call)
     batch, seqlen, heads, headdim = v.shape
@@ -63,7 +78,7 @@ def set_up_scan(call: ScanCall, final_state: bool) -> ScanSetup:
     dtype = working_dtype(v)
     chunk = chunk_size or default_scan_chunk(seqlen, d_state, headdim)
     given = any(side.initial_state is not None for side in sides)
-    layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state)
+    layout = chunk_layout(batch, seqlen, chunk, cu_seqlens, aligned=given or final_state or spoilt(call, dy))
 
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=v.device).tril()
     grown = growth(chunk, exclusive, v.device, dtype)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
-from compare import assert_bit_equal_twice, assert_matches, packed, rmse_ratio
+from compare import FLOAT32, assert_bit_equal_twice, assert_matches, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import each_value_once, nightly
 from test_semiseparable import CHUNKS, DECAYS, DOCUMENTS, LENGTHS, decays
+from test_semiseparable import make as make_causal
 
-from matmix.kernels import quasiseparable_scan
+from matmix.kernels import quasiseparable_scan, semiseparable_scan
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, quasiseparable_matrix
 
@@ -71,9 +73,8 @@ def make(
 
 
 def make_for(form: str, seqlen: int, *, states: int = 0, **options):
-    """`make` for one of FORMS: a normaliser wants positive weights, and in Triton no states."""
-    normal = "normalize" in FORMS[form]
-    return make(seqlen, states=0 if normal else states, positive=normal, **options)
+    """`make` for one of FORMS: a normaliser wants positive weights."""
+    return make(seqlen, states=states, positive="normalize" in FORMS[form], **options)
 
 
 @pytest.mark.parametrize(("form", "seqlen"), each_value_once(list(FORMS), LENGTHS))
@@ -261,6 +262,30 @@ def test_documents_are_bit_independent(form):
         assert torch.equal(before[:, :25], after[:, :25])
         assert torch.equal(before[:, 106:], after[:, 106:])
         assert not torch.equal(before[:, 25:106], after[:, 25:106])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", ["causal", *SOME_FORMS])
+def test_no_nan_reaches_another_document(form, value):
+    """Of whichever input, or of the gradient of the output, whatever shares its chunk."""
+    lengths, spoilt = [5, 20, 1, 80, 30], slice(25, 106)
+    others = torch.tensor([t for t in range(sum(lengths)) if not spoilt.start <= t < spoilt.stop])
+    op, inputs = semiseparable_scan, make_causal(sum(lengths), batch=1)
+    if form != "causal":
+        op, inputs = partial(quasiseparable_scan, **FORMS[form]), make_for(form, sum(lengths), batch=1)
+
+    def results(**changed):
+        leaves = {name: changed.get(name, x).clone().requires_grad_() for name, x in inputs.items()}
+        y = op(**leaves, cu_seqlens=packed(lengths))
+        gradients = torch.autograd.grad(y, list(leaves.values()), changed.get("dy", torch.ones(())).expand_as(y))
+        return dict(zip(("y", *leaves), (found.index_select(1, others) for found in (y, *gradients)), strict=True))
+
+    clean = results()
+    for name in ("dy", *inputs):
+        x = torch.ones(1, sum(lengths), 1, 1) if name == "dy" else inputs[name].clone()
+        x[:, spoilt] = -value if name.startswith("log") else value
+        errors = {key: rmse_ratio(got, clean[key]) for key, got in results(**{name: x}).items()}
+        assert not {key: error for key, error in errors.items() if not error <= FLOAT32}, name
 
 
 def test_first_and_last_token_see_only_the_other_side():
