@@ -38,6 +38,9 @@ def check_context(config: ModelConfig) -> None:
 class Backbone(Called, Architecture):
     """Inputs -> embeddings -> blocks -> features -> outputs, by `embed`, `features` and `output_projection`."""
 
+    context: Context | None = None
+    """The ranks that rows are cut over; None = whole rows."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         if self.inputs == "tokens" and config.vocab_size < 1:
@@ -141,11 +144,11 @@ class Backbone(Called, Architecture):
             return x if indices is None else x.new_zeros(batch * length, x.shape[1]).index_copy(0, indices, x)
 
         packed: list[Tensor] | None = None if streams is None else []
-        layers = None if carried is None else carried.of_layers(len(self.blocks), cu_seqlens, batch, length)
+        layers = carried and carried.of_layers(len(self.blocks), cu_seqlens, batch * length, self.context)
         x = self.embed(inputs, cu_seqlens, **more)
         x = self.run_blocks(x, cu_seqlens, max_seqlen, streams=packed, carried=layers)
         if carried is not None:
-            carried.states = [layer.leaving for layer in layers]
+            carried.take(layers, self.context)
         if streams is not None:
             streams += (in_place(stream).unflatten(0, (batch, length)) for stream in packed)
         x = in_place(x) if lengths is None else self.pool(x.flatten(0, 1).to(inputs.device), lengths)
@@ -179,6 +182,7 @@ class Backbone(Called, Architecture):
         """From now on the model is given parts of rows that the ranks of `context` share, with `cu_seqlens`. Raises
         ValueError (one line) for a mixer that cannot mix those."""
         check_context(self.config)
+        self.context = context
         for block in self.blocks:
             if block.mixer is not None:
                 block.mixer.context = context

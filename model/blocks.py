@@ -116,7 +116,7 @@ class Block(Called):
         on from states that are `carried`."""
         x = self.norm_mixer(x) if self.pre else x
         if carried is not None:
-            fresh = self.mixer.initial_state(cu_seqlens.numel() - 1, x.device)
+            fresh = self.mixer.initial_state(cu_seqlens.numel(), x.device)
             y, states = self.mixer(x, carried.of_documents(fresh), cu_seqlens, method="forward_with_state")
             carried.leave(states)
             return self.scale_mixer(y)

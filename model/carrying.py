@@ -7,9 +7,11 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from matmix.kernels.context import Context
 from matmix.kernels.functions import working
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
@@ -37,25 +39,27 @@ def widened(state: Tensor) -> Tensor:
 
 @dataclasses.dataclass(eq=False)
 class LayerStates:
-    """The states of one layer at the edges of B rows of a packed batch."""
+    """The states of one layer at the edges of B rows of a packed batch, or of those that a part of it has."""
 
     entering: Any
     """(B, ...) behind the rows before, in nested lists and tuples; None = those before any token."""
     continues: Tensor
     """bool (B,): the row goes on with the document that the row before ended in."""
     first: Tensor
-    """int64 (B,): the first document of each row."""
+    """int64 (B,): the first document of each row; the number of documents where it does not lie here."""
     last: Tensor
-    """int64 (B,): the last one."""
+    """int64 (B,): the last one; any where it does not end here."""
+    ends: Tensor | None
+    """bool (B,): the row ends here; None = all do."""
     leaving: Any = None
-    """(B, ...) behind these rows, once the layer has run; without gradients."""
+    """(B, ...) behind these rows, once the layer has run; without gradients. Zeros for rows that end elsewhere."""
 
     def of_documents(self, fresh: Any) -> Any:
-        """Returns the states before all documents, `widened`. fresh: (documents, ...) those before any token."""
+        """Returns the states before all documents, `widened`. fresh: (documents + 1, ...) those before any token; the
+        last place is for rows that are not here."""
         fresh = tree_map(widened, fresh)
-        if self.entering is None:
-            return fresh
-        return tree_map(self._entered, fresh, self.entering)
+        entered = fresh if self.entering is None else tree_map(self._entered, fresh, self.entering)
+        return tree_map(lambda state: state[:-1], entered)
 
     def _entered(self, fresh: Tensor, entering: Tensor) -> Tensor:
         continues = self.continues.view(-1, *[1] * (fresh.dim() - 1))
@@ -64,7 +68,11 @@ class LayerStates:
 
     def leave(self, states: Any) -> None:
         """Takes up the states behind all documents, `widened`."""
-        self.leaving = tree_map(lambda state: widened(state.detach()[self.last]), states)
+        self.leaving = tree_map(self._left, states)
+
+    def _left(self, states: Tensor) -> Tensor:
+        state = widened(states.detach()[self.last])
+        return state if self.ends is None else state.masked_fill(~self.ends.view(-1, *[1] * (state.dim() - 1)), 0)
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,11 +85,24 @@ class CarriedRows:
     continues: Tensor | None = None
     """bool (B,): which of the next rows go on."""
 
-    def of_layers(self, layers: int, cu_seqlens: Tensor, batch: int, length: int) -> list[LayerStates]:
-        """Returns what enters each layer. cu_seqlens: of the B = batch rows of so many tokens, one after the other, all
-        of whose edges are boundaries. No value is read on the host."""
-        edges = length * torch.arange(batch + 1, device=cu_seqlens.device)
-        bounds = cu_seqlens.long()
-        first = torch.searchsorted(bounds, edges[:-1], right=True) - 1
-        last = torch.searchsorted(bounds, edges[1:]) - 1
-        return [LayerStates(state, self.continues, first, last) for state in self.states or [None] * layers]
+    def of_layers(
+        self, layers: int, cu_seqlens: Tensor, tokens: int, context: Context | None = None
+    ) -> list[LayerStates]:
+        """Returns what enters each layer. cu_seqlens: of the rows one after the other, all of whose edges are
+        boundaries, or of this rank's part of them; tokens: here. No value is read on the host."""
+        rows, (rank, ranks) = len(self.continues), (0, 1) if context is None else (context.rank, context.size)
+        edges = ranks * tokens // rows * torch.arange(rows + 1, device=cu_seqlens.device) - rank * tokens
+        starts, stops, bounds = edges[:-1], edges[1:], cu_seqlens.long()
+        first = (torch.searchsorted(bounds, starts, right=True) - 1) % len(bounds)
+        last = (torch.searchsorted(bounds, stops) - 1).clamp(0, len(bounds) - 2)
+        ends = None if context is None else (stops > 0) & (stops <= tokens)
+        return [LayerStates(state, self.continues, first, last, ends) for state in self.states or [None] * layers]
+
+    def take(self, layers: list[LayerStates], context: Context | None = None) -> None:
+        """Takes up the states behind the rows. Each ends on one rank of a context, whose states all are given: a sum
+        with zeros."""
+        self.states = [layer.leaving for layer in layers]
+        if context is not None:
+            left = [state for state in tree_leaves(self.states) if state is not None]
+            for work in [dist.all_reduce(state, group=context.group, async_op=True) for state in left]:
+                work.wait()

@@ -250,7 +250,6 @@ class RunConfig:
         self._check_data(modality)
         if self.data.carry:
             check_carry(self.model)
-            require(self.engine.context == 1, "data.carry carries states over whole rows: set engine.context = 1")
         if self.engine.context > 1:
             name = next((name for name, one in MODALITIES.items() if one is modality), type(modality).__name__)
             require(

@@ -45,7 +45,7 @@ class Batch:
     """Further inputs of the model by name, (B, L, ...), such as token_type_ids."""
     continues: torch.Tensor | None = None
     """bool (B,): the row goes on with the document that the same row of the global batch before ended in; None where
-    nothing is carried (`data.carry`)."""
+    nothing is carried (`data.carry`). A part has those of all rows, false for rows of which it has no token."""
     carried: Any = None
     """What the model carries from the rows before and will carry to the next ones; set by whoever runs it."""
     examples: torch.Tensor | None = None

@@ -153,13 +153,13 @@ class TokenRows:
         from matmix.data.loading.batch import packed_batch, part_batch, selecting
 
         pieces, room = list(self.part.pieces(len(samples), self.seqlen)), int(self.causal)
+        continues = np.zeros(len(samples), dtype=bool)
         first, samples = pieces[0][1], samples[pieces[0][0] : pieces[-1][0] + 1]
         # Behind each piece there is room for its last target.
         tokens = np.full(sum(stop - start + room for _, start, stop in pieces), self.pad_id, dtype=np.int64)
         hidden = np.ones(len(tokens), dtype=bool)  # what is no target: padding, and the first token of a document
         begins = np.zeros((len(pieces), self.seqlen + room), dtype=bool)
         counts = np.zeros(len(pieces), dtype=np.int64)
-        continues = np.zeros(len(pieces), dtype=bool)
         read: list[Stretch] = []
         ends, n_damaged, damaged = [0], 0, {}
         columns = samples, self.mixture.epoch(samples), *self.mixture.locate(samples)
@@ -183,7 +183,7 @@ class TokenRows:
                 damaged.setdefault(error.where, str(error))
                 continue
             counts[number] = row.count
-            continues[number] = row.skipped > 0 and slot[1] >= packing.lanes
+            continues[pieces[number][0]] = row.skipped > 0 and slot[1] >= packing.lanes
             for begin in row.begins:
                 begins[number, begin] = True
             hidden[at : at + count] = begins[number, start : start + count]

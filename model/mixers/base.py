@@ -92,14 +92,14 @@ def convolve(
     """`short_conv` of x (B, L, channels), in a `context` of a part, with its `options`, and None. With a `window`, the
     last inputs (B, channels, taps - 1), it goes on behind them over whole rows, also by one token x (B, channels), and
     gives the new window, for a token `in_place` of the old. With `cu_seqlens` each document has a window, (documents,
-    channels, taps - 1)."""
+    channels, taps - 1), also in a part."""
     weight, bias = conv_weights(conv)
     if window is None:
         return short_conv(x, weight, bias, context=context, **options), None
     if x.dim() == 2:
         return short_conv_step(x, window, weight, bias, activation=options.get("activation"), in_place=in_place)
     if (cu_seqlens := options.pop("cu_seqlens", None)) is not None:
-        continued = Continued.of(x, window.mT, cu_seqlens)
+        continued = Continued.of(x, window.mT, cu_seqlens, context)
         y = short_conv(continued.x, weight, bias, **options, cu_seqlens=continued.cu_seqlens)
         return y[:, continued.places], continued.window.mT.to(window.dtype)
     return short_conv(x, weight, bias, **options, initial_state=window, return_final_state=True)
@@ -111,12 +111,13 @@ def scan_on(
     cu_seqlens: Tensor | None = None,
     in_place: bool = False,
     chunk_size: int | None = None,
+    context: Context | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and new state of `semiseparable_scan`, or of `semiseparable_step` for one token v (B, H, P)."""
     if arguments[0].dim() == 3:
         return semiseparable_step(*arguments, initial_state, in_place=in_place, **options)
-    options |= {"return_final_state": True, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens}
+    options |= {"return_final_state": True, "chunk_size": chunk_size, "cu_seqlens": cu_seqlens, "context": context}
     return semiseparable_scan(*arguments, initial_state=initial_state, **options)
 
 
@@ -418,7 +419,8 @@ class Mixer(Called):
         """Continue from `state` over x (B, L, d_model): outputs, same shape, and the state after the last token.
 
         Mixers that `carries` holds of also take cu_seqlens (documents + 1,). B is then 1, and states are those before
-        and after each document, (documents, ...); documents without tokens pass theirs on.
+        and after each document, (documents, ...); documents without tokens pass theirs on. In a `context` x is a part:
+        of the states after documents those count that end here.
         """
         raise NotImplementedError
 

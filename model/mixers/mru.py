@@ -346,7 +346,7 @@ class MRU(Mixer):
             return y, states if last is None else (states, x)
         before = None
         if last is not None:
-            before, last = tokens_before(x, last, cu_seqlens)
+            before, last = tokens_before(x, last, cu_seqlens, self.context)
         y, states = self.run(x, before, cu_seqlens, states)
         return y, states if last is None else (states, last)
 

@@ -82,6 +82,21 @@ def test_compiled_mixers_are_one_graph(names):
     assert run_distributed(mixer_parts_scenario.compiled, 2, arguments=(names,)) == [[], []]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changed"), [(4, "full"), *(nightly(*case) for case in ((2, ""), (3, "selective"), (4, "compiled")))]
+)
+def test_rows_in_parts_go_on_from_states(ranks, changed):
+    """Rows that begin and end inside of parts, and that have tokens on up to three ranks; documents over several rows.
+    All ranks have the states of all rows."""
+    whole = mixer_parts_scenario.carried(changed, parts=False)
+    parts = run_distributed(mixer_parts_scenario.carried, ranks, arguments=(changed,))
+    close = functools.partial(torch.testing.assert_close, rtol=1e-9, atol=1e-10)
+    close([torch.cat(y) for y in zip(*(part["y"] for part in parts), strict=True)], whole["y"])
+    close([sum(one) for one in zip(*(part["gradients"] for part in parts), strict=True)], whole["gradients"])
+    for part in parts:
+        close(part["states"], whole["states"])
+
+
 def test_scans_send_as_much_whatever_the_length():
     """A Hydra layer of 4 heads, states 4 x 8, one group, 48 channels before its convolution of 7 taps."""
     names = ["hydra", "semiseparable", "bidirectional_mult", "lion_s", "linear_attention", "retnet"]

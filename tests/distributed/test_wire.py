@@ -100,6 +100,7 @@ def test_what_a_context_sends_is_planned():
     growing = [["attention"], ["s4d"], ["hyena"], ["hydra", "attention"]]
     runs = [(layers, tokens, "none") for layers in [*constant, *growing] for tokens in (128, 512)]
     runs += [(["hydra", "attention"], 256, mode) for mode in ("full", "selective")]
+    runs += [(["semiseparable", "mru", "rwkv7"], 256, "full", True)]
     by_run = run_distributed(wire_scenario.bytes_of_contexts, 2, arguments=(runs,))[0]
     for run, counted in zip(runs, by_run, strict=True):
         assert counted > 0

@@ -126,7 +126,6 @@ def test_the_plan_knows_the_states(stopped, dataset):
         ("debug_hydra", [], r"data\.carry: a model of encoder reads rows from both ends, .*"),
         ("debug_mru", ["--model.layers", "mru", "hyena"], r"data\.carry: hyena has no state of fixed size .*"),
         ("debug_mru", ["--data.shuffle", "True"], r"data\.carry cannot be used with data\.shuffle = true: .*"),
-        ("debug_mru", ["--engine.context", "2"], r"data\.carry carries states over whole rows: .*"),
     ],
 )
 def test_what_cannot_carry_is_refused_in_one_line(recipe, options, problem):

@@ -47,7 +47,7 @@ class RankState:
         """Collects what there is now. copy: such that training may go on while it is written."""
         mesh, own, carried = engine.mesh, None, {}
         if mesh.is_counted:
-            own, carried = generator_states(), lanes.tensors() if lanes else {}
+            own, carried = generator_states(), lanes.tensors() if lanes and not mesh.part.number else {}
         snapshot, layout = engine.snapshot(copy=copy), engine.layout()
         return cls(step, snapshot, mesh.batch_rank, own, mesh.data_rank, carried, layout, deepcopy(extra))
 

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from matmix.kernels.context import Context
 from matmix.model import ModelConfig, build_model
+from matmix.model.carrying import CarriedRows
 from matmix.model.config import NO_MIXER
 from matmix.train.activation import checkpoint_activations
 from matmix.train.config import RunConfig
@@ -97,30 +98,37 @@ def context_bytes(config: RunConfig, *, mode: Mode | None = None) -> float:
         return 0.0
     mode = mode or checkpointing_mode(config)
     tokens = config.micro_batch_size * config.positions / ranks
+    carried = config.micro_batch_size * config.data.carry
     total = 0.0
     for (name, _), layers in Counter(config.model.layer_kinds()).items():
         again = layers / engine.selective_every if mode == "selective" else layers if mode == "full" else 0
         rest: Mode = "selective by op" if mode == "selective by op" else "none"
         model = dataclasses.replace(config.model, n_layers=1, layers=(name or NO_MIXER,), mlp_ratio=0)
         for one, share in (("full", again), (rest, layers - again)):
-            short, long = (_of_layer(model, engine, length, one) for length in _LENGTHS) if share else (0, 0)
+            short, long = (_of_layer(model, engine, length, one, carried) for length in _LENGTHS) if share else (0, 0)
             slope = (long - short) / (_LENGTHS[1] - _LENGTHS[0])
             total += share * (short + slope * (tokens - _LENGTHS[0]))
     return total
 
 
-def _of_layer(model: ModelConfig, engine: EngineConfig, length: int, mode: Mode) -> float:
-    """Bytes that a part of so many tokens has sent by a model of one layer. Cached."""
-    key = f"{model} {engine.context} {engine.precision} {length} {mode}"
+def _of_layer(model: ModelConfig, engine: EngineConfig, length: int, mode: Mode, carried: int) -> float:
+    """Bytes that a part of so many tokens has sent by a model of one layer, which carries states of so many rows.
+    Cached."""
+    key = f"{model} {engine.context} {engine.precision} {length} {mode} {carried}"
     if key not in _counted:
         layer = build_model(dataclasses.replace(model, vocab_size=1), device="cpu")
         kind, by = ("selective", "op") if mode == "selective by op" else (mode, "block")
         checkpoint_activations(layer, kind, selective_by=by, every=1)
         x = torch.zeros(1, length, model.d_model, requires_grad=True)
+        bounds = torch.tensor([-length, 2 * length], dtype=torch.int32) if carried else None
+        rows = CarriedRows(continues=torch.zeros(carried, dtype=torch.bool)) if carried else None
         with _ranks_that_are_not_there(engine.context) as group:
             layer.cut_rows(Context.of(group))
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=engine.precision == "bf16"):
-                y = layer.run_blocks(x, None, None)
+                states = rows and rows.of_layers(1, bounds, length, layer.context)
+                y = layer.run_blocks(x, bounds, None, carried=states)
             y.sum().backward()
+            if rows is not None:
+                rows.take(states, layer.context)
             _counted[key] = group.sent
     return _counted[key]

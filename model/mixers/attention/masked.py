@@ -203,7 +203,7 @@ class SmaCausal(MaskedAttention):
         self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place, "context": self.context}
         y, state = scan_on(v, q, k, self.log_gates(x), initial_state=state, **options)
         return self.combine(y, x), state
 

@@ -163,7 +163,7 @@ class GatedDelta(Mixer):
         self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         (*arguments, z), window = self.parts(x, state[0], cu_seqlens)
-        options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size}
+        options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size, "context": self.context}
         y, memory = gated_delta_rule(tuple(arguments), initial_state=state[1], **options)
         return self.finish(y, z), (window, memory)
 

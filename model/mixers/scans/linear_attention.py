@@ -115,7 +115,7 @@ class LinearAttention(Mixer):
         self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
         q, k, v = self.project(x)
-        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place, "context": self.context}
         y, state = scan_on(*self.widened(q, k, v), None, initial_state=state, **options)
         return self.finish(y, v.dtype), state
 

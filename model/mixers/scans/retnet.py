@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from matmix.kernels import gated_norm, quasiseparable_scan, semiseparable_scan
+from matmix.kernels.context import within_part
 from matmix.model.mixers.base import HeadsConfig, Mixer, head_count, scan_on, zero_state
 from matmix.model.positions import apply_rotary, document_positions
 
@@ -108,11 +109,12 @@ class RetNet(Mixer):
             positions = seen.unsqueeze(1) + torch.arange(new, device=x.device)
         else:
             new = cu_seqlens.diff().long()
-            before = torch.repeat_interleave(seen, new, output_size=x.shape[1])
-            positions = before + document_positions(x.shape[1], cu_seqlens, x.device)
+            here = within_part(cu_seqlens, x.shape[1]).diff().long()
+            before = torch.repeat_interleave(seen, here, output_size=x.shape[1])
+            positions = before + document_positions(x.shape[1], cu_seqlens, x.device, self.context)
         parts = self.project(x.reshape(1, -1, x.shape[-1]), positions.flatten())
         q, k, v = (part.view(*x.shape[:-1], *part.shape[2:]) for part in parts)
-        options = {"cu_seqlens": cu_seqlens, "in_place": in_place}
+        options = {"cu_seqlens": cu_seqlens, "in_place": in_place, "context": self.context}
         y, memory = scan_on(v, q, k, self.log_decay(x), initial_state=memory, **options)
         return self.combine(y, x), (seen.add_(new) if in_place else seen + new, memory)
 

@@ -177,14 +177,14 @@ class RWKV7(Mixer):
         self, x: Tensor, state: tuple[Tensor, Tensor], cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         last, memory = state
-        before, last = tokens_before(x, last, cu_seqlens)
+        before, last = tokens_before(x, last, cu_seqlens, self.context)
         parts = self.parts(x, before)
         if x.shape[1] == 1 and cu_seqlens is None:
             r, k, v, a, b, log_decay = (part.squeeze(1) for part in parts[:6])
             y, memory = delta_rule_step(memory, log_decay.exp(), a, b, k, v.to(k.dtype), r)
             y = y.unsqueeze(1)
         else:
-            options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size}
+            options = {"cu_seqlens": cu_seqlens, "chunk_size": self.config.chunk_size, "context": self.context}
             y, memory = diagonal_delta_rule(parts[:6], initial_state=memory, **options)
         return self.finish(y, parts), (last, memory)
 

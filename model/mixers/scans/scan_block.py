@@ -174,7 +174,7 @@ class ScanBlock(Mixer):
         """The gate z (..., d_inner), the arguments of the scan, and the window behind x, as `convolve` has it."""
         z, channels, raw = self.form.split(self.in_proj(x))
         options = {"causal": self.directions == 1, "activation": "silu", "cu_seqlens": cu_seqlens}
-        options["in_place"] = in_place
+        options |= {"in_place": in_place, "context": self.context}
         mixed, window = convolve(self.conv1d, channels, window, **options)
         arguments = scan_arguments(self.form, mixed, raw, self.dt_bias, self.A_log, **self.diagonal_options())
         return z, arguments, window

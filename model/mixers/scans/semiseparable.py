@@ -63,6 +63,7 @@ class Semiseparable(ScanBlock):
         y, memory = scan_on(
             v, side.q, side.k, side.log_decay, input_scale=side.input_scale, diagonal=diagonal,
             initial_state=state[1], in_place=in_place, chunk_size=self.config.chunk_size or None, cu_seqlens=cu_seqlens,
+            context=self.context,
         )  # fmt: skip
         return self.finish(y, z), (window, memory)
 

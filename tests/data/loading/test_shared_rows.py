@@ -23,6 +23,7 @@ KINDS = {
     "masked documents": {"packing": "document", **MASKED},
     "rows": {"packing": "rows"},
     "masked rows": {"packing": "rows", **MASKED},
+    "carried": {"carry": True, "shuffle": False},
     "validation": VALIDATION,
     "validation documents": {"packing": "document", **VALIDATION},
     "generated": {"packing": "rows", "synthetic": SyntheticConfig(task="mqar", items=3)},
@@ -80,6 +81,8 @@ def test_parts_make_up_the_whole(kind, small):
                 assert torch.equal(selected, batch.select)
             pairs = list(itertools.pairwise(documents(batch, packing)))
             for number, part in enumerate(own):
+                for row, *_ in Part(number, parts).pieces(MICRO, SEQLEN) if kind == "carried" else ():
+                    assert part.continues[row] == batch.continues[row]
                 assert part.attention_mask is None
                 assert part.cu_seqlens.dtype == torch.int32
                 first, last = number * length, (number + 1) * length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from every_mixer import language_model_of_all
 from mixer_cases import CASES as REGISTERED
 from mixer_cases import D_MODEL, Case, small_config
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from matmix.kernels.context import Context
+from matmix.model import build_model, initialize
+from matmix.model.carrying import CarriedRows
+from matmix.model.mixers import MIXERS
+from matmix.train.activation import checkpoint_activations, compile_blocks
 
 SEQLEN = 48
 """Cut by 2, 3 and 4 ranks."""
@@ -64,6 +71,44 @@ def run(name: str, documents: str, dtype: torch.dtype, context: Context | None) 
     y = mixer(x, bounds, max(lengths or [SEQLEN]))
     (y * dy).sum().backward()
     return {"y": y.detach(), "x": x.grad} | {key: p.grad for key, p in mixer.named_parameters()}
+
+
+def carried(changed: str, parts: bool = True) -> dict[str, list[Tensor]]:
+    """What a model of all mixers that carry states makes of three lanes of rows of 16 tokens, four rows each, or of
+    this rank's parts of them: the outputs of each step, the gradients of their squares, and the states behind it.
+    changed: "compiled" or a kind of checkpointing."""
+    layers = tuple(name for name, mixer in MIXERS.items() if mixer.carries)
+    if changed == "compiled":  # delta rules read boundaries on the host
+        layers = ("convolution", "mru", "retnet", "semiseparable")
+    model = build_model(dataclasses.replace(language_model_of_all(), layers=layers, n_layers=len(layers)))
+    initialize(model, seed=0)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+    model.double()
+    context = Context.of(dist.group.WORLD) if parts else None
+    if context is not None:
+        model.cut_rows(context)
+    if changed == "compiled":
+        compile_blocks(model, backend="aot_eager", fullgraph=True)
+    elif changed:
+        checkpoint_activations(model, changed)
+    ids, begins = torch.randint(29, (3, 64), generator=draw), torch.zeros(3, 64, dtype=torch.bool)
+    begins[[0, 0, 0, 0, 0, 2, 2, 2], [20, 21, 39, 48, 60, 16, 17, 63]] = True  # the second lane is one document
+    rows, found = CarriedRows(), {"y": [], "gradients": [], "states": []}
+    for inputs, starts in zip(ids.split(16, 1), begins.split(16, 1), strict=True):
+        rows.continues = ~starts[:, 0]
+        edges = starts.flatten() | (torch.arange(48) % 16 == 0)
+        bounds = torch.cat([edges.nonzero().squeeze(1), torch.tensor([48])]).to(torch.int32)
+        if context is not None:
+            inputs = inputs.reshape(1, 48).chunk(context.size, 1)[context.rank]
+            bounds = bounds_of_part(bounds, inputs.shape[1], context.rank)
+        y = model(inputs, cu_seqlens=bounds, carried=rows)
+        found["y"].append(y.detach().flatten(0, 1))
+        gradients = torch.autograd.grad(y.square().sum(), [*model.parameters()], allow_unused=True)
+        found["gradients"].append(torch.cat([one.flatten() for one in gradients if one is not None]))
+        found["states"] += [state.clone() for state in tree_leaves(rows.states)]
+    return found
 
 
 def compiled(names: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from traffic import Traffic
 
 from matmix.model import ModelConfig, build_model, initialize
+from matmix.model.carrying import CarriedRows
 from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
 from matmix.train.engine import wire
@@ -124,7 +125,7 @@ def _noting(traffic: Traffic, index: int) -> Any:
     return note
 
 
-def in_context(layers: list[str], tokens: int, checkpointing: str = "none") -> RunConfig:
+def in_context(layers: list[str], tokens: int, checkpointing: str = "none", carry: bool = False) -> RunConfig:
     """Layers of these mixers whose rows of so many tokens two ranks share."""
     causal = not MIXERS[layers[0]].bidirectional_form
     config = load_config(
@@ -138,11 +139,11 @@ def in_context(layers: list[str], tokens: int, checkpointing: str = "none") -> R
         max_seqlen=512,
     )
     engine = dataclasses.replace(config.engine, name="ddp", context=2)
-    data = dataclasses.replace(config.data, seqlen=tokens)
+    data = dataclasses.replace(config.data, seqlen=tokens, carry=carry, shuffle=not carry)
     return dataclasses.replace(config, model=model, engine=engine, data=data, micro_batch_size=1)
 
 
-def bytes_of_contexts(runs: list[tuple[list[str], int, str]]) -> list[float]:
+def bytes_of_contexts(runs: list[tuple]) -> list[float]:
     """Bytes that a micro-batch sends between the layers of two ranks, for each run."""
     found = []
     for run in runs:
@@ -152,7 +153,12 @@ def bytes_of_contexts(runs: list[tuple[list[str], int, str]]) -> list[float]:
         engine.prepare(model, lambda model: initialize(model, seed=0), scenarios.make_optimizer)
         length = config.data.seqlen // 2
         bounds = torch.tensor([0, config.data.seqlen], dtype=torch.int32) - length * engine.rank
-        with Traffic() as traffic:
-            engine.model(torch.ones(1, length, dtype=torch.long), cu_seqlens=bounds).sum().backward()
-        found.append(sum(one.bytes for one in traffic.sent if one.kind != "all_reduce"))
+        carried = CarriedRows(continues=torch.zeros(1, dtype=torch.bool)) if config.data.carry else None
+        with Traffic() as forward:
+            y = engine.model(torch.ones(1, length, dtype=torch.long), cu_seqlens=bounds, carried=carried)
+        with Traffic() as backward:
+            y.sum().backward()
+        # Gradients are summed besides.
+        sent = forward.sent + [one for one in backward.sent if one.kind != "all_reduce"]
+        found.append(sum(one.bytes for one in sent))
     return found

@@ -36,12 +36,14 @@ def evaluated(folder) -> list[float]:
     [(8, ["fsdp2", "ddp"]), pytest.param(20, ["fsdp2", "ddp", "zero2"], marks=pytest.mark.slow)],
 )
 def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
-    """One process; two ranks with each engine; and a run that goes on from 4 to 2 ranks, and to one with other
-    micro-batches. Validation carries as well. Without states the same rows have other losses."""
+    """One process; two ranks with each engine; and a run that goes on from 4 ranks, of which two each share rows, to 2
+    with whole rows, and to one with other micro-batches. Validation carries as well. Without states the same rows have
+    other losses."""
     data = ["--data.path", dataset, "--model.dropout", "0", "--steps", str(steps)]
     first, second = (str(steps * part // 3) for part in (1, 2))
     elastic = tmp_path / "elastic"
-    run_distributed(run_scenarios.train_all, 4, arguments=([run_of(elastic, *data, "--stop-step", first)],))
+    shared = run_of(elastic, *data, "--stop-step", first, "--engine.context", "2")
+    run_distributed(run_scenarios.train_all, 4, arguments=([shared],))
     runs = [run_of(tmp_path / name, *data, *ENGINES[name]) for name in engines]
     runs.append(run_of(elastic, *data, "--stop-step", second, "--checkpoint.asynchronous", "False"))
     run_distributed(run_scenarios.train_all, 2, arguments=(runs,))
@@ -55,6 +57,29 @@ def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
     without = losses(tmp_path / "without")
     assert without[0] == expected[0]
     assert without[1:] != pytest.approx(expected[1:], rel=2e-4)
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_that_share_rows(dataset, tmp_path):
+    """Three rows in 2 or 4 parts, so that rows begin and end inside of parts; a run that goes on with 4 parts from 2,
+    and with whole rows, and one that goes on with parts."""
+    data = ["--data.path", dataset, "--model.dropout", "0", "--steps", "12", "--global-batch-size", "6"]
+    data += ["--micro-batch-size", "3", "--model.layers", "semiseparable", "mru", "retnet", "rwkv7", "gated_delta"]
+    data += ["--model.n-layers", "5", "--model.mixers.retnet.headdim", "8", "--model.mixers.rwkv7.headdim", "8"]
+    data += ["--model.mixers.gated-delta.headdim", "8", "--engine.activation-checkpointing", "full"]
+
+    def run(name: str, context: int, *options: str) -> tuple[str, list[str]]:
+        return run_of(tmp_path / name, *data, "--engine.context", str(context), *options)
+
+    run_scenarios.train_all([run("one", 1), run("whole first", 1, "--stop-step", "5")])
+    runs = [run("two", 2), run("four to one", 2, "--stop-step", "4"), run("whole first", 2)]
+    run_distributed(run_scenarios.train_all, 2, arguments=(runs,))
+    runs = [run("four", 4), run("ddp", 2, "--engine.name", "ddp"), run("four to one", 4, "--stop-step", "8")]
+    run_distributed(run_scenarios.train_all, 4, arguments=(runs,))
+    run_scenarios.train_all([run("four to one", 1)])
+    for name in ("two", "four", "ddp", "four to one", "whole first"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=2e-5), name
+        assert evaluated(tmp_path / name) == pytest.approx(evaluated(tmp_path / "one"), rel=2e-5), name
 
 
 @pytest.mark.slow
