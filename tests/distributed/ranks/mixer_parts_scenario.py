@@ -79,7 +79,7 @@ def carried(changed: str, parts: bool = True) -> dict[str, list[Tensor]]:
     changed: "compiled" or a kind of checkpointing."""
     layers = tuple(name for name, mixer in MIXERS.items() if mixer.carries)
     if changed == "compiled":  # delta rules read boundaries on the host
-        layers = ("convolution", "mru", "retnet", "semiseparable")
+        layers = ("mru", "semiseparable")
     model = build_model(dataclasses.replace(language_model_of_all(), layers=layers, n_layers=len(layers)))
     initialize(model, seed=0)
     draw = torch.Generator().manual_seed(1)
