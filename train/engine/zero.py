@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from matmix.model.precision import rounded_parameters
 from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot, is_on_meta
@@ -46,6 +47,25 @@ def import_deepspeed(device: torch.device) -> ModuleType:
     return deepspeed
 
 
+@contextlib.contextmanager
+def _linear_of_stage_3() -> Iterator[None]:
+    """Within it, linear layers keep no weight for the backward pass, where DeepSpeed gathers it once more."""
+    from deepspeed.runtime.zero.linear import zero3_linear_wrap
+
+    def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if bias is None or input.dim() == 2:
+            return zero3_linear_wrap(input, weight, bias)
+        # DeepSpeed's would add it in place: to a product that is kept, and once more where the layer runs again.
+        output = zero3_linear_wrap(input, weight)
+        return output + bias.to(output.dtype)
+
+    before, functional.linear = functional.linear, linear
+    try:
+        yield
+    finally:
+        functional.linear = before
+
+
 class ZeroEngine(Engine):
     """The engine behind `name = "deepspeed"` at stage 0, where every rank has a copy of everything."""
 
@@ -69,7 +89,8 @@ class ZeroEngine(Engine):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "communication_data_type": self.config.reduce_dtype,
-            "zero_optimization": {"stage": stage, **ZERO_OPTIONS},
+            # DeepSpeed would put its linear layer in the place of torch's for good, for other models, too.
+            "zero_optimization": {"stage": stage, "memory_efficient_linear": False, **ZERO_OPTIONS},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
             "checkpoint": {"tag_validation": "Ignore"},
@@ -84,6 +105,7 @@ class ZeroEngine(Engine):
             for module in model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.to(self.device))
+            model.forward = _linear_of_stage_3()(model.forward)
         optimizer = make_optimizer(model)
         if stage > 0 and not optimizer.elementwise:
             names = [type(part).__name__ for part in optimizer.parts.values() if not part.elementwise]
@@ -165,6 +187,10 @@ class PartitionedEngine(ZeroEngine):
         yield
         if self.third:
             self.optimizer.checkpoint_event_epilogue()
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        with _linear_of_stage_3() if self.third else contextlib.nullcontext():  # for blocks that run again
+            super().backward(loss, last=last)
 
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:

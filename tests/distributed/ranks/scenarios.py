@@ -222,8 +222,10 @@ def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
 
 
 def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
-    """Several runs in one set of processes: starting those costs more than these runs."""
-    return [losses_of(*run) for run in runs]
+    """Several runs in one set of processes: starting those costs more than these runs. They leave torch as it was."""
+    found = [losses_of(*run) for run in runs]
+    assert F.linear is torch._C._nn.linear
+    return found
 
 
 def partition_everything() -> None:
