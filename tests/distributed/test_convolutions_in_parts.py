@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import run_distributed
 from parts_scenario import Case, check_parts, run_parts
+from scan_cases import packed
 
 from matmix.kernels import short_conv
 from matmix.kernels.context import Context
@@ -24,10 +25,6 @@ DOCUMENTS = {
     "empty ones": [0, 18, 0, 0, 1, 17, 0],
 }
 FORMS = {"causal 4": (4, True), "causal 9": (9, True), "centred 3": (3, False), "centred 9": (9, False)}
-
-
-def packed(lengths: list[int] | None) -> torch.Tensor | None:
-    return None if lengths is None else torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def conv_case(documents: str, form: str, activation: str | None, bias: bool, dtype=torch.float64) -> Case:

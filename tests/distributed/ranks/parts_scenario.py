@@ -17,9 +17,10 @@ from matmix.kernels.context import Context
 
 
 class Case(NamedTuple):
-    """A call of an operation of `kernels`, for whole rows."""
+    """A call of an operation, for whole rows."""
 
-    name: str
+    name: str | Callable
+    """Of an operation of `kernels`; or a function of a module."""
     inputs: dict[str, Tensor]
     """The first is (batch, seqlen, ...), and others with as many tokens are cut too."""
     cu_seqlens: Tensor | None
@@ -28,9 +29,16 @@ class Case(NamedTuple):
     """Computes it on one rank, of inputs and cu_seqlens."""
 
 
-def check_parts(cases: dict[str, Case], ranks: int, tolerance: float, *, interpreted: bool = False) -> None:
+def check_parts(
+    cases: dict[str, Case],
+    ranks: int,
+    tolerance: float,
+    *,
+    interpreted: bool = False,
+    run: Callable[[list[tuple]], list] | None = None,
+) -> None:
     """Outputs and gradients of all ranks together are those of whole rows, to `tolerance` times the largest of each.
-    interpreted: the ranks run Triton's kernels."""
+    interpreted: the ranks run Triton's kernels. run: in place of processes, gives what `run_parts` returned on each."""
     calls, whole = [], {}
     for label, case in cases.items():
         leaves = {key: x.clone().requires_grad_() for key, x in case.inputs.items()}
@@ -40,8 +48,11 @@ def check_parts(cases: dict[str, Case], ranks: int, tolerance: float, *, interpr
         sum((y * cotangent).sum() for y, cotangent in zip(outputs, cotangents, strict=True)).backward()
         whole[label] = [y.detach() for y in outputs], {key: x.grad for key, x in leaves.items()}
         calls.append((case.name, case.inputs, cotangents, case.cu_seqlens, case.options))
-    run = run_interpreted_parts if interpreted else run_parts
-    parts = run_distributed(run, ranks, arguments=(calls,), interpreted=interpreted)
+    if run is not None:
+        parts = run(calls)
+    else:
+        on_rank = run_interpreted_parts if interpreted else run_parts
+        parts = run_distributed(on_rank, ranks, arguments=(calls,), interpreted=interpreted)
     errors = {}
     for at, (label, (outputs, gradients)) in enumerate(whole.items()):
         for number, wanted in enumerate(outputs):
@@ -67,15 +78,20 @@ def part_of(x: Tensor, seqlen: int, context: Context) -> Tensor:
 
 
 def run_part(
-    name: str, inputs: dict[str, Tensor], cotangents: list[Tensor], cu_seqlens: Tensor | None, options: dict[str, Any]
+    context: Context,
+    name: str | Callable,
+    inputs: dict[str, Tensor],
+    cotangents: list[Tensor],
+    cu_seqlens: Tensor | None,
+    options: dict[str, Any],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """This rank's outputs and gradients. Everything is given for whole rows."""
-    context = Context.of(dist.group.WORLD)
+    op = getattr(kernels, name) if isinstance(name, str) else name
     seqlen = next(iter(inputs.values())).shape[1]
     leaves = {key: part_of(x, seqlen, context).clone().requires_grad_() for key, x in inputs.items()}
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens - context.rank * (seqlen // context.size)
-    outputs = getattr(kernels, name)(**leaves, cu_seqlens=cu_seqlens, context=context, **options)
+    outputs = op(**leaves, cu_seqlens=cu_seqlens, context=context, **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     pairs = zip(outputs, cotangents, strict=True)
     sum((y * part_of(cotangent, seqlen, context)).sum() for y, cotangent in pairs).backward()
@@ -85,7 +101,8 @@ def run_part(
 
 def run_parts(cases: list[tuple]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
     """`run_part` of each case."""
-    return [run_part(*case) for case in cases]
+    context = Context.of(dist.group.WORLD)
+    return [run_part(context, *case) for case in cases]
 
 
 def run_interpreted_parts(cases: list[tuple]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from layer_equations import assert_layer_equals
 from storages import Storages
 
-from matmix.model import MixerOptions, ModelConfig, build_model, initialize
-from matmix.model.flops import flops_by_part
-from matmix.model.mixers.attention.softmax_attention import AttentionConfig
+from matmix.model import initialize
 from matmix.model.mixers.convolutions.hyena import Hyena, HyenaConfig
 from matmix.model.mixers.convolutions.long import half_octave
 from matmix.model.mixers.convolutions.s4d import S4D, S4DConfig
@@ -112,37 +110,6 @@ def test_layers_equal_their_equations(name):
     assert_layer_equals(mixer, reference, torch.randn(2, 13, D_MODEL, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("make", [_s4d, _hyena])
-def test_steps_and_pieces_equal_the_whole(make):
-    mixer = make()
-    x = torch.randn(2, 12, D_MODEL, dtype=torch.float64)
-    y, state, pieces = mixer(x), mixer.initial_state(2), []
-    for piece in x.split([1, 1, 6, 1, 3], dim=1):
-        if piece.shape[1] == 1:
-            out, state = mixer.step(piece[:, 0], state)
-            pieces.append(out.unsqueeze(1))
-        else:
-            out, state = mixer.forward_with_state(piece, state)
-            pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), y, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("make", [_s4d, _hyena])
-def test_packed_documents_equal_documents_alone(make, causal):
-    """With gradients of the input and of all parameters."""
-    mixer = make(causal)
-    lengths = [3, 9, 1, 0, 3, 8, 2, 7, 16, 13]
-    x = torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = _boundaries(lengths)
-    alone = torch.cat([mixer(part) for part in x.split(lengths, dim=1) if part.shape[1]], 1)
-    results = []
-    for y in (mixer(x, cu_seqlens, max(lengths)), alone):
-        results.append([y, *torch.autograd.grad(y.pow(3).sum(), [x, *mixer.parameters()])])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11 * other.abs().max().item())
-
-
 def test_empty_documents_alone_give_no_outputs():
     x = torch.randn(1, 0, D_MODEL, dtype=torch.float64)
     for make in (_s4d, _hyena):
@@ -197,15 +164,6 @@ def test_a_long_prompt_takes_pieces_of_it_at_a_time():
     assert max(allocation.bytes for allocation in storages.allocations) < states / 4
 
 
-@pytest.mark.parametrize("make", [_s4d, _hyena])
-def test_states_do_not_keep_the_prompt_in_memory(make):
-    mixer = make()
-    with torch.no_grad():
-        _, state = mixer.forward_with_state(torch.randn(1, 50, D_MODEL, dtype=torch.float64), mixer.initial_state(1))
-    for tensor in state if isinstance(state, tuple) else [state]:
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
 def test_bfloat16_weights_do_not_round_the_positions_of_the_filter():
     mixer = _build(Hyena, HyenaConfig(), max_seqlen=2048, noise=0.0, dtype=torch.bfloat16)
     offsets = torch.arange(2048)
@@ -239,13 +197,6 @@ def test_filters_stay_float32_under_autocast(make, causal):
     assert (y.float() - exact).norm() < 0.02 * exact.norm()
 
 
-def test_one_kernel_serves_all_lengths():
-    """A document's beginning is mixed as if it were all there is."""
-    x = torch.randn(1, 19, D_MODEL, dtype=torch.float64)
-    for mixer in (_s4d(), _hyena()):
-        torch.testing.assert_close(mixer(x)[:, :7], mixer(x[:, :7]), rtol=1e-9, atol=1e-12)
-
-
 def test_s4d_starts_with_the_spectra_of_the_paper():
     lin, inv = (_s4d(spectrum=spectrum, noise=0.0) for spectrum in ("lin", "inv"))
     rates = lin.rates()[3] / lin.log_dt.exp()[3]
@@ -269,27 +220,3 @@ def test_s4d_starts_with_the_spectra_of_the_paper():
 def test_options_that_do_not_fit_are_named(kind, config, message):
     with pytest.raises(ValueError, match=rf"model\.mixers\.{kind.name}\.{message}"):
         kind.check(D_MODEL, config)
-
-
-@pytest.mark.parametrize("mixer", ["attention", "mlp_mixer"])
-def test_transformer_and_mlp_mixer_are_encoders_of_one_kind(mixer):
-    """The two published blocks: token mixing, then an MLP four times as wide."""
-    config = ModelConfig(
-        architecture="encoder",
-        layers=(mixer,),
-        n_layers=2,
-        d_model=16,
-        mlp_ratio=4.0,
-        vocab_size=31,
-        max_seqlen=12,
-        mixers=MixerOptions(attention=AttentionConfig(headdim=8)),
-    )
-    model = build_model(config)
-    initialize(model, seed=0)
-    logits = model(torch.randint(31, (2, 12)))
-    assert logits.shape == (2, 12, 31)
-    F.cross_entropy(logits.flatten(0, 1), torch.randint(31, (24,))).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 0, name
-    assert set(flops_by_part(config, 12)) == {mixer, "mlp", "readout"}

@@ -9,6 +9,7 @@ from mixer_cases import CASES, D_MODEL, VARIANTS
 from nightly import nightly
 
 from matmix.model import MixerOptions, ModelConfig, build_model
+from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
 
 COMPLEXITIES = ("O(L)", "O(L log L)", "O(L^1.5)", "O(L^2)")
@@ -183,20 +184,32 @@ def test_steps_and_pieces_equal_the_parallel_form(make, name):
     _assert_close(y_last, y[:, 9], 1e-8)
     y_again, _ = mixer.forward_with_state(x[:, 4:9], kept)  # the given state was left as it is
     assert torch.equal(y_again, y_rest)
+    # It keeps nothing of the text in memory but itself.
+    map_state(_assert_alone, state)
+
+
+def _assert_alone(tensor):
+    assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor
 
 
 @pytest.mark.parametrize("name", ANY_LENGTH)
 def test_packed_documents_are_mixed_one_by_one(make, name):
-    mixer = make(name)
-    lengths = [1, 7, 2, 16, 9, 3]
-    x = _draw(1, sum(lengths), dtype=torch.float32) * 0.3
+    """One of them is empty. With the gradients of the input and of all parameters."""
+    mixer = make(name, torch.float64)
+    lengths = [1, 7, 2, 16, 9, 0, 3, 13, 8]
+    x = (_draw(1, sum(lengths)) * 0.3).requires_grad_()
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     clean = mixer(x, cu_seqlens, max(lengths))
-    separate = torch.cat([mixer(document) for document in x.split(lengths, dim=1)], dim=1)
+    separate = torch.cat([mixer(document) for document in x.split(lengths, dim=1) if document.shape[1]], dim=1)
     _assert_close(clean, separate)
+    leaves = [x, *mixer.parameters()]
+    packed, alone = (torch.autograd.grad(y.pow(3).sum(), leaves, materialize_grads=True) for y in (clean, separate))
+    for gradient, expected in zip(packed, alone, strict=True):
+        _assert_close(gradient, expected)
     # Nothing leaks into another document, not even a rounding.
-    changed, there = x.clone(), slice(10, 26)
-    changed[:, there] += 30 * _draw(1, 16, dtype=torch.float32)
+    changed, there = x.detach().clone(), slice(10, 26)
+    changed[:, there] += 30 * _draw(1, 16)
     y = mixer(changed, cu_seqlens, max(lengths))
     assert not torch.isclose(y[:, there], clean[:, there]).all(-1).any()
     assert torch.equal(y[:, :10], clean[:, :10])
@@ -310,8 +323,9 @@ def test_adding_two_scans_leaves_no_free_diagonal(make, name, free):
     assert torch.allclose(implied, diagonal, rtol=1e-4) is not free
 
 
-def test_off_diagonal_blocks_of_hydra_reach_their_rank(make):
-    m = make("hydra", torch.float64).matrix(_draw(1, 20))
+@pytest.mark.parametrize("name", ["hydra", "quasiseparable_dd"])
+def test_off_diagonal_blocks_reach_their_rank(make, name):
+    m = make(name, torch.float64).matrix(_draw(1, 20))
     for block in (m[..., 10:, :10], m[..., :10, 10:]):
         singular = torch.linalg.svdvals(block)
         assert (singular[..., 3] > 1e-12 * singular[..., 0]).all()

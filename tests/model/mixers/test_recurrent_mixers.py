@@ -147,38 +147,6 @@ def test_layers_equal_their_equations(layer):
     assert_layer_equals(mixer, reference, torch.randn(2, 13, D_MODEL, dtype=torch.float64))
 
 
-def test_steps_and_pieces_equal_the_whole(layer):
-    mixer, _ = layer
-    x = torch.randn(2, 12, D_MODEL, dtype=torch.float64)
-    y, state, pieces = mixer(x), mixer.initial_state(2), []
-    for piece in x.split([1, 1, 6, 1, 3], dim=1):
-        if piece.shape[1] == 1:
-            out, state = mixer.step(piece[:, 0], state)
-            pieces.append(out.unsqueeze(1))
-        else:
-            out, state = mixer.forward_with_state(piece, state)
-            pieces.append(out)
-    torch.testing.assert_close(torch.cat(pieces, 1), y, rtol=1e-9, atol=1e-11)
-
-
-def test_packed_documents_equal_documents_alone(layer):
-    """Shorter and longer than a chunk of 4, as long as one, and empty; gradients too."""
-    mixer, _ = layer
-    lengths = [3, 9, 1, 0, 4, 8, 2]
-    x = torch.randn(1, sum(lengths), D_MODEL, dtype=torch.float64)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    results = []
-    for function in (
-        lambda x: mixer(x, cu_seqlens, max(lengths)),
-        lambda x: torch.cat([mixer(part) for part in x.split(lengths, dim=1) if part.shape[1]], 1),
-    ):
-        leaf = x.clone().requires_grad_()
-        y = function(leaf)
-        results.append([y, torch.autograd.grad(y.pow(3).sum(), leaf)[0]])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10 * other.abs().max().item())
-
-
 def test_no_tokens_give_no_outputs():
     """Alone, as empty documents, and behind a state, which stays as it is."""
     mixer = _rwkv7()
@@ -189,25 +157,6 @@ def test_no_tokens_give_no_outputs():
     y, after = mixer.forward_with_state(x[:, :0], before)
     assert y.shape == (2, 0, D_MODEL)
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-
-
-def test_bfloat16_weights_round_and_no_more(layer):
-    mixer, _ = layer
-    x = torch.randn(2, 13, D_MODEL, dtype=torch.float64)
-    with torch.no_grad():
-        exact = mixer(x)
-        mixer.to(torch.bfloat16)
-        y, _ = mixer.forward_with_state(x.bfloat16(), mixer.initial_state(2))
-        assert mixer(x.bfloat16()).dtype == y.dtype == torch.bfloat16
-    assert (y.double() - exact).norm() < 0.05 * exact.norm()
-
-
-def test_states_do_not_keep_the_prompt_in_memory(layer):
-    mixer, _ = layer
-    with torch.no_grad():
-        _, state = mixer.forward_with_state(torch.randn(1, 50, D_MODEL, dtype=torch.float64), mixer.initial_state(1))
-    for tensor in state:
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 @pytest.mark.parametrize(

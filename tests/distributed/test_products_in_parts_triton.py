@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from compare import FLOAT32
 from mru_inputs import FUSED, mixer_inputs
 from nightly import each_value_once
-from parts import part_errors
+from parts_scenario import Case, check_parts, run_part
 from ranks_in_threads import RanksInThreads
+from test_products_in_parts import of_documents
 from triton_on_cpu import PoisonedTorch
 
-from matmix.kernels import matrix_product_scan, mru_mixer
 from matmix.kernels.matrix_product import fused as scan
 from matmix.kernels.matrix_product import parts
 from matmix.kernels.matrix_product.definition import matrix_product_definition
@@ -32,65 +33,60 @@ def short(monkeypatch, interpreter) -> None:
     monkeypatch.setattr(fused, "GROUP", 2)
 
 
-def assert_matches(monkeypatch, ranks, op, definition, inputs, **options):
-    group = RanksInThreads(monkeypatch, ranks, parts)
+def in_threads(monkeypatch, ranks, calls: list[tuple]) -> list:
+    """What `parts_scenario.run_parts` would return on each rank."""
 
-    def errors(context):
-        return part_errors(
-            context, op, definition, inputs, group.summed, dtype=torch.float32, return_final_state=True, **options
-        )
+    def run_all(context):
+        return [run_part(context, *call) for call in calls]
 
-    for of_rank in group.run(errors):
-        assert all(error <= FLOAT32 for error in of_rank.values()), of_rank
+    return RanksInThreads(monkeypatch, ranks, parts).run(run_all)
+
+
+def check(monkeypatch, ranks, operation, inputs, bounds, definition, **options):
+    wanted = functools.partial(definition, return_final_state=True, **options)
+    options |= {"return_final_state": True, "backend": "triton"}
+    case = Case(operation, inputs, of_documents(bounds)[2], options, wanted)
+    check_parts({"case": case}, ranks, 5e-5, run=functools.partial(in_threads, monkeypatch, ranks))
 
 
 @pytest.mark.parametrize(("ranks", "name", "states"), each_value_once([2, 3, 4], list(BOUNDS), [True, False]))
 def test_products(monkeypatch, ranks, name, states):
-    bounds = BOUNDS[name]
-    batch, rows = (2, 2) if bounds is None else (1, len(bounds) - 1)
+    batch, rows, _ = of_documents(BOUNDS[name])
     inputs = {"x": torch.linalg.qr(torch.randn(batch, 24, 3, 4, 4))[0]}
     inputs |= {"initial_state": torch.randn(rows, 3, 4, 4)} if states else {}
-
-    def op(**given):
-        return matrix_product_scan(**given, backend="triton")
-
-    assert_matches(monkeypatch, ranks, op, matrix_product_definition, inputs, bounds=bounds)
+    check(monkeypatch, ranks, "matrix_product_scan", inputs, BOUNDS[name], matrix_product_definition)
 
 
 @pytest.mark.parametrize("levels", [1, 3])
 def test_parts_of_one_chunk_and_of_many(monkeypatch, levels):
     length = 3 * 4**levels
     inputs = {"x": torch.linalg.qr(torch.randn(1, length, 1, 4, 4))[0]}
-
-    def op(**given):
-        return matrix_product_scan(**given, backend="triton")
-
-    assert_matches(monkeypatch, 3, op, matrix_product_definition, inputs, bounds=[0, 2, length])
+    check(monkeypatch, 3, "matrix_product_scan", inputs, [0, 2, length], matrix_product_definition)
 
 
 @pytest.mark.parametrize(
     ("ranks", "name", "construction", "chunks"), each_value_once([2, 3, 4], list(BOUNDS), FUSED, [0, 4])
 )
 def test_mixers(monkeypatch, ranks, name, construction, chunks):
-    bounds = BOUNDS[name]
-    batch, rows = (2, 2) if bounds is None else (1, len(bounds) - 1)
+    batch, rows, _ = of_documents(BOUNDS[name])
     states = rows if construction != "affine" else 0
     inputs = mixer_inputs(24, construction, batch=batch, heads=2, states=states, d_chunk=chunks)
-    options = {"bounds": bounds, "construction": construction, "shared": tuple(inputs.keys() & {"w_down", "w_up"})}
-
-    def op(**given):
-        return mru_mixer(**given, backend="triton")
-
-    assert_matches(monkeypatch, ranks, op, mru_mixer_definition, inputs, **options)
+    check(monkeypatch, ranks, "mru_mixer", inputs, BOUNDS[name], mru_mixer_definition, construction=construction)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("spoilt", range(4))
 def test_nan_stays_in_its_document(monkeypatch, spoilt):
+    bounds, calls = [0, 7, 8, 17, 24], []
     inputs = mixer_inputs(24, "affine", batch=1, heads=1)
-    options = {"bounds": [0, 7, 8, 17, 24], "construction": "affine", "shared": ("w_down",), "spoilt": spoilt}
-
-    def op(**given):
-        return mru_mixer(**given, backend="triton")
-
-    assert_matches(monkeypatch, 3, op, mru_mixer_definition, inputs, **options)
+    clean = torch.ones(24, dtype=torch.bool)
+    clean[bounds[spoilt] : bounds[spoilt + 1]] = False
+    cotangents = [torch.randn(1, 24, 1, 4, 4) * clean.view(1, 24, 1, 1, 1)]
+    for value in (0.0, torch.nan):
+        given = inputs | {"elements": inputs["elements"].masked_fill(~clean.view(1, 24, 1, 1), value)}
+        options = {"construction": "affine", "backend": "triton"}
+        calls.append(("mru_mixer", given, cotangents, of_documents(bounds)[2], options))
+    results = in_threads(monkeypatch, 3, calls)
+    for read in (lambda result: result[0][0], lambda result: result[1]["elements"]):
+        zero, poisoned = (torch.cat([read(rank[call]) for rank in results], 1)[:, clean] for call in (0, 1))
+        assert torch.equal(zero, poisoned)
