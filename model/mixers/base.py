@@ -207,6 +207,8 @@ class Mixer(Called):
     """The option that bounds the rank of blocks of M strictly below or above the diagonal; None where none does."""
     takes_in_place: ClassVar[bool] = False
     """`step` has an option `in_place`, with which the new state takes the memory of the given one."""
+    takes_context: ClassVar[bool] = False
+    """It mixes parts of rows while other ranks hold the others, unless `why_no_context` says more."""
     carries: ClassVar[bool] = False
     """`forward_with_state` takes packed documents, so that in training states can enter rows."""
     not_decayed: ClassVar[tuple[str, ...]] = ()
@@ -303,6 +305,8 @@ class Mixer(Called):
     def why_no_context(cls, config: Any, causal: bool) -> str:
         """Returns the reason why the mixer cannot mix a part of a row while other ranks hold the others, as a clause
         behind its name; empty if it can."""
+        if cls.takes_context:
+            return ""
         return "has parameters for every position" if cls.fixed_length else "needs whole rows on one rank"
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:

@@ -98,6 +98,7 @@ class MRU(Mixer):
 
     Config = MRUConfig
     causal_form = True
+    takes_context = True
     static_step = True
     carries = True
     # Layer norms square what comes from the states: what follows is NaN before states are infinite.
@@ -140,10 +141,6 @@ class MRU(Mixer):
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
         }
-
-    @classmethod
-    def why_no_context(cls, config: MRUConfig, causal: bool) -> str:
-        return ""
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         if self.state_base is not None:

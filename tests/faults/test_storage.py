@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fault_harness import assert_same
+from folders import flip_a_bit
 
 from matmix.train.process.exits import EXIT_FAILED, EXIT_USER
 
@@ -23,10 +24,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _flip_a_bit(checkpoint: Path) -> None:
-    file = _largest(checkpoint)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+    flip_a_bit(_largest(checkpoint))
 
 
 def _empty_manifest(checkpoint: Path) -> None:

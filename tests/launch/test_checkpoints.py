@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from folders import flip_a_bit
 from runs import run_recipe
 
 from matmix.launch.cli import main
@@ -38,12 +39,6 @@ def table(capsys, *arguments):
     end = lines.index("")
     assert lines[0].split() == ["step", "tokens", "size", "engine", "ranks", "written", "state"]
     return code, lines[1:end], lines[end + 1 :]
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def shard(run, step):

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from hostile_data import edit_manifest, prepared, snapshot
+from folders import contents
+from hostile_data import edit_manifest, prepared
 
 from matmix.data.formats.base import DamagedShard
 from matmix.data.formats.webdataset import _MAGIC, _members
@@ -46,7 +47,7 @@ def test_a_shard_cannot_fill_the_cache(tmp_path, format, kind, remote):
     with pytest.raises(DamagedShard, match=r"shard train/\S+ decompresses to more than [\d,]+ bytes") as raised:
         shards.read(0, 0)
     assert "\n" not in str(raised.value)
-    assert sum(map(len, snapshot(cache).values())) < MEBIBYTE
+    assert sum(map(len, contents(cache).values())) < MEBIBYTE
     assert not list(cache.rglob("*.part-*"))
 
 
@@ -67,7 +68,7 @@ def test_a_remote_file_larger_than_it_may_be_is_not_fetched(tmp_path):
     (path / "token_histogram.npy").write_bytes(b"\0" * (16 * MEBIBYTE))
     with pytest.raises(ValueError, match=r"bytes, it may have"):
         shards.storage.file("token_histogram.npy")
-    assert sum(map(len, snapshot(cache).values())) < MEBIBYTE
+    assert sum(map(len, contents(cache).values())) < MEBIBYTE
 
 
 def bombs(folder):

@@ -9,7 +9,8 @@ import shutil
 import numpy as np
 import pytest
 from failures import each
-from hostile_data import edit_manifest, prepared, snapshot
+from folders import contents
+from hostile_data import edit_manifest, prepared
 from manifests import set_value
 
 from matmix.data.config import DataConfig
@@ -60,11 +61,11 @@ def test_no_name_in_it_leads_out_of_the_cache(path, tmp_path, name, remote):
     for change in changes:
         whole.write_text(text)
         edit_manifest(path, change)
-        before = snapshot(tmp_path)
+        before = contents(tmp_path)
         with pytest.raises(ValueError, match="names the file") as raised:
             loader_of(path.as_uri() if remote else path, tmp_path / "home" / "cache").token_histogram  # noqa: B018
         assert "\n" not in str(raised.value)
-        assert snapshot(tmp_path) == before
+        assert contents(tmp_path) == before
         with pytest.raises(ValueError, match="names the file"):
             Manifest.load(path)
 

@@ -43,9 +43,6 @@ class RanksInThreads:
         finally:
             self.turn.acquire()
 
-    def summed(self, x: Tensor) -> Tensor:
-        return self.gathering(self.here.context, x.double()).wait()[0].sum(0)
-
     def run(self, function: Callable, *arguments: Any) -> list[Any]:
         """What function(context, *arguments) returned on each rank."""
         returned, failures = [None] * self.size, []

@@ -36,6 +36,7 @@ class Attention(Mixer):
 
     Config = AttentionConfig
     causal_form = True
+    takes_context = True
     bidirectional_form = True
     complexity = "O(L^2)"
     row_normalized = True
@@ -56,10 +57,6 @@ class Attention(Mixer):
         cls.require(config.value_headdim >= 0, config, "value_headdim", "must be 0 or more")
         turned = config.position == "none" or config.headdim % 2 == 0
         cls.require(turned, config, "headdim", f"must be even with position = {config.position!r}")
-
-    @classmethod
-    def why_no_context(cls, config: AttentionConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:

@@ -100,6 +100,7 @@ class Hyena(Mixer):
 
     Config = HyenaConfig
     causal_form = True
+    takes_context = True
     bidirectional_form = True
     complexity = "O(L log L)"
     not_decayed = ("D",)
@@ -121,10 +122,6 @@ class Hyena(Mixer):
         cls.require(config.d_conv in range(3, 10, 2), config, "d_conv", "must be odd and from 3 to 9")
         for name in ("fast_decay", "slow_decay"):
             cls.require(getattr(config, name) > 0, config, name, "must be above 0")
-
-    @classmethod
-    def why_no_context(cls, config: HyenaConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:

@@ -51,6 +51,7 @@ class S4D(Mixer):
 
     Config = S4DConfig
     causal_form = True
+    takes_context = True
     bidirectional_form = True
     sequence_aligned = False
     # A pair of conjugate exponentials is a real sequence of order 2.
@@ -84,10 +85,6 @@ class S4D(Mixer):
         even = config.d_state >= 2 and config.d_state % 2 == 0
         cls.require(even, config, "d_state", "must be even and at least 2")
         cls.require_steps(config)
-
-    @classmethod
-    def why_no_context(cls, config: S4DConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: S4DConfig, seqlen: int, causal: bool) -> float:

@@ -34,6 +34,7 @@ class Convolution(Mixer):
 
     Config = ConvolutionConfig
     causal_form = True
+    takes_context = True
     bidirectional_form = True
     data_dependent = False
     sequence_aligned = False
@@ -59,10 +60,6 @@ class Convolution(Mixer):
     def check(cls, d_model: int, config: ConvolutionConfig) -> None:
         cls.require_least(config, expand=1)
         cls.require(config.d_conv in (0, *range(2, 10)), config, "d_conv", "must be 0 or from 2 to 9")
-
-    @classmethod
-    def why_no_context(cls, config: ConvolutionConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def has_convolution(cls, config: ConvolutionConfig) -> bool:

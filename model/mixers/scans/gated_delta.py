@@ -64,6 +64,7 @@ class GatedDelta(Mixer):
 
     Config = GatedDeltaConfig
     causal_form = True
+    takes_context = True
     rank_option = "qk_dim"
     not_decayed = ("A_log", "dt_bias")
     static_step = True
@@ -98,10 +99,6 @@ class GatedDelta(Mixer):
         cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
         cls.require_steps(config)
         cls.require_inner_width(d_model, config)
-
-    @classmethod
-    def why_no_context(cls, config: GatedDeltaConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: GatedDeltaConfig, seqlen: int, causal: bool) -> float:

@@ -36,6 +36,7 @@ class LinearAttention(Mixer):
 
     Config = LinearAttentionConfig
     causal_form = True
+    takes_context = True
     rank_option = "headdim"
     static_step = True
     takes_in_place = True
@@ -59,10 +60,6 @@ class LinearAttention(Mixer):
         )
         cls.require(not config.normalize or config.feature_map == "elu", config, "normalize", vanishing)
         cls.require(config.eps >= 0, config, "eps", "must not be negative")
-
-    @classmethod
-    def why_no_context(cls, config: LinearAttentionConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: LinearAttentionConfig, seqlen: int, causal: bool) -> float:

@@ -41,6 +41,7 @@ class RetNet(Mixer):
 
     Config = RetNetConfig
     causal_form = True
+    takes_context = True
     bidirectional_form = True
     rank_option = "headdim"
     static_step = True
@@ -61,10 +62,6 @@ class RetNet(Mixer):
         cls.require_heads(d_model, config)
         cls.require_least(config, expand=1)
         cls.require(config.headdim % 2 == 0, config, "headdim", "must be even, as rotary positions turn pairs")
-
-    @classmethod
-    def why_no_context(cls, config: RetNetConfig, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:

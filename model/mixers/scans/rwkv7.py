@@ -61,6 +61,7 @@ class RWKV7(Mixer):
 
     Config = RWKV7Config
     causal_form = True
+    takes_context = True
     rank_option = "headdim"
     static_step = True
     carries = True
@@ -108,10 +109,6 @@ class RWKV7(Mixer):
             raise ValueError(
                 f"model.mixers.{cls.name}.headdim = {config.headdim} does not divide d_model = {d_model}; change one"
             )
-
-    @classmethod
-    def why_no_context(cls, config: RWKV7Config, causal: bool) -> str:
-        return ""
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: RWKV7Config, seqlen: int, causal: bool) -> float:

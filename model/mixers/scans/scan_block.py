@@ -57,6 +57,7 @@ class ScanBlock(Mixer):
 
     Config = ScanBlockConfig
     rank_option = "d_state"
+    takes_context = True
     not_decayed = ("A_log", "dt_bias", "D", "init_states")
 
     directions: ClassVar[int]
@@ -130,10 +131,6 @@ class ScanBlock(Mixer):
     def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
         # The recurrence: per direction, state, write and read take 3 multiply-adds per state element.
         return 2.0 * cls.directions * 3 * config.expand * d_model * config.d_state
-
-    @classmethod
-    def why_no_context(cls, config: Any, causal: bool) -> str:
-        return ""
 
     @property
     def norm_options(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from folders import contents
 
 from matmix.data.config import DataConfig
 from matmix.data.formats import FORMATS, mds
@@ -75,10 +76,6 @@ def texts(tmp_path):
 def options(tmp_path, out="out", **changes):
     chosen = {"format": "npy", "vocab_size": 300, "validation_fraction": 0.2, "shard_megabytes": 0.002, "processes": 1}
     return PrepareConfig(inputs=(str(tmp_path / "in.jsonl"),), out=str(tmp_path / out), **{**chosen, **changes})
-
-
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def everything(shards):

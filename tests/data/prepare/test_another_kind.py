@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from folders import Interruption, contents, interrupt_at
 from series import PrepareSeries, SeriesFile, SeriesPreparation
 
 from matmix.data.prepare import command
@@ -31,10 +32,6 @@ def options(inputs, out, **changes):
     return PrepareSeries(inputs=inputs, out=str(out), **values)
 
 
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
 def documents(out, split):
     shards = TokenShards(Storage(str(out)), split)
     return [shards.read(s, i).tolist() for s in range(shards.n_shards) for i in range(len(shards.lengths(s)))]
@@ -46,17 +43,9 @@ def test_the_same_bytes_after_a_stop_at_a_url_and_from_parts(inputs, tmp_path, m
     monkeypatch.setattr(command, "STATE_SHARE", float("inf"))
     manifest = command.prepare(options(inputs, tmp_path / "out"))
     assert f"train       {manifest.splits['train'].documents} series" in capsys.readouterr().out
-    rename, renamed = os.replace, []
-
-    def stop(source, target):
-        renamed.append(target)
-        if len(renamed) == 8:
-            raise KeyboardInterrupt
-        rename(source, target)
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", stop)
-        with pytest.raises(KeyboardInterrupt):
+        interrupt_at(patch, 8)
+        with pytest.raises(Interruption):
             command.prepare(options(inputs, tmp_path / "again"))
     command.prepare(options(inputs, tmp_path / "again"))
     command.prepare(options(inputs, (tmp_path / "url").as_uri(), processes=2))

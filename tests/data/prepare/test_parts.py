@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from failures import each
+from folders import Interruption, contents, interrupt_at
 from nightly import nightly
 
 from matmix.data.manifest import Manifest
@@ -105,10 +105,6 @@ def documents(folder, split):
     return [shards.read(s, i).tolist() for s in range(shards.n_shards) for i in range(len(shards.lengths(s)))]
 
 
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
 @pytest.mark.parametrize(
     ("kind", "compression"), [("mds", "zstd"), ("webdataset", "none"), nightly("webdataset", "zstd")]
 )
@@ -166,24 +162,6 @@ def test_more_parts_than_records(tmp_path):
     joined = join(tmp_path / "out")
     assert documents(tmp_path / "out", "train") == documents(tmp_path / "whole", "train")
     assert joined.splits["validation"].documents == whole.splits["validation"].documents
-
-
-class Interruption(BaseException):
-    pass
-
-
-def interrupt_at(monkeypatch, number):
-    replace, calls = os.replace, 0
-
-    def failing(source, target):
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise Interruption(target)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    return lambda: calls
 
 
 def test_a_stopped_part_goes_on_and_a_finished_one_is_left_alone(tmp_path, inputs, monkeypatch, told, capfd):

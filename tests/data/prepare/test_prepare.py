@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from folders import contents
 from nightly import nightly
 
 from matmix.data.formats.mds import Mds
@@ -48,10 +48,6 @@ def options(tmp_path, **changes):
         "processes": 1,
     }
     return PrepareConfig(**{**chosen, **changes})
-
-
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
 
 
 @pytest.fixture

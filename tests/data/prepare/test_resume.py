@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import folders
 import numpy as np
 import pytest
+from folders import Interruption, contents
 from nightly import nightly
 
 from matmix.data.prepare import command as module
@@ -38,31 +39,13 @@ def options(tmp_path, out, **changes):
     return PrepareConfig(**{**chosen, **changes})
 
 
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
-class Interruption(BaseException):
-    pass
-
-
 def interrupt_at(monkeypatch, number):
-    """Let the `number`-th rename of a file fail; gives a function that says how many there were."""
+    """`folders.interrupt_at` in a preparation that saves its state after each chunk."""
     monkeypatch.undo()
     monkeypatch.setattr(module, "STATE_SECONDS", 0)
     monkeypatch.setattr(module, "STATE_SHARE", math.inf)
     monkeypatch.setattr(readers, "CHUNK_BYTES", 1500)
-    replace, calls = os.replace, 0
-
-    def failing(source, target):
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise Interruption(target)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", failing)
-    return lambda: calls
+    return folders.interrupt_at(monkeypatch, number)
 
 
 @pytest.mark.parametrize(("kind", "step"), [("mds", 6), ("webdataset", 7), nightly("mds", 1)])

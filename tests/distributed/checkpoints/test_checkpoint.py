@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 
+import folders
 import pytest
 import scenarios
 import torch
@@ -53,9 +54,7 @@ def remove_shard(checkpoint):
 
 
 def flip_a_bit(checkpoint):
-    content = bytearray(shard(checkpoint).read_bytes())
-    content[len(content) // 2] ^= 1
-    shard(checkpoint).write_bytes(content)
+    folders.flip_a_bit(shard(checkpoint))
 
 
 def remove_manifest(checkpoint):

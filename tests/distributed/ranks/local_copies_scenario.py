@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import scenarios
+from folders import flip_a_bit
 from messages import Heard
 
 from matmix.train import loop
@@ -90,9 +91,3 @@ def train_on_nodes(
         held.append({path.name for path in home.rglob("*") if path.is_file()})
         barrier()
     return list(zip(said, held, strict=True))
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)

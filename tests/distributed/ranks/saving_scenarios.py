@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from folders import flip_a_bit
 from messages import Heard
 from scenarios import (
     ENGINES,
@@ -165,12 +166,6 @@ def damage_one_by_one(name: str, directory: str) -> list[str]:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size - 100)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def in_background_all(names: list[str], directory: str) -> dict[str, Any]:

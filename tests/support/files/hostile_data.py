@@ -51,8 +51,3 @@ def signed(values: Any) -> str:
     values = {key: value for key, value in values.items() if key != "digest"}
     text = json.dumps(values, sort_keys=True, separators=(",", ":"))
     return json.dumps({**values, "digest": hashlib.sha256(text.encode()).hexdigest()})
-
-
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """All files below a folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -8,6 +8,7 @@ import shutil
 import threading
 
 import pytest
+from folders import flip_a_bit
 from nightly import nightly
 from object_store import running_store
 from runs import losses, records, run_recipe, weights
@@ -113,12 +114,6 @@ def test_a_newer_checkpoint_is_used(start, straight, at_once, tmp_path):
     assert "resumed from step-00000004" in told
     assert "node-local" not in told
     assert_same(tmp_path / "run", straight)
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, nightly(os.unlink), nightly(lambda path: os.truncate(path, 10))])

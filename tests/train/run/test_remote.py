@@ -13,6 +13,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from folders import contents
 from nightly import nightly
 from object_store import running_store
 from runs import losses, run_recipe
@@ -348,10 +349,6 @@ def test_verbs_take_the_url_of_a_run(store, url, dataset, tmp_path, capsys):
     errors = capsys.readouterr().err.splitlines()
     assert f"matmix: error: {url} has no checkpoint of step 5; there are: 8, 12" in errors
     assert f"matmix: error: there is no run at {store.url}/nothing" in errors
-
-
-def contents(folder) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow

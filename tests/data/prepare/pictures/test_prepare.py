@@ -3,14 +3,13 @@
 import itertools
 import json
 import math
-import os
 import random
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 from failures import each
+from folders import Interruption, contents, interrupt_at
 from nightly import nightly
 from pictures import CLASSES, encoded, pixels, prepare, samples, write_tar, write_tree
 from pyarrow import parquet
@@ -172,14 +171,6 @@ def test_corrupt_pictures_are_left_out_counted_and_named(tmp_path, capfd):
     assert "owl/bad-2.png: it is empty" in capfd.readouterr().out
 
 
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(Path(folder).rglob("*")) if p.is_file()}
-
-
-class Interruption(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("form", ["mds", nightly("webdataset")])
 def test_stopped_at_any_write(tmp_path, monkeypatch, form):
     """Stopped before a rename, once more soon after, then left to run, also with more processes: the same bytes."""
@@ -188,25 +179,16 @@ def test_stopped_at_any_write(tmp_path, monkeypatch, form):
     monkeypatch.setattr(command, "STATE_SECONDS", 0)
     monkeypatch.setattr(command, "STATE_SHARE", math.inf)
     monkeypatch.setattr("matmix.data.prepare.base.ListedSource.chunk", 3)
-    rename, calls, stop = os.replace, 0, 0
-
-    def failing(a, b):
-        nonlocal calls
-        calls += 1
-        if calls == stop:
-            raise Interruption
-        rename(a, b)
-
-    monkeypatch.setattr(os, "replace", failing)
-    expected = contents(prepare(source, tmp_path / "whole", **options))
-    total = calls
+    with monkeypatch.context() as patch:
+        count = interrupt_at(patch, 0)
+        expected = contents(prepare(source, tmp_path / "whole", **options))
     assert sum("shard" in name for name in expected) > 3
-    for number in range(1, total + 1, 6):
+    for number in range(1, count() + 1, 6):
         for at in (number, 4):
-            calls, stop = 0, at
-            with pytest.raises(Interruption):
-                prepare(source, tmp_path / f"{number}", **options)
-        calls, stop = 0, 0
+            with monkeypatch.context() as patch:
+                interrupt_at(patch, at)
+                with pytest.raises(Interruption):
+                    prepare(source, tmp_path / f"{number}", **options)
         out = prepare(source, tmp_path / f"{number}", processes=2 if number == 7 else 1, **options)
         assert contents(out) == expected
 
