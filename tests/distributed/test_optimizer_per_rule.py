@@ -143,12 +143,6 @@ def test_rules_choose_an_optimizer_by_name():
         parameter_groups(model, OptimizerConfig(rule=(RuleConfig(match="*norm*", optimizer="momentum"),)), 32)
 
 
-def test_what_cannot_be_exact_on_flat_pieces_is_refused_by_name(dataset, tmp_path):
-    options = options_of(tmp_path / "run", dataset, "--optimizer.name", "whole", "--engine.name", "deepspeed")
-    with pytest.raises(ValueError, match="WholeMatrices does not update each element by itself, and DeepSpeed cuts"):
-        optimizer_scenario.train_all([("debug_mru", options)])
-
-
 def test_a_checkpoint_of_another_optimizer_is_refused(dataset, tmp_path):
     run = options_of(tmp_path / "run", dataset, "--stop-step", "1")
     optimizer_scenario.train_all([("debug_mru", run)])

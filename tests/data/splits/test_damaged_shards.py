@@ -67,17 +67,24 @@ def test_a_damaged_shard_is_named(any_format, tmp_path, kind, remote):
     path = tmp_path / "data"
     shutil.copytree(any_format, path, ignore=shutil.ignore_patterns(".cache"))
     shard = shards_of(path)[3]
+    size = shard.stat().st_size
     DAMAGES[kind](shard)
     where = path.as_uri() if remote else str(path)
+    words = {
+        "truncated": "another SHA-256" if remote else f"has {size - 9} bytes instead of {size}",
+        "missing": "it does not exist" if remote else "is missing",
+        "flipped": "another SHA-256",
+    }
 
     def read():
         shards = open_dataset(where, cache_dir=str(tmp_path / "cache"))
         for number in range(shards.n_shards):
             shards.read(number, 0)
 
-    with pytest.raises((ValueError, FileNotFoundError), match=rf"train/{shard.name}") as caught:
+    with pytest.raises((ValueError, FileNotFoundError), match=rf"train/{shard.name}.* {words[kind]}") as caught:
         read()
     assert "\n" not in str(caught.value)
+    assert not list(tmp_path.rglob("*.part-*"))
     # The reading process passes it on as it is.
     loader = loader_of(path, workers=1, skip_damaged=False) if kind == "flipped" else None
     if loader is not None:

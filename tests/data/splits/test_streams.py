@@ -233,30 +233,6 @@ def stored_shard(path: Path, number: int) -> Path:
     )
 
 
-def test_damaged_shards(any_format, tmp_path):
-    path = copy(any_format, tmp_path / "data")
-    shard = stored_shard(path, 4)
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-7])
-    with pytest.raises(
-        ValueError, match=rf"shard train/{shard.name} has {len(whole) - 7} bytes instead of {len(whole)}"
-    ):
-        open_dataset(str(path))
-    remote = open_dataset(path.as_uri(), cache_dir=str(tmp_path / "remote"))
-    remote.read(3, 0)
-    with pytest.raises(ValueError, match=f"shard train/{shard.name} has another SHA-256"):
-        remote.read(4, 0)
-    shard.write_bytes(whole[:-7] + b"changed")
-    with pytest.raises(ValueError, match=f"shard train/{shard.name} has another SHA-256"):
-        everything(open_dataset(str(path), cache_dir=str(tmp_path / "local")))
-    shard.unlink()
-    with pytest.raises(FileNotFoundError, match=f"shard train/{shard.name} is missing"):
-        open_dataset(str(path))
-    with pytest.raises(FileNotFoundError, match=f"{shard.name}: it does not exist"):
-        remote.read(4, 0)
-    assert not list(tmp_path.rglob("*.part-*"))
-
-
 def forge(path: Path, number: int, content: bytes, raw: bytes) -> None:
     """Puts other bytes into a shard, with manifest entries that agree with them."""
     stored_shard(path, number).write_bytes(content)

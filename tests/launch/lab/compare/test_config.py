@@ -94,7 +94,7 @@ def test_a_bad_comparison_is_one_line_that_names_file_and_key(recipe, text, word
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["report", "speed.json", "Comparison.toml"])
+@pytest.mark.parametrize("name", ["report", "speed.json", "Comparison.toml", "Finetune"])
 def test_a_name_that_a_file_of_the_comparison_has_is_refused(recipe, name):
     with pytest.raises(ValueError, match="is taken by a file of the comparison"):
         read_comparison(recipe(TINY + f"[comparison]\n[[comparison.entry]]\nname = '{name}'"))

@@ -179,11 +179,6 @@ def test_mistakes_are_one_line_before_anything_is_trained(recipe, task, tmp_path
     assert not (tmp_path / "home").exists()
 
 
-def test_no_entry_takes_the_folder_of_the_fine_tunings(recipe):
-    with pytest.raises(ValueError, match="is taken by a file of the comparison itself"):
-        read_comparison(recipe(TINY + ENTRIES.replace('"attention"', '"Finetune"', 1)))
-
-
 def test_a_run_is_fine_tuned_with_its_own_seed_and_goes_on_where_it_lies(recipe, task, dataset, tmp_path):
     path = recipe(TINY + ENTRIES)
     words = ["--data.path", dataset, "--run-dir", str(tmp_path / "home")]
