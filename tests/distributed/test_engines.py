@@ -1,4 +1,4 @@
-"""The choice of engine, ranks and accumulation changes no number of a run."""
+"""The choice of engine, ranks and accumulation changes no number of a run, also of one with rules for parameters."""
 
 import math
 
@@ -55,7 +55,7 @@ def test_every_engine_on_two_ranks(reference):
 
 @pytest.mark.slow
 def test_four_ranks_and_hybrid_sharding(reference):
-    runs = [(HSDP, STEPS, 2), (ENGINES["fsdp2"], 5, 1), (ENGINES["zero3"], 5, 1)]
+    runs = [(HSDP, STEPS, 2), *((ENGINES[name], 5, 1) for name in ("fsdp2", "zero1", "zero3"))]
     for found in run_distributed(scenarios.losses_of_all, 4, arguments=(runs,)):
         for run in found:
             assert_same_run(run, reference)

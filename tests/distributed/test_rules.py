@@ -1,4 +1,4 @@
-"""Rates and clipping by rules are the same on every engine, at any number of ranks, and survive a resume."""
+"""Clipping by rules, and rules through a resume. That they are the same on every engine is in test_engines.py."""
 
 import pytest
 import rules_scenario
@@ -6,7 +6,7 @@ import scenarios
 import torch
 from convert_scenarios import contents
 from harness import run_distributed
-from rules_scenario import STEPS, STOP
+from rules_scenario import STOP
 from scenarios import CLIPS, ENGINES
 
 from matmix.train.engine.clipping import clip_limits
@@ -14,21 +14,15 @@ from matmix.train.engine.config import EngineConfig
 from matmix.train.optim.base import OTHERS
 
 MAX_NORM = 0.5  # of scenarios.train_step
-RESUMED = list(ENGINES)
 
 
 @pytest.fixture(scope="module")
-def reference():
-    """One process, no sharding, the whole batch at once."""
-    return rules_scenario.losses_of({"name": "fsdp2"}, STEPS, 1)
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
-    """What two ranks found, and where the checkpoints of their runs are."""
+def saved(tmp_path_factory):
+    """What the first of two ranks found, and where the checkpoints of their runs are."""
     directory = tmp_path_factory.mktemp("saved")
-    arguments = (ENGINES, RESUMED, str(directory))
-    return run_distributed(rules_scenario.everything, 2, arguments=arguments, timeout=300), directory
+    options = {"dropout": 0.0, "stop": STOP, "steps": 6, "accumulation": 2, "ruled": True}
+    arguments = (list(ENGINES), str(directory), options)
+    return run_distributed(scenarios.stop_and_resume_all, 2, arguments=arguments)[0], directory
 
 
 def clip_group(name: str) -> str:
@@ -70,58 +64,15 @@ def test_one_clipping_group_keeps_the_limit_of_its_rule():
     assert clip_limits([{}, {}], 1.0) == {OTHERS: 1.0}
 
 
-def assert_same(found, expected, tolerance=1e-5):
-    (history, weights, norms), (expected_history, expected_weights, expected_norms) = found, expected
-    for step, (got, want) in enumerate(zip(history, expected_history, strict=False)):
-        assert got == pytest.approx(want, abs=tolerance), f"(loss, norm) of step {step}"
-    if len(history) == len(expected_history):
-        assert norms == pytest.approx(expected_norms, abs=tolerance)
-        for name, values in weights.items():
-            assert values == pytest.approx(expected_weights[name], abs=tolerance), name
-
-
-def test_sharded_engines_on_two_ranks(reference):
-    names = ("fsdp2", "zero2", "zero3")
-    runs = [(ENGINES[name], STEPS, 2) for name in names]
-    for found in run_distributed(rules_scenario.losses_of_all, 2, arguments=(runs,)):
-        for run in found:
-            assert_same(run, reference)
-
-
 @pytest.mark.slow
-def test_every_engine_on_two_ranks(reference, on_two_ranks):
-    assert reference[0] != scenarios.losses_of({"name": "fsdp2"}, STEPS, 1)[0]
-    for rank, found in enumerate(on_two_ranks[0]):
-        assert list(found["losses"]) == list(ENGINES)
-        for name, run in found["losses"].items():
-            print(f"rank {rank}, {name}")
-            assert_same(run, reference)
-
-
-@pytest.mark.slow
-def test_four_ranks_and_hybrid_sharding(reference):
-    runs = [({"name": "fsdp2", "replicate": 2}, 4, 1), (ENGINES["zero1"], 4, 1), (ENGINES["zero3"], 4, 1)]
-    for found in run_distributed(rules_scenario.losses_of_all, 4, arguments=(runs,)):
-        for run in found:
-            assert_same(run, reference)
-
-
-@pytest.mark.slow
-def test_bad_steps_leave_no_trace(on_two_ranks):
-    for rank in on_two_ranks[0]:
-        for name, (clean, history) in rank["poisoned"].items():
-            assert history == clean, name
-
-
-@pytest.mark.slow
-def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(on_two_ranks, tmp_path):
+def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(saved, tmp_path):
     """From 2 ranks to 1: the run goes on; and the same moments come to engines whose groups are others, also where a
     checkpoint was written before there were rules."""
-    [saved, _], directory = on_two_ranks
-    arguments = (RESUMED, str(directory), str(tmp_path))
+    found, directory = saved
+    arguments = (list(ENGINES), str(directory), str(tmp_path))
     [resumed] = run_distributed(rules_scenario.resume, 1, arguments=arguments)
-    for name in RESUMED:
-        history, again = saved["resumed"][name]
+    for name in ENGINES:
+        history, again = found[name]
         assert again == history[STOP:], name
         for got, want in zip(resumed[name], history[STOP:], strict=True):
             assert got == pytest.approx(want, abs=2e-6), name
@@ -134,11 +85,12 @@ def test_resuming_on_fewer_ranks_without_rules_and_with_them_again(on_two_ranks,
 
 
 @pytest.mark.slow
-def test_resuming_on_more_ranks(on_two_ranks):
-    [saved, _], directory = on_two_ranks
-    for resumed in run_distributed(scenarios.resume_all, 4, arguments=(RESUMED, str(directory), STOP, 6, 1, True)):
-        for name in RESUMED:
-            for got, want in zip(resumed[name], saved["resumed"][name][0][STOP:], strict=True):
+def test_resuming_on_more_ranks(saved):
+    found, directory = saved
+    arguments = (list(ENGINES), str(directory), STOP, 6, 1, True)
+    for resumed in run_distributed(scenarios.resume_all, 4, arguments=arguments):
+        for name in ENGINES:
+            for got, want in zip(resumed[name], found[name][0][STOP:], strict=True):
                 assert got == pytest.approx(want, abs=2e-6), name
 
 

@@ -215,10 +215,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
-    """(history of (loss, norm), final weights) of an uninterrupted run."""
+    """(history of (loss, norm), final weights and last norms of clipping groups) of an uninterrupted run, with rules for
+    some parameters."""
     partition_everything()
-    engine = make_engine(EngineConfig(**options))
-    return run_steps(engine, 0, steps, accumulation=accumulation), weights(engine)
+    engine = make_engine(EngineConfig(**options), ruled=True)
+    history = run_steps(engine, 0, steps, accumulation=accumulation)
+    norms = {f"norm of {name}": [float(norm)] for name, norm in engine.clip_norms.items()}
+    return history, weights(engine) | norms
 
 
 def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
@@ -278,12 +281,12 @@ def resume_all(
     return found
 
 
-def poison_and_discard(name: str, ruled: bool = False) -> Any:
+def poison_and_discard(name: str) -> Any:
     """A run with bad steps and dropped gradients in between; compared with one without them."""
     partition_everything()
     config = EngineConfig(**ENGINES[name])
-    clean = run_steps(make_engine(config, ruled=ruled), 0, 4, accumulation=2)
-    engine = make_engine(config, ruled=ruled)
+    clean = run_steps(make_engine(config, ruled=True), 0, 4, accumulation=2)
+    engine = make_engine(config, ruled=True)
     history = run_steps(engine, 0, 2, accumulation=2)
     before = weights(engine), moments(engine)
     for _ in range(2):
@@ -294,8 +297,8 @@ def poison_and_discard(name: str, ruled: bool = False) -> Any:
     return clean, history
 
 
-def poison_and_discard_all(names: list[str], ruled: bool = False) -> dict[str, Any]:
-    return {name: poison_and_discard(name, ruled) for name in names}
+def poison_and_discard_all(names: list[str]) -> dict[str, Any]:
+    return {name: poison_and_discard(name) for name in names}
 
 
 def full_disk(name: str, directory: str) -> dict[str, Any]:
