@@ -16,7 +16,7 @@ STOP = 3
 
 def resume(names: list[str], directory: str, out: str) -> dict[str, Any]:
     """What follows the checkpoints of `scenarios.stop_and_resume`; and they once more, taken up by engines whose
-    optimizers have no rules and saved to `out`/without, and taken up from there by those that have, and saved to `out`/with."""
+    optimizers have no rules and saved to `out`/without, and from there by those that have, and saved to `out`/with."""
     found = scenarios.resume_all(names, directory, STOP, 6, 1, ruled=True)
     for name in names:
         source = Path(directory)

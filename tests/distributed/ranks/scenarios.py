@@ -215,8 +215,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
-    """(history of (loss, norm), final weights and last norms of clipping groups) of an uninterrupted run, with rules for
-    some parameters."""
+    """(history of (loss, norm), final weights and last norms of clipping groups) of an uninterrupted run with rules for
+    parameters."""
     partition_everything()
     engine = make_engine(EngineConfig(**options), ruled=True)
     history = run_steps(engine, 0, steps, accumulation=accumulation)
