@@ -74,8 +74,13 @@ def call_each(function: Callable, samples: int, in_dims: tuple, args: tuple) -> 
 
 
 class Function(torch.autograd.Function):
-    """A function that torch.func's transforms follow. Subclasses give `setup_context` beside a `forward` without a
-    context, and a `backward` that writes into no tensor that depends on its arguments less than what it writes."""
+    """A function that torch.func's transforms follow. Subclasses give a `forward` without a context, and a `backward`
+    that writes into no tensor that depends on its arguments less than what it writes."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keeps the tensors that were given."""
+        ctx.save_for_backward(*(one for one in inputs if isinstance(one, Tensor)))
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:

@@ -46,10 +46,6 @@ class AffineMap(Function):
         return x
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return AffineMap.gradient(ctx.saved_tensors[0], grad), None
 

@@ -78,10 +78,6 @@ class OrthogonalTimesUpper(Function):
         return orthogonal @ upper
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def factors(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         order = matrices.shape[-1]
         rows, columns = torch.tril_indices(order, order, -1, device=matrices.device)
@@ -123,10 +119,6 @@ class UnitDeterminantProduct(Function):
     def forward(matrices: torch.Tensor) -> torch.Tensor:
         lower, upper, _ = UnitDeterminantProduct.factors(matrices)
         return lower @ upper
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
@@ -174,10 +166,6 @@ class NearestOrthogonal(Function):
         for _ in range(NEWTON_SCHULZ_STEPS):
             z = NearestOrthogonal.step(z, z.mT @ z)
         return z
-
-    @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -25,10 +25,10 @@ def _reduced_gradient(engine: Engine) -> torch.Tensor:
     return getattr(gradient, "_local_tensor", gradient)
 
 
-def change_after_reduction(options: dict[str, Any], factor: float, ruled: bool) -> dict[str, Any]:
+def change_after_reduction(options: dict[str, Any], factor: float) -> dict[str, Any]:
     """A run in which the gradients of rank 1, and of that rank alone, are changed in its third step."""
     partition_everything()
-    engine = make_engine(EngineConfig(**options), ruled=ruled)
+    engine = make_engine(EngineConfig(**options))
     run_steps(engine, 0, 2, accumulation=1)
     before, update = (weights(engine), moments(engine)), engine.step
 
@@ -53,10 +53,8 @@ def change_after_reduction(options: dict[str, Any], factor: float, ruled: bool) 
     return found
 
 
-def changes_after_reduction(
-    engines: dict[str, dict[str, Any]], factor: float, ruled: bool = False
-) -> dict[str, dict[str, Any]]:
-    return {name: change_after_reduction(options, factor, ruled) for name, options in engines.items()}
+def changes_after_reduction(engines: dict[str, dict[str, Any]], factor: float) -> dict[str, dict[str, Any]]:
+    return {name: change_after_reduction(options, factor) for name, options in engines.items()}
 
 
 def find_flips(engines: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:

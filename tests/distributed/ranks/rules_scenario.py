@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import scenarios
 from scenarios import ENGINES, make_engine
@@ -14,16 +13,15 @@ from matmix.train.engine.config import EngineConfig
 STOP = 3
 
 
-def resume(names: list[str], directory: str, out: str) -> dict[str, Any]:
-    """What follows the checkpoints of `scenarios.stop_and_resume`; and they once more, taken up by engines whose
-    optimizers have no rules and saved to `out`/without, and from there by those that have, and saved to `out`/with."""
-    found = scenarios.resume_all(names, directory, STOP, 6, 1, ruled=True)
+def resume(names: list[str], directory: str) -> None:
+    """The checkpoints of `scenarios.stop_and_resume` are taken up by engines whose optimizers have no rules and saved
+    to `directory`/without, and from there by those that have, and saved to `directory`/with."""
+    scenarios.partition_everything()
     for name in names:
         source = Path(directory)
         for ruled, folder in ((False, "without"), (True, "with")):
             engine = make_engine(EngineConfig(**ENGINES[name]), ruled=ruled)
             manager = CheckpointManager(source / name)
             manager.load(manager.latest_valid(), engine)
-            source = Path(out) / folder
+            source = Path(directory) / folder
             CheckpointManager(source / name).save(STOP, engine, {})
-    return found

@@ -128,7 +128,7 @@ def place() -> Distributed:
 
 
 def make_engine(
-    config: EngineConfig, *, layers: int = 3, dropout: float = 0.0, meta: bool = True, ruled: bool = False
+    config: EngineConfig, *, layers: int = 3, dropout: float = 0.0, meta: bool = True, ruled: bool = True
 ) -> Engine:
     engine = build_engine(config, place())
     with torch.device("meta") if meta else contextlib.nullcontext():
@@ -218,7 +218,7 @@ def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
     """(history of (loss, norm), final weights and last norms of clipping groups) of an uninterrupted run with rules for
     parameters."""
     partition_everything()
-    engine = make_engine(EngineConfig(**options), ruled=True)
+    engine = make_engine(EngineConfig(**options))
     history = run_steps(engine, 0, steps, accumulation=accumulation)
     norms = {f"norm of {name}": [float(norm)] for name, norm in engine.clip_norms.items()}
     return history, weights(engine) | norms
@@ -238,16 +238,14 @@ def partition_everything() -> None:
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 
 
-def stop_and_resume(
-    name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int, ruled: bool = False
-) -> Any:
+def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
     """Runs to `steps`, with a checkpoint at `stop`; then again from there. (losses, losses from `stop` on
     again)."""
     partition_everything()
     config = EngineConfig(**ENGINES[name])
     manager = CheckpointManager(Path(directory) / name)
     generators.seed_all(5, place().rank)
-    engine = make_engine(config, dropout=dropout, ruled=ruled)
+    engine = make_engine(config, dropout=dropout)
     history = run_steps(engine, 0, stop, accumulation=accumulation)
     evaluate(engine)  # leaves some weights gathered on some engines
     assert manager.save(stop, engine, {"data": {"samples": 7}}) == manager.path(stop)
@@ -256,7 +254,7 @@ def stop_and_resume(
     at_stop = weights(engine)
     history += run_steps(engine, stop, steps, accumulation=accumulation)
     generators.seed_all(99, place().rank)
-    again = make_engine(config, dropout=dropout, ruled=ruled)
+    again = make_engine(config, dropout=dropout)
     assert manager.load(manager.latest_valid(), again) == {"data": {"samples": 7}}
     assert weights(again) == at_stop
     return history, run_steps(again, stop, steps, accumulation=accumulation)
@@ -266,14 +264,12 @@ def stop_and_resume_all(names: list[str], directory: str, options: dict[str, Any
     return {name: stop_and_resume(name, directory, **options) for name in names}
 
 
-def resume_all(
-    names: list[str], directory: str, stop: int, steps: int, accumulation: int, ruled: bool = False
-) -> dict[str, Any]:
+def resume_all(names: list[str], directory: str, stop: int, steps: int, accumulation: int) -> dict[str, Any]:
     """Goes on from the checkpoints of `stop_and_resume`, with the number of ranks at hand."""
     partition_everything()
     found = {}
     for name in names:
-        engine = make_engine(EngineConfig(**ENGINES[name]), ruled=ruled)
+        engine = make_engine(EngineConfig(**ENGINES[name]))
         manager = CheckpointManager(Path(directory) / name)
         manager.load(manager.latest_valid(), engine)
         found[name] = run_steps(engine, stop, steps, accumulation=accumulation)
@@ -285,8 +281,8 @@ def poison_and_discard(name: str) -> Any:
     """A run with bad steps and dropped gradients in between; compared with one without them."""
     partition_everything()
     config = EngineConfig(**ENGINES[name])
-    clean = run_steps(make_engine(config, ruled=True), 0, 4, accumulation=2)
-    engine = make_engine(config, ruled=True)
+    clean = run_steps(make_engine(config), 0, 4, accumulation=2)
+    engine = make_engine(config)
     history = run_steps(engine, 0, 2, accumulation=2)
     before = weights(engine), moments(engine)
     for _ in range(2):

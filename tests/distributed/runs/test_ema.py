@@ -69,18 +69,3 @@ def test_every_engine(engines, dataset, tmp_path):
     run_scenarios.train_all([run_of("converted", engine, under="fsdp2") for engine in engines])
     for engine in engines:
         check_alike(tmp_path / "converted" / engine, expected)
-
-
-@pytest.mark.slow
-def test_other_ranks_and_engines(dataset, tmp_path):
-    """One process, then two, then again one: FSDP2, and ZeRO 2 and 3 by turns."""
-    run_scenarios.train_all(
-        [("debug_hydra", [*COMMON, "--data.path", dataset, "--run-dir", str(tmp_path / "one")])],
-    )
-    for engines in (("fsdp2", "fsdp2", "ddp"), ("zero2", "zero3", "zero1")):
-        name = engines[0]
-        for engine, ranks, stop in zip(engines, (1, 2, 1), (1, 3, 4), strict=True):
-            options = [*COMMON, "--data.path", dataset, *ENGINES[engine], "--stop-step", str(stop)]
-            runs = [("debug_hydra", [*options, "--run-dir", str(tmp_path / name)])]
-            run_distributed(run_scenarios.train_all, ranks, arguments=(runs,), timeout=300)
-        check_alike(tmp_path / name, tmp_path / "one")
