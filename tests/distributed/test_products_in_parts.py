@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import run_distributed
 from mru_inputs import FUSED, mixer_inputs
-from parts_scenario import Case, check_parts
+from parts_scenario import Case, check_parts, of_documents
 from scan_cases import typed
 from torch import Tensor
 
@@ -31,11 +31,6 @@ BOUNDS = {
 }
 """Documents over three and four ranks, of length 1, that end at cuts or beside them."""
 HEADS, KEYS, VALUES = 2, 5, 3
-
-
-def of_documents(bounds: list[int] | None) -> tuple[int, int, Tensor | None]:
-    """The number of rows, that of states, and the boundaries."""
-    return (2, 2, None) if bounds is None else (1, len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32))
 
 
 def products() -> dict[str, Case]:

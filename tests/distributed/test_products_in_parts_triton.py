@@ -8,9 +8,8 @@ import pytest
 import torch
 from mru_inputs import FUSED, mixer_inputs
 from nightly import each_value_once
-from parts_scenario import Case, check_parts, run_part
+from parts_scenario import Case, check_parts, of_documents, run_part
 from ranks_in_threads import RanksInThreads
-from test_products_in_parts import of_documents
 from triton_on_cpu import PoisonedTorch
 
 from matmix.kernels.matrix_product import fused as scan

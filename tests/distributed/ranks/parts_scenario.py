@@ -29,6 +29,11 @@ class Case(NamedTuple):
     """Computes it on one rank, of inputs and cu_seqlens."""
 
 
+def of_documents(bounds: list[int] | None) -> tuple[int, int, Tensor | None]:
+    """The number of rows, that of states, and the boundaries; None = two rows."""
+    return (2, 2, None) if bounds is None else (1, len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32))
+
+
 def check_parts(
     cases: dict[str, Case],
     ranks: int,
