@@ -14,7 +14,7 @@ from every_mixer import language_model_of_all
 from mixer_cases import CASES as REGISTERED
 from mixer_cases import D_MODEL, Case, small_config
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from matmix.kernels.context import Context
 from matmix.model import build_model, initialize
@@ -74,12 +74,12 @@ def run(name: str, documents: str, dtype: torch.dtype, context: Context | None) 
 
 
 def carried(changed: str, parts: bool = True) -> dict[str, list[Tensor]]:
-    """What a model of all mixers that carry states makes of three lanes of rows of 16 tokens, four rows each, or of
-    this rank's parts of them: the outputs of each step, the gradients of their squares, and the states behind it.
-    changed: "compiled" or a kind of checkpointing."""
+    """What a model of all mixers that carry states makes of three lanes of rows of 16 tokens, five rows each, or of
+    this rank's parts of them: the outputs of each step, the gradients of their squares, and the states behind it. In
+    the last step NaN enters the first lane. changed: "compiled" or a kind of checkpointing."""
     layers = tuple(name for name, mixer in MIXERS.items() if mixer.carries)
     if changed == "compiled":  # delta rules read boundaries on the host
-        layers = ("mru", "semiseparable")
+        layers = ("retnet", "semiseparable")
     model = build_model(dataclasses.replace(language_model_of_all(), layers=layers, n_layers=len(layers)))
     initialize(model, seed=0)
     draw = torch.Generator().manual_seed(1)
@@ -93,10 +93,12 @@ def carried(changed: str, parts: bool = True) -> dict[str, list[Tensor]]:
         compile_blocks(model, backend="aot_eager", fullgraph=True)
     elif changed:
         checkpoint_activations(model, changed)
-    ids, begins = torch.randint(29, (3, 64), generator=draw), torch.zeros(3, 64, dtype=torch.bool)
-    begins[[0, 0, 0, 0, 0, 2, 2, 2], [20, 21, 39, 48, 60, 16, 17, 63]] = True  # the second lane is one document
+    ids, begins = torch.randint(29, (3, 80), generator=draw), torch.zeros(3, 80, dtype=torch.bool)
+    begins[[0, 0, 0, 0, 0, 0, 2, 2, 2], [20, 21, 39, 48, 60, 77, 16, 17, 63]] = True  # the second lane is one document
     rows, found = CarriedRows(), {"y": [], "gradients": [], "states": []}
     for inputs, starts in zip(ids.split(16, 1), begins.split(16, 1), strict=True):
+        if len(found["y"]) == 4:
+            tree_map_only(torch.is_floating_point, lambda state: state[0].fill_(torch.nan), rows.states)
         rows.continues = ~starts[:, 0]
         edges = starts.flatten() | (torch.arange(48) % 16 == 0)
         bounds = torch.cat([edges.nonzero().squeeze(1), torch.tensor([48])]).to(torch.int32)

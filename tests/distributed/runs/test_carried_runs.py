@@ -61,8 +61,8 @@ def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_any_number_of_ranks_that_share_rows(dataset, tmp_path):
-    """Three rows in 2 or 4 parts, so that rows begin and end inside of parts; a run that goes on with 4 parts from 2,
-    and with whole rows, and one that goes on with parts."""
+    """Three rows in 2 or 4 parts, so that rows begin and end inside of parts, and one in 4; a run that goes on with 4
+    parts from 2, and with whole rows, and one that goes on with parts."""
     data = ["--data.path", dataset, "--model.dropout", "0", "--steps", "12", "--global-batch-size", "6"]
     data += ["--micro-batch-size", "3", "--model.layers", "semiseparable", "mru", "retnet", "rwkv7", "gated_delta"]
     data += ["--model.n-layers", "5", "--model.mixers.retnet.headdim", "8", "--model.mixers.rwkv7.headdim", "8"]
@@ -74,7 +74,11 @@ def test_any_number_of_ranks_that_share_rows(dataset, tmp_path):
     run_scenarios.train_all([run("one", 1), run("whole first", 1, "--stop-step", "5")])
     runs = [run("two", 2), run("four to one", 2, "--stop-step", "4"), run("whole first", 2)]
     run_distributed(run_scenarios.train_all, 2, arguments=(runs,))
-    runs = [run("four", 4), run("ddp", 2, "--engine.name", "ddp"), run("four to one", 4, "--stop-step", "8")]
+    runs = [
+        run("four", 4, "--micro-batch-size", "1"),
+        run("ddp", 2, "--engine.name", "ddp"),
+        run("four to one", 4, "--stop-step", "8"),
+    ]
     run_distributed(run_scenarios.train_all, 4, arguments=(runs,))
     run_scenarios.train_all([run("four to one", 1)])
     for name in ("two", "four", "ddp", "four to one", "whole first"):
