@@ -188,7 +188,7 @@ def _scan(
             _empty(batch, seqlen, groups, d_state, dtype=dtype),
             factor(decay),
             factor("token" if scale else None),
-            _empty(sequences, heads, d_state, headdim) if states else None,
+            _empty(sequences, heads, d_state, headdim + form.normalize) if states else None,
             reverse,
         )
         for reverse in (False, True)[:directions]
@@ -199,7 +199,7 @@ def _scan(
     dy = _empty(*v.shape[:3], headdim * (1 if linear.combine == "add" else 2), dtype=dtype)
     with _context(part) as context:
         call = ScanCall(v, sides, skip, form, cu_seqlens, context=context)
-        out = module.forward(call, states and directions == 1)
+        out = module.forward(call, states and (directions == 1 or form.normalize))
         return out, module.backward(dy, out.row_sum, out.finals, call._replace(form=linear))
 
 
@@ -244,7 +244,7 @@ def _layer(
 
 def _lion(
     dtype: torch.dtype, module: ModuleType, *,
-    feature_map: str, gates: str | None, packed: bool = False, sums: bool = False,
+    feature_map: str, gates: str | None, packed: bool = False, sums: bool = False, part: bool = False,
 ) -> None:  # fmt: skip
     batch, seqlen = _rows(1 if packed else BATCH)
     qkv = _empty(batch, seqlen, 3 * 12 * 64, dtype=dtype)
@@ -253,8 +253,11 @@ def _lion(
         qkv=qkv, gates=logits, cu_seqlens=_documents(packed), nheads=12, feature_map=feature_map, gate_offset=1,
         forward_gate_offset=0, eps=1e-6,
     )  # fmt: skip
-    outputs = module.forward(given)
-    module.backward(given, outputs, outputs if sums else outputs._replace(row_sum=None))
+    with _context(part) as context:
+        if part:
+            given = given._replace(gates=None, log_decays=_factors(2, *logits.shape), context=context)
+        outputs = module.forward(given)
+        module.backward(given, outputs, outputs if sums else outputs._replace(row_sum=None))
 
 
 def _product(dtype: torch.dtype, module: ModuleType, *, order: int, packed: bool) -> None:
@@ -352,10 +355,14 @@ CALLS: dict[str, dict[str, Run]] = {
         "LION, gates per head": partial(_bidirectional_lion, decay="head"),
         "LION, gates per token, packed": partial(_bidirectional_lion, decay="token", packed=True),
         "two directions from states": partial(_hydra, form=ScanForm(), states=True),
+        "LION from states to states, one long row": partial(_bidirectional_lion, decay="token", states=True, rows=1),
         "parts of Hydra's rows": partial(_hydra, part=True),
         "a part of packed rows of Hydra": partial(_hydra, packed=True, part=True),
         "a part of one long row of Hydra": partial(_hydra, rows=1, part=True),
         "parts of LION's rows": partial(_bidirectional_lion, decay="head", part=True),
+        "a part of rows with shifted sums": partial(
+            _scan, directions=2, form=ScanForm(shift=True, normalize=True), decay="token", part=True
+        ),
         "a part of one long row of LION, packed": partial(_bidirectional_lion, decay="token", packed=True, part=True),
     },
     "semiseparable_scan": {
@@ -383,6 +390,7 @@ CALLS: dict[str, dict[str, Run]] = {
         "LION, a gate for each head": partial(_lion, feature_map="silu", gates="head"),
         "LION without gates": partial(_lion, feature_map="elu", gates=None),
         "LION, sums of rows given": partial(_selective_lion, sums=True),
+        "a part of packed rows of LION": partial(_selective_lion, packed=True, part=True),
     },
     "semiseparable_step": {
         "a token of SSD": partial(_scan_step, decay="token", scale=True, diagonal="head"),

@@ -1,6 +1,5 @@
 """LION's feature maps, and its mixing in PyTorch on any device."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from matmix.kernels.context import Context
 from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import Operation, working
 from matmix.kernels.semiseparable.chunked import quasiseparable_chunked
+from matmix.kernels.semiseparable.chunked.autograd import move_gates
 from matmix.kernels.semiseparable.form import ScanForm
 
 
@@ -46,6 +46,11 @@ class LionInputs(NamedTuple):
     forward_gate_offset: int = 0
     eps: float = 1e-6
     cu_seqlens: Tensor | None = None
+    log_decays: Tensor | None = None
+    """(2, ...), those of both directions in place of gates: of a part of rows, whose scan also reads gates of the ranks
+    beside it."""
+    context: str = ""
+    """The name of the context whose ranks hold parts of the rows; "" for whole rows."""
 
     @property
     def scan(self) -> ScanForm:
@@ -58,30 +63,34 @@ def lion_mixer_torch(
     *,
     return_row_sums: bool = False,
     context: Context | None = None,
-    scan: Callable = quasiseparable_chunked,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`lion_mixer` in PyTorch, but for the `scan`, and without argument checks; see there."""
+    """`lion_mixer` in PyTorch, without argument checks; see there."""
     given = LionInputs(qkv, gates, **options)
     cu_seqlens, eps = given.cu_seqlens, given.eps
     q, k, v = qkv.unflatten(-1, (3, given.nheads, -1)).unbind(-3)
     features = FEATURE_MAPS[given.feature_map]
     q, k = (features(q) * q.shape[-1] ** -0.5).to(v.dtype), features(k).to(v.dtype)
-    forward = backward = None
-    if gates is not None:
-        forward = backward = F.logsigmoid(working(gates))
-        if given.forward_gate_offset and gates.dim() == 3:
-            forward = shift_right(forward, cu_seqlens, context)
-    options = {"shift": False, "self_term": "mean", "gate_offset": given.gate_offset}
-    options |= {"cu_seqlens": cu_seqlens, "context": context}
+    decays = gate_decays(given, context) or (None, None)
+    options = {"shift": False, "self_term": "mean", "cu_seqlens": cu_seqlens, "context": context}
     if not return_row_sums:
-        y = scan(v, q, k, q, k, forward, backward, normalize="row_sum", eps=eps, **options)
+        y = quasiseparable_chunked(v, q, k, q, k, *decays, normalize="row_sum", eps=eps, **options)
         return y.flatten(-2)
     # A row's sum is what it makes of ones.
     q, k, v = working(q), working(k), F.pad(working(v), (0, 1), value=1.0)
-    sums = scan(v, q, k, q, k, forward, backward, **options)
+    sums = quasiseparable_chunked(v, q, k, q, k, *decays, **options)
     y = sums[..., :-1] / (sums[..., -1:] + eps)
     return y.to(qkv.dtype).flatten(-2), sums[..., -1]
+
+
+def gate_decays(given: LionInputs, context: Context | None) -> tuple[Tensor, Tensor] | None:
+    """The log-decays of both directions, where their scans read them: (batch, seqlen, nheads) or (nheads,)."""
+    if given.gates is None:
+        return None
+    forward = backward = F.logsigmoid(working(given.gates))
+    if given.forward_gate_offset and forward.dim() == 3:
+        forward = shift_right(forward, given.cu_seqlens, context)
+    return forward, move_gates(backward, given.gate_offset, given.cu_seqlens, context)
 
 
 class LionOutputs(NamedTuple):
@@ -94,7 +103,7 @@ class LionOutputs(NamedTuple):
     rest: Tensor | None
     """The part of y that rounding took off, None for float32; see `ScanOutput`."""
     decays: Tensor | None
-    """Log-decays (2, ...) of both directions, float32."""
+    """Log-decays (2, ...) of both directions, float32; None without gates."""
 
 
 LION_MIXER = Operation(

@@ -15,7 +15,8 @@ def lion_mixer_definition(
     *tensors: Tensor | None, return_row_sums: bool = False, **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `lion_mixer`; documents one after the other."""
-    qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, eps, cu_seqlens = LionInputs(*tensors, **options)
+    given = LionInputs(*tensors, **options)
+    qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, eps, cu_seqlens, *_ = given
     qkv = qkv.to(torch.float64)
     bounds = [0, qkv.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, sums = [], []

@@ -24,23 +24,23 @@ _HEADS = 16
 
 
 def forward(given: LionInputs) -> LionOutputs:
-    qkv, gates, *_, cu_seqlens = given
+    qkv, gates = given.qkv, given.gates
     decays = None
     if gates is not None:
         decays = torch.empty((2, *gates.shape), dtype=torch.float32, device=gates.device)
         _on_gates(log_gates, given, (), tuple(decays))
-    v, sides = _scan_arguments(rows_in_place(qkv), decays, given)
-    out = scan.forward(ScanCall(v, sides, None, given.scan, cu_seqlens), False)
+    out = scan.forward(_scan_call(rows_in_place(qkv), decays, given), False)
     return LionOutputs(out.y, out.row_sum, out.rest, decays)
 
 
-def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -> tuple[Tensor, Tensor | None]:
-    """Gradients of qkv and gates. Features are computed again."""
-    qkv, gates, *_, cu_seqlens = given
+def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -> tuple[Tensor | None, ...]:
+    """Gradients of qkv, gates and log-decays. Features are computed again."""
+    qkv, gates = given.qkv, given.gates
     y, row_sum, rest, decays = outputs
     dy, dsums = torch.zeros_like(y) if cotangents.y is None else cotangents.y, cotangents.row_sum
     qkv = rows_in_place(qkv)
-    v, sides = _scan_arguments(qkv, decays, given)
+    call = _scan_call(qkv, decays, given)
+    v = call.v
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     headdim, vectors = v.shape[3], 2 * given.nheads
     dy = rows_in_place(dy.flatten(-2)).flatten(0, 1)
@@ -55,7 +55,6 @@ def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -
     dfeatures = torch.empty(*qkv.shape[:2], 2, 2, given.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
     dq, dk = ([dfeatures[:, :, side, which] for side in (0, 1)] for which in (0, 1))
     dv = dqkv[..., vectors * headdim :].unflatten(-1, v.shape[2:])
-    call = ScanCall(v, sides, None, given.scan, cu_seqlens)
     _, (first, second), _ = scan.backward(dn, drow_sum, None, call, Into(dv, tuple(dq), tuple(dk)))
     x, dx = qkv.flatten(0, 1), dqkv.flatten(0, 1)
     _on_vectors(
@@ -63,15 +62,17 @@ def backward(given: LionInputs, outputs: LionOutputs, cotangents: LionOutputs) -
         dfeatures, x, dx, x.shape[0] * vectors, vectors, headdim, headdim**-0.5, 2 * vectors * headdim, x.stride(0),
         dx.stride(0), FEATURES=given.feature_map,
     )  # fmt: skip
-    dgates = None
+    dgates = ddecays = None
+    if given.log_decays is not None:
+        ddecays = torch.stack([first.log_decay, second.log_decay])
     if gates is not None:
         dgates = torch.empty_like(gates, memory_format=torch.contiguous_format)
         _on_gates(gate_gradients, given, (first.log_decay, second.log_decay), (dgates,))
-    return dqkv, dgates
+    return dqkv, dgates, ddecays
 
 
-def _scan_arguments(qkv: Tensor, decays: Tensor | None, given: LionInputs) -> tuple[Tensor, tuple[ScanSide, ScanSide]]:
-    """v, a view of qkv, and both directions of the scan."""
+def _scan_call(qkv: Tensor, decays: Tensor | None, given: LionInputs) -> ScanCall:
+    """The scan of v, a view of qkv. decays: those of `gates`."""
     batch, seqlen, width = qkv.shape
     inner, headdim = width // 3, width // 3 // given.nheads
     mapped = torch.empty(batch, seqlen, 2, given.nheads, headdim, dtype=qkv.dtype, device=qkv.device)
@@ -81,9 +82,11 @@ def _scan_arguments(qkv: Tensor, decays: Tensor | None, given: LionInputs) -> tu
         x, mapped, batch * seqlen * vectors, vectors, headdim, headdim**-0.5, x.stride(0), FEATURES=given.feature_map,
     )  # fmt: skip
     q, k = mapped.unbind(2)
+    decays = given.log_decays if decays is None else decays
     first, second = (None, None) if decays is None else decays
     sides = ScanSide(q, k, first, None, None, False), ScanSide(q, k, second, None, None, True)
-    return qkv[..., 2 * inner :].unflatten(-1, (given.nheads, headdim)), sides
+    v = qkv[..., 2 * inner :].unflatten(-1, (given.nheads, headdim))
+    return ScanCall(v, sides, None, given.scan, given.cu_seqlens, context=given.context)
 
 
 def _on_vectors(kernel, rows: int, width: int, *arguments, **constants) -> None:

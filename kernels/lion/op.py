@@ -1,7 +1,5 @@
 """LION's mixing as an op: checks, backend choice, registration with PyTorch."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -15,11 +13,17 @@ from matmix.kernels.checks import (
     check_shape,
 )
 from matmix.kernels.context import Context
-from matmix.kernels.lion.chunked import FEATURE_MAPS, LION_MIXER, LionInputs, LionOutputs, lion_mixer_torch
+from matmix.kernels.lion.chunked import (
+    FEATURE_MAPS,
+    LION_MIXER,
+    LionInputs,
+    LionOutputs,
+    gate_decays,
+    lion_mixer_torch,
+)
 from matmix.kernels.registration import register
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import ScanForm, no_kernel
-from matmix.kernels.semiseparable.op import quasiseparable_scan
 
 
 def lion_mixer_is_fused(qkv: Tensor, nheads: int, backend: str = "auto") -> bool:
@@ -59,8 +63,7 @@ def lion_mixer(
         cu_seqlens: int32 (documents + 1,), boundaries of documents packed into one row (batch 1).
         return_row_sums: also return the sums that rows are divided by, without eps: what several mixers of one sequence
             are added by before they are divided. They have gradients.
-        context: the ranks that rows are cut over; see `semiseparable_scan`. Feature maps and gates are then computed
-            one after the other, in PyTorch, before the scan.
+        context: the ranks that rows are cut over; see `semiseparable_scan`.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -86,12 +89,17 @@ def lion_mixer(
     check_finite(op, qkv=qkv, gates=gates)
     headdim = qkv.shape[2] // 3 // nheads
     check_backend(op, backend, qkv, no_kernel(headdim, headdim))
-    given = LionInputs(qkv, gates, nheads, feature_map, gate_offset, forward_gate_offset, float(eps), cu_seqlens)
-    if context is not None:
-        options = {"return_row_sums": return_row_sums, "context": context}
-        return lion_mixer_torch(**given._asdict(), **options, scan=partial(quasiseparable_scan, backend=backend))
+    options = {
+        "nheads": nheads, "feature_map": feature_map, "gate_offset": gate_offset,
+        "forward_gate_offset": forward_gate_offset, "eps": float(eps), "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
     if not lion_mixer_is_fused(qkv, nheads, backend):
-        return lion_mixer_torch(**given._asdict(), return_row_sums=return_row_sums)
+        return lion_mixer_torch(qkv, gates, **options, return_row_sums=return_row_sums, context=context)
+    given = LionInputs(qkv, gates, **options)
+    if context is not None:
+        decays = gate_decays(given, context)
+        decays = None if decays is None else torch.stack(decays)
+        given = given._replace(gates=None, log_decays=decays, context=context.name)
     y, row_sum, *_ = _lion_mixer(given)
     return (y.flatten(-2), row_sum) if return_row_sums else y.flatten(-2)
 

@@ -185,16 +185,7 @@ def _two_sided_flops(given: TwoSidedInputs, *, backward: bool) -> int:
     return scan_flops(given.v, given.q_forward, 2, given.call.form, given.chunk_size, backward=backward)
 
 
-def _no_two_sided_kernel(given: TwoSidedInputs) -> str:
-    states = given.initial_state_forward, given.initial_state_backward
-    if given.normalize and (given.return_final_states or any(state is not None for state in states)):
-        return "has no states with sums of rows"
-    if given.normalize and given.shift and given.context:
-        return "has no sums of rows that are shifted over the edges of parts"
-    return no_kernel(given.q_forward.shape[3], given.v.shape[3])
-
-
 _quasiseparable = register(
     QUASISEPARABLE, "semiseparable.fused.launch", _two_sided_like, flops=_two_sided_flops,
-    why_not=_no_two_sided_kernel,
+    why_not=lambda given: no_kernel(given.q_forward.shape[3], given.v.shape[3]),
 )  # fmt: skip

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-
 import pytest
 import torch
 from harness import run_distributed
 from nightly import nightly
-from parts_scenario import Case, check_parts, run_parts
-from scan_cases import DOCUMENTS, KINDS, SEQLEN, all_cases, causal, draw, few_cases, packed, two_sided, typed
-
-from matmix.kernels.lion.definition import lion_mixer_definition
+from parts_scenario import check_parts, run_parts
+from scan_cases import KINDS, all_cases, causal, few_cases, lion_layer, two_sided, typed
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -25,15 +20,8 @@ def test_float32():
 
 
 def test_lion_mixer():
-    """Gates of either direction may be those of a neighbour's token."""
-    cases = {}
-    for offset, (documents, sums) in itertools.product((0, 1), (("rows", True), ("over three ranks", False))):
-        bounds = packed(DOCUMENTS[documents])
-        batch = 2 if bounds is None else 1
-        inputs = {"qkv": draw(batch, SEQLEN, 3 * 2 * 4), "gates": draw(batch, SEQLEN, 2)}
-        options = {"nheads": 2, "gate_offset": 1, "forward_gate_offset": offset, "return_row_sums": sums}
-        wanted = functools.partial(lion_mixer_definition, **options)
-        cases[f"{documents}, {offset}"] = Case("lion_mixer", inputs, bounds, options, wanted)
+    offsets, documents = (0, 1), ("rows", "over three ranks")
+    cases = {f"{kind}, {offset}": lion_layer(kind, offset) for kind in documents for offset in offsets}
     check_parts(cases, 3, 1e-12)
 
 

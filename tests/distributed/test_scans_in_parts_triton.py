@@ -11,7 +11,7 @@ import torch
 from harness import run_distributed
 from nightly import nightly
 from parts_scenario import Case, check_parts, run_interpreted_parts
-from scan_cases import DOCUMENTS, FORMS, KINDS, causal, long_rows, packed, two_sided, typed
+from scan_cases import DOCUMENTS, FORMS, KINDS, causal, lion_layer, long_rows, packed, two_sided, typed
 
 from matmix.kernels.context import Context
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
@@ -19,17 +19,15 @@ from matmix.kernels.semiseparable.fused import launch as fused
 from matmix.kernels.short_conv.definition import short_conv_definition
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SUMMED = [form for form, options in FORMS.items() if "normalize" in options]
-"""The kernels have no initial and final states with sums of rows, and do not shift these over the edges of parts."""
-IN_TRITON = [form for form in FORMS if form not in SUMMED or not FORMS[form].get("shift", True)]
 
 
 def once() -> dict[str, Case]:
     """Each form, each kind of documents and each kind of decays once."""
-    cases, documents = {}, list(DOCUMENTS)
-    for at, form in enumerate(IN_TRITON):
-        cases[form] = two_sided(form, documents[at % len(documents)], KINDS[at % 4], form not in SUMMED and at % 2 == 0)
-    return cases | {"causal": causal("over three ranks", states=True)}
+    cases, documents = {"causal": causal("over three ranks", states=True)}, list(DOCUMENTS)
+    for at, form in enumerate(FORMS):
+        cases[form] = two_sided(form, documents[at % len(documents)], KINDS[at % 4], at % 2 == 0)
+    layers = lion_layer("rows", 1), lion_layer("rows", gates="head"), lion_layer("over three ranks")
+    return cases | {f"layer {number}": layer for number, layer in enumerate(layers)}
 
 
 def convolution(width: int, causal: bool) -> Case:
@@ -41,8 +39,9 @@ def convolution(width: int, causal: bool) -> Case:
 
 def few() -> dict[str, Case]:
     """The forms of models, among them with rows that are long enough for states to be passed span by span."""
-    lion, hydra = two_sided("lion", "single tokens"), two_sided("hydra", "over three ranks")
-    return {"lion": lion, "hydra": hydra, "causal": causal("rows"), "long": long_rows()} | {
+    lion, hydra = lion_layer("single tokens"), two_sided("hydra", "over three ranks")
+    summed = two_sided("normalised", "at cuts", states=True)
+    return {"lion": lion, "hydra": hydra, "summed": summed, "causal": causal("rows"), "long": long_rows()} | {
         f"convolution of {width}": convolution(width, causal) for width, causal in ((4, True), (7, False))
     }
 
@@ -51,9 +50,8 @@ def every(kind: str) -> dict[str, Case]:
     cases = {}
     for documents, states in itertools.product(DOCUMENTS, (False, True)):
         cases[f"causal, {documents}, {states}"] = causal(documents, kind, states)
-        for form in IN_TRITON:
-            if not states or form not in SUMMED:
-                cases[f"{form}, {documents}, {states}"] = two_sided(form, documents, kind, states)
+        for form in FORMS:
+            cases[f"{form}, {documents}, {states}"] = two_sided(form, documents, kind, states)
     return cases
 
 

@@ -49,7 +49,7 @@ def forward(call: ScanCall, final_state: bool) -> ScanOutput:
     # The direction whose states are carried along needs none at the chunks' edges.
     passed = sides[1:] if walk else sides
     carried = (scan.seqlen > scan.chunk or starts) and len(passed) > 0
-    states = States(None, None, None, False)
+    states = States(None, None, None, None, False)
     if carried or final_state:
         states = pass_states(
             scan, call._replace(sides=passed), [v] * len(passed), initial, sums, want_ends=final_state, store=carried,
@@ -77,11 +77,12 @@ def forward(call: ScanCall, final_state: bool) -> ScanOutput:
         COMBINE=form.combine if two else "add", HEADS=heads, WALK=walk,
     )  # fmt: skip
     if entering is not None and form.shift:
-        entering.read_at_edges(y)
+        entering.read_at_edges(y, row_sums, rest)
     finals = None
     if final_state:
         # Outputs of an op share no memory.
-        finals = tuple(states.ends.unbind(2)) if not two else tuple(end.clone() for end in states.ends.unbind(2))
+        ends = states.finals.unbind(2)
+        finals = tuple(end.clone() for end in ends) if two else ends
         if part is not None:
             finals = tuple(part.own(end, side.reverse) for end, side in zip(finals, sides, strict=True))
     return ScanOutput(y, row_sums, finals, rest)
@@ -127,7 +128,7 @@ def backward(
     initial = _initial_states(sides, part)
     starts = any(state is not None for state in initial)
     stored = scan.seqlen > scan.chunk or starts or dfinals is not None or part is not None
-    entering = leaving = States(None, None, None, False)
+    entering = leaving = States(None, None, None, None, False)
     if part is not None:
         dfinals = [
             part.own(dfinal, side.reverse) for dfinal, side in zip(dfinals or [None] * count, sides, strict=True)
@@ -136,7 +137,7 @@ def backward(
 
         def send_back(ends: Tensor, vectors: Tensor | None) -> None:
             entered.add_to(entering, False)
-            back.send_back(entered, dys, ends, vectors)
+            back.send_back(entered, dys, drow_sum, ends, vectors)
 
     if stored:
         entering = pass_states(scan, call, [v] * count, initial, sums, send=None if part is None else entered.send)
@@ -218,13 +219,13 @@ def backward(
             **scan.constants(sides, form, "vector_block"), num_warps=1, num_stages=1, STATES=stored, PARTS=n_blocks,
             BLOCK_H=block,
         )  # fmt: skip
-    gradients = []
+    gradients, finals = [], leaving.finals
     for number, side in enumerate(given):
         to_q, to_k = (None, None) if into is None else (into.q[number], into.k[number])
         initial = None
         if side.initial_state is not None:
             # Copied: of one document and head the slice is contiguous as it is, and outputs of an op share no memory.
-            ends = leaving.ends[:, :, number]
+            ends = finals[:, :, number]
             ends = ends if part is None else part.own(ends, not side.reverse)
             initial = ends.to(side.initial_state.dtype, copy=True, memory_format=torch.contiguous_format)
         da = None if das[number] is None else reduce_like(das[number], side.log_decay)

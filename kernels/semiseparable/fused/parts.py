@@ -79,13 +79,18 @@ class Entering:
             row = edge_row(side.q, self.rightwards(side)) if self.call.form.shift else None
             self._send(side, self._behind(number, ends, vectors), row)
 
-    def send_back(self, entered: "Entering", dys: list[Tensor], ends: Tensor, vectors: Tensor | None) -> None:
+    def send_back(
+        self, entered: "Entering", dys: list[Tensor], drow_sum: Tensor | None, ends: Tensor, vectors: Tensor | None
+    ) -> None:
         """Sends the cotangents of the states that `entered` the part, and of what was read with the rows that came
-        along. dys: the gradients of what directions read, (batch, seqlen, nheads, headdim)."""
+        along. dys: the gradients of what directions read, (batch, seqlen, nheads, headdim); drow_sum: of the sums of
+        rows, (batch, seqlen, nheads)."""
         for number, (side, dy) in enumerate(zip(self.call.sides, dys, strict=True)):
             behind, row = self._behind(number, ends, vectors), None
             if self.call.form.shift:
                 dy = edge_row(dy, side.reverse).to(behind.dtype)
+                if drow_sum is not None:
+                    dy = torch.cat([dy, edge_row(drow_sum, side.reverse).unsqueeze(-1)], -1)
                 q = entered.rows[number].to(behind.dtype).repeat_interleave(self.scan.share, 1)
                 behind = torch.addcmul(behind, q.unsqueeze(-1), dy.unsqueeze(-2))
                 row = edge_gradient(entered.states[number], dy, self.scan.groups)
@@ -113,7 +118,7 @@ class Entering:
         width = self.scan.headdim
         self._add(states.states, states.ends if final else None, entering[..., :width].contiguous(), edges)
         if states.vectors is not None:
-            self._add(states.vectors, None, entering[..., width].contiguous(), edges)
+            self._add(states.vectors, states.end_vectors if final else None, entering[..., width].contiguous(), edges)
 
     def _add(self, states: Tensor, ends: Tensor | None, entering: Tensor, edges: Tensor | None) -> None:
         scan, count = self.scan, len(self.call.sides)
@@ -129,13 +134,25 @@ class Entering:
             BLOCK=block,
         )  # fmt: skip
 
-    def read_at_edges(self, y: Tensor) -> None:
+    def read_at_edges(self, y: Tensor, row_sums: Tensor | None, rest: Tensor | None) -> None:
         """Adds to the outputs at the edges of the part, with shift, what they read with the rows from beside it. y
-        (batch, seqlen, nheads, headdim), or with "concat" one such half for each direction."""
+        (batch, seqlen, nheads, headdim), or with "concat" one such half for each direction. Of `row_sums`, which y is
+        divided by, and of the `rest` of y as well."""
         for side, state, row, half in zip(self.call.sides, self.states, self.rows, self._halves(y), strict=True):
             q = row.to(state.dtype).repeat_interleave(self.scan.share, 1)
-            edge = edge_row(half, side.reverse)
-            edge.copy_(edge + torch.einsum("bhn,bhnp->bhp", q, state))
+            edge, read = edge_row(half, side.reverse), torch.einsum("bhn,bhnp->bhp", q, state)
+            if row_sums is None:
+                edge.copy_(edge + read)
+                continue
+            sums, eps = edge_row(row_sums, side.reverse), self.call.form.eps
+            left_off = torch.zeros_like(edge) if rest is None else edge_row(rest, side.reverse)
+            # What was divided by zero was zero.
+            divisor = (sums + eps).unsqueeze(-1)
+            whole = ((edge.float() + left_off) * divisor).masked_fill(divisor == 0, 0)
+            sums += read[..., -1]
+            exact = (whole + read[..., :-1]) / (sums + eps).unsqueeze(-1)
+            edge.copy_(exact)
+            left_off.copy_(exact - edge)
 
     def _halves(self, y: Tensor) -> list[Tensor]:
         count = len(self.call.sides)

@@ -198,8 +198,17 @@ class States(NamedTuple):
     """(slots, nheads, directions, d_state) float32: the same for the sums over rows."""
     ends: Tensor | None
     """(documents, nheads, directions, d_state, headdim) float32: behind the last chunk, where asked for."""
+    end_vectors: Tensor | None
+    """(documents, nheads, directions, d_state) float32."""
     given: bool
     """True if documents begin with states that are not zero, or of a part may."""
+
+    @property
+    def finals(self) -> Tensor:
+        """Both ends, (documents, nheads, directions, d_state, headdim), with a column more for sums over rows."""
+        if self.end_vectors is None:
+            return self.ends
+        return torch.cat([self.ends, self.end_vectors.unsqueeze(-1)], -1)
 
 
 def pass_states(
@@ -210,7 +219,8 @@ def pass_states(
     """States that enter the chunks; with `cotangent`, the cotangents of the states that leave them. What enters a
     document is left out (unwritten) where all documents begin, or end, with nothing.
 
-    values, initial: v or those of dy, and the states at the start, by direction. sums: those of as many directions more
+    values, initial: v or those of dy, and the states at the start, by direction, with a column more where the form is
+    normalised. sums: those of as many directions more
     as come `before` the call's. send: of a part of rows; it is given the ends, also those of the vectors (documents,
     nheads, directions, d_state), as soon as they are under way, and what enters documents is written.
     """
@@ -227,10 +237,12 @@ def pass_states(
     held = torch.bfloat16 if like.dtype == torch.bfloat16 else torch.float32
     states = empty(slots, heads, count, n, p, dtype=held) if store else None
     vectors = empty(slots, heads, count, n) if store and vector else None
-    entry = None
+    entry = entry_vectors = None
     if any(state is not None for state in initial):
-        zero = torch.zeros(documents, heads, n, p, device=like.device) if None in initial else None
+        zero = torch.zeros(documents, heads, n, p + vector, device=like.device) if None in initial else None
         entry = torch.stack([(zero if state is None else state).float() for state in initial], 2)
+        if vector:
+            entry, entry_vectors = entry[..., :p].contiguous(), entry[..., p].contiguous()
     given, want_ends = entry is not None or send is not None, want_ends or send is not None
     ends = empty(documents, heads, count, n, p) if want_ends else None
     end_vectors = empty(documents, heads, count, n) if want_ends and vector else None
@@ -278,12 +290,12 @@ def pass_states(
         )  # fmt: skip
 
     if not split:
-        run(entry, None, ends, end_vectors, False)
+        run(entry, entry_vectors, ends, end_vectors, False)
         if send is not None:
             send(ends, end_vectors)
-        return States(states, vectors, ends, given)
+        return States(states, vectors, ends, end_vectors, given)
     run(None, None, span_ends, span_vectors, True)
-    for of_span, start, end in ((span_ends, entry, ends), (span_vectors, None, end_vectors)):
+    for of_span, start, end in ((span_ends, entry, ends), (span_vectors, entry_vectors, end_vectors)):
         if of_span is not None:
             elements = of_span[0, 0, 0].numel()
             block = min(1024, triton.next_power_of_2(elements))
@@ -297,4 +309,4 @@ def pass_states(
         send(ends, end_vectors)
     if store:
         run(span_ends, span_vectors, None, None, False)
-    return States(states, vectors, ends, given)
+    return States(states, vectors, ends, end_vectors, given)

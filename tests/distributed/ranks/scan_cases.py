@@ -8,6 +8,7 @@ import itertools
 import torch
 from parts_scenario import Case
 
+from matmix.kernels.lion.definition import lion_mixer_definition
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 
 SEQLEN = 60
@@ -90,6 +91,15 @@ def two_sided(form: str, documents: str, kind: str = "token", states: bool = Fal
     inputs = {name: x for name, x in inputs.items() if x is not None}
     wanted = functools.partial(quasiseparable_definition, **options)
     return Case("quasiseparable_scan", inputs, bounds, options | {"chunk_size": chunk}, wanted)
+
+
+def lion_layer(documents: str, forward_gate_offset: int = 0, gates: str = "token") -> Case:
+    """Gates of either direction may be those of a neighbour's token. Sums of rows are returned of whole ones."""
+    bounds = packed(DOCUMENTS[documents])
+    batch = 2 if bounds is None else 1
+    inputs = {"qkv": draw(batch, SEQLEN, 3 * 2 * 4), "gates": draw(batch, SEQLEN, 2) if gates == "token" else draw(2)}
+    options = {"nheads": 2, "forward_gate_offset": forward_gate_offset, "return_row_sums": bounds is None}
+    return Case("lion_mixer", inputs, bounds, options, functools.partial(lion_mixer_definition, **options))
 
 
 def few_cases() -> dict[str, Case]:
