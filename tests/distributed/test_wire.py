@@ -16,9 +16,9 @@ TYPES = [
 HSDP = {"name": "fsdp2", "replicate": 2}
 
 
-def check_bytes(engines, ranks):
+def check_bytes(engines, ranks, counting=wire_scenario.bytes_of_steps, *more):
     runs = [{**engine, **types} for engine in engines for types in TYPES]
-    for rank in run_distributed(wire_scenario.bytes_of_steps, ranks, arguments=(runs,)):
+    for rank in run_distributed(counting, ranks, arguments=(runs, *more)):
         for options, (counted, planned) in zip(runs, rank, strict=True):
             for kind, count in counted.items():
                 assert count == pytest.approx(planned.get(kind, 0), rel=0.05), (options, kind)
@@ -41,6 +41,30 @@ def test_bytes_of_a_step_are_halved_and_planned():
 @pytest.mark.slow
 def test_bytes_of_hybrid_sharding():
     check_bytes([HSDP, {"name": "fsdp2", "reshard_after_forward": False}, {"name": "fsdp2"}], 4)
+
+
+@pytest.mark.slow
+def test_bytes_of_zero():
+    """By stage and types, and as planned; without the few weights of stage 3 that stay gathered between the passes."""
+    stages = [{"name": "deepspeed", "zero_stage": stage} for stage in range(4)]
+    counted = [one for one, _ in check_bytes(stages, 2, wire_scenario.bytes_of_zero, 10**9)]
+    size = 4 * sum(one.numel() for one in wire_scenario.model_of(stages[0]).parameters())
+    for stage in range(3):
+        exact, sums, weights, both = counted[4 * stage : 4 * stage + 4]
+        micro_batches = wire_scenario.ACCUMULATION if stage == 2 else 1
+        assert exact["all-reduce"] == pytest.approx(micro_batches * size, rel=0.01)
+        assert exact["all-gather"] == pytest.approx(size / 2 if stage else 0, rel=0.01)
+        assert weights == exact
+        assert sums == both == {**exact, "all-reduce": exact["all-reduce"] / 2}
+    exact, sums, weights, both = counted[12:]
+    assert exact["reduce-scatter"] == pytest.approx(wire_scenario.ACCUMULATION * size / 2, rel=0.01)
+    assert sums == {**exact, "reduce-scatter": exact["reduce-scatter"] / 2}
+    assert weights["reduce-scatter"] == exact["reduce-scatter"]
+    assert weights["all-gather"] == pytest.approx(exact["all-gather"] / 2, rel=0.15)
+    assert both == {**weights, "reduce-scatter": sums["reduce-scatter"]}
+    # Where weights do not stay gathered until the backward pass.
+    again = [one for one, _ in check_bytes(stages[3:], 2, wire_scenario.bytes_of_zero, 500_000)]
+    assert again[0]["all-gather"] > 1.3 * exact["all-gather"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 As ring algorithms do, an all-gather or reduce-scatter of S elements over n ranks sends (n - 1) / n S from each."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.engine.zero_files import ZeroFiles
 from matmix.train.state import Weights
 
-# DeepSpeed's defaults, in elements: the buffer in which gradients are summed, and weights that ZeRO 3 leaves gathered.
-_BUCKET, _LIVE = 500_000_000, 1_000_000_000
+# What DeepSpeed is told, in elements: the buffer in which gradients are summed; up to which size stage 3 leaves weights
+# gathered from step to step; and how many others may be used before one is used again, for it to stay gathered.
+BUCKET, SMALL, REUSE = 500_000_000, 100_000, 1_000_000_000
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -144,13 +145,22 @@ def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
 
 def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
     """From stage 1 on the optimizer works on a float32 copy of this rank's part of the weights, and gradients meet in a
-    buffer of fixed size. Stage 3 keeps gathered weights until there are _LIVE of them."""
+    buffer of fixed size."""
     whole, part, moments = sizes.parameters, sizes.parameters / ranks, sizes.moments / ranks
     if stage == 3:
-        gathered = min(whole, _LIVE)
-        return Held(2 * part, moments, gathered, _BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
+        gathered = sum(weight.elements for weight, passes in _gathered_by_zero(sizes) if passes < 2)
+        return Held(2 * part, moments, gathered, BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
     standing = whole if stage == 1 else part
-    return Held(whole + part, moments, buffers=_BUCKET, standing=standing, share=0.0, whole=part)
+    return Held(whole + part, moments, buffers=BUCKET, standing=standing, share=0.0, whole=part)
+
+
+def _gathered_by_zero(sizes: Sizes) -> Iterator[tuple[Weight, int]]:
+    """Yields (weight, how often stage 3 gathers it for a micro-batch): 0 = once for a step, 1 = once for both passes, 2
+    = for each."""
+    behind = 0
+    for weight in reversed(sizes.weights):
+        yield weight, 0 if weight.elements <= SMALL else 1 if 2 * behind < REUSE else 2
+        behind += weight.elements
 
 
 def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
@@ -178,16 +188,22 @@ def _bits(engine: EngineConfig) -> int:
 
 
 def _sent_by_zero(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
-    """From stage 2 on gradients are summed at every micro-batch: no rank keeps whole ones. Stage 3 gathers weights for
-    each pass."""
+    """From stage 2 on gradients are summed at every micro-batch: no rank keeps whole ones. Before stage 3 all ranks get
+    the sums, of which each keeps its part, by one all-reduce in place of a reduction for each rank."""
     part, stage = (ranks - 1) / ranks, engine.zero_stage
-    reductions = sizes.accumulation if stage >= 2 else 1
-    gathers = 2 * sizes.accumulation if stage == 3 else 1
-    gradients = sizes.cut(1, _bits(engine))
-    weights = sizes.cut(1, rounded=16 if engine.sends_rounded else 32)
+    gradients = part * sizes.cut(1, _bits(engine)) * (sizes.accumulation if stage >= 2 else 1)
+    if stage < 3:
+        return [
+            Exchange("all-reduce of gradients", 2 * gradients, ranks, ranks),
+            Exchange("all-gather of weights", part * sizes.parameters, ranks, ranks),
+        ]
+    gathered = 0.0
+    for weight, passes in _gathered_by_zero(sizes):
+        halved = passes > 0 and weight.rounded and engine.sends_rounded
+        gathered += weight.elements * (passes * sizes.accumulation or 1) * (0.5 if halved else 1)
     return [
-        Exchange("reduction of gradients", part * gradients * reductions, ranks, ranks),
-        Exchange("all-gather of weights", part * weights * gathers, ranks, ranks),
+        Exchange("reduce-scatter of gradients", gradients, ranks, ranks),
+        Exchange("all-gather of weights", part * gathered, ranks, ranks),
     ]
 
 

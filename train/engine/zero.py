@@ -23,6 +23,7 @@ from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
+from matmix.train.engine.kinds import BUCKET, REUSE, SMALL
 from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.zero_files import SUBDIRECTORY, make_files, write_files
 from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
@@ -89,8 +90,15 @@ class ZeroEngine(Engine):
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,
             "communication_data_type": self.config.reduce_dtype,
-            # DeepSpeed would put its linear layer in the place of torch's for good, for other models, too.
-            "zero_optimization": {"stage": stage, "memory_efficient_linear": False, **ZERO_OPTIONS},
+            "zero_optimization": {
+                "stage": stage,
+                # DeepSpeed would put its linear layer in the place of torch's for good, for other models, too.
+                "memory_efficient_linear": False,
+                "reduce_bucket_size": BUCKET,
+                "stage3_param_persistence_threshold": SMALL,
+                "stage3_max_reuse_distance": REUSE,
+                **ZERO_OPTIONS,
+            },
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
             "checkpoint": {"tag_validation": "Ignore"},

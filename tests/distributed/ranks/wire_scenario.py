@@ -7,15 +7,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import scenarios
 import torch
+from torch import nn
 from traffic import Traffic
 
 from matmix.model import ModelConfig, build_model, initialize
 from matmix.model.carrying import CarriedRows
 from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
-from matmix.train.engine import wire
+from matmix.train.engine import kinds, wire
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
@@ -37,9 +39,15 @@ TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 """In which weights and gradients are sent; several of them together as bytes."""
 
 
+def model_of(options: dict[str, Any]) -> nn.Module:
+    """A wider one for DeepSpeed, which at stage 3 does not cut what is small."""
+    wider = 4 if options["name"] == "deepspeed" else 1
+    return build_model(dataclasses.replace(MODEL, d_model=wider * WIDTH), device="meta")
+
+
 def make_engine(options: dict[str, Any]) -> Engine:
     engine = build_engine(EngineConfig(**options), scenarios.place())
-    model = build_model(MODEL, device="meta")
+    model = model_of(options)
     engine.prepare(model, lambda model: initialize(model, seed=0), scenarios.make_optimizer)
     return engine
 
@@ -60,9 +68,7 @@ def step(engine: Engine, number: int) -> float:
 
 def planned(options: dict[str, Any], ranks: int) -> dict[str, float]:
     """Bytes that a rank is said to send, by the first word of the exchange."""
-    sizes = Sizes(
-        weights=weights_of(build_model(MODEL, device="meta")), n_blocks=LAYERS, moments=0, accumulation=ACCUMULATION
-    )
+    sizes = Sizes(weights=weights_of(model_of(options)), n_blocks=LAYERS, moments=0, accumulation=ACCUMULATION)
     return {one.what.split()[0]: 4 * one.sent for one in sent(EngineConfig(**options), ranks, sizes)}
 
 
@@ -78,6 +84,18 @@ def bytes_of_steps(runs: list[dict[str, Any]]) -> list[Any]:
         counted = {kind.replace("_", "-"): traffic.bytes(kind, *TYPES) for kind in kinds}
         found.append((counted, planned(options, engine.world_size)))
     return found
+
+
+def bytes_of_zero(runs: list[dict[str, Any]], reuse: int) -> list[Any]:
+    """`bytes_of_steps`; stage 3 keeps the weights that are used again behind fewer than `reuse` others. It would keep
+    as many as it may gather ahead, too: more than this model has."""
+    from matmix.train.engine import zero
+
+    with pytest.MonkeyPatch.context() as patch:
+        options = {"stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 0}
+        patch.setattr(zero, "ZERO_OPTIONS", options)
+        patch.setattr(kinds, "REUSE", reuse)
+        return bytes_of_steps(runs)
 
 
 def losses_and_checkpoints(directory: str) -> dict[str, Any]:
