@@ -161,4 +161,16 @@ def launch_command(recipe: str, overrides: Sequence[str], one: Estimate, config:
     if ranks > cluster.gpus_per_node:
         each = next(size for size in range(cluster.gpus_per_node, 0, -1) if ranks % size == 0)
         words = ["matmix", "launch", "slurm", recipe, "--nodes", str(ranks // each), "--gpus-per-node", str(each)]
-    return f"  {shell_line(*words, *overrides, *plans.options_of(one, config))}"
+    options = plans.options_of(one, config)
+    return f"  {shell_line(*words, *_without(overrides, options), *options)}"
+
+
+def _without(overrides: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Returns the overrides less those of what the options set."""
+    set_there = {word.replace("_", "-") for word in options if word.startswith("--")}
+    kept, keep = [], True
+    for word in overrides:
+        if word.startswith("--"):
+            keep = word.split("=")[0].replace("_", "-") not in set_there
+        kept += [word] if keep else []
+    return kept

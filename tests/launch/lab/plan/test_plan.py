@@ -385,11 +385,13 @@ def test_epochs_are_counted_where_the_data_is(dataset, capsys, tmp_path):
 def test_the_command_that_starts_the_fastest_can_be_copied(gpus, where, capsys, tmp_path):
     """It is read as the plan has it, with what the command line of the plan changes of the recipe."""
     overrides = ["--global-batch-size", "64", "--run-dir", str(tmp_path / "a run")]
+    overrides += ["--engine.activation_checkpointing", "full"]  # which the fastest has not
     assert main(["debug_hydra", "--gpus", str(gpus), *overrides]) == 0
     lines = capsys.readouterr().out.splitlines()
     command = shlex.split(lines[lines.index("to start the fastest:") + 1])
     assert command[:3] == ["matmix", "launch", where]
     verb, rest = TREE.read(command[1:])
+    assert [word for word in rest if "checkpointing" in word] == ["--engine.activation-checkpointing"]
     ranks = verb.nproc if where == "local" else int(verb.slurm["nodes"]) * int(verb.slurm["gpus_per_node"])
     config = load_config(verb.recipe, rest)
     first = lines[lines.index("fastest that fit:") + 1]
