@@ -28,6 +28,7 @@ TRAIN = {
     "wrong type": (["--optimizer.lr", "fast"], ["--optimizer.lr", "fast"]),
     "no data": (["--data.path", "nowhere"], ["nowhere"]),
     "sequence length": (["--data.seqlen", "0"], ["data.seqlen", "1"]),
+    "too long": (["--data.seqlen", "100000"], ["data.seqlen"]),
     "batch": (["--global-batch-size", "0"], ["global_batch_size", "1"]),
     "cuda": (["--device", "cuda"], ["cuda", "--device cpu"]),
     "vocabulary": (["--model.vocab-size", "5"], ["model.vocab_size = 5", "320"]),
@@ -57,14 +58,17 @@ def test_another_config_shows_the_difference(dataset, tmp_path, capsys):
     )
 
 
-def test_data_with_another_tokenizer_than_the_run_directory(dataset, tmp_path, capsys):
-    """A run directory of another model, which the recipe names by itself, and data of one's own."""
+def test_data_with_another_tokenizer(dataset, tmp_path, capsys):
+    """A run directory of another model, which the recipe names by itself, and data of one's own; and such validation
+    data."""
     run, other = str(tmp_path / "run"), str(tmp_path / "other")
     run_recipe("debug_mru", dataset, run, "--stop-step", "1")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} words"}) + "\n" for n in range(50)))
     assert main(["prepare", str(tmp_path / "text.jsonl"), "--out", other, "--vocab-size", "285"]) == 0
     arguments = ["train", "debug_mru", "--data.path", other, "--run-dir", run]
     _fails(capsys, arguments, "another tokenizer", "choose another --run-dir", "--tokenizer RUN/tokenizer")
+    arguments = ["train", "debug_mru", "--data.path", dataset, "--run-dir", str(tmp_path / "new")]
+    _fails(capsys, [*arguments, "--data.validation-path", other], "another tokenizer")
 
 
 def test_the_status_of_a_launch_that_was_not_submitted(tmp_path, capsys):
@@ -235,14 +239,6 @@ def test_a_checkpoint_to_import_that_is_none(kind, tmp_path, capsys):
     with pytest.raises(ValueError, match="cannot be read as plain tensors") as error:
         read_torch(tmp_path / "garbage.pt")
     assert "weights_only" not in str(error.value)
-
-
-def test_prepare_refuses_to_overwrite(tmp_path, capsys):
-    (tmp_path / "input.jsonl").write_text(json.dumps({"text": "word " * 500}) + "\n")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
-    _fails(capsys, ["prepare", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out")], "out")
-    assert (tmp_path / "out" / "thesis.txt").read_text() == "years of work"
 
 
 def test_help_lists_the_options_of_the_verb_and_of_the_recipe(capsys):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from failures import each
 from nightly import each_value_once, nightly
 from runs import losses, records, run_recipe, weights
 
@@ -197,14 +196,6 @@ def test_a_run_directory_is_a_recipe_that_goes_on_where_it_lies(dataset, tmp_pat
     assert [path.name for path in Path().iterdir()] == ["moved"]
 
 
-def test_a_run_directory_of_another_config_is_refused_with_the_difference(dataset, tmp_path):
-    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "1")
-    before = (tmp_path / "run" / "config.toml").read_bytes()
-    with pytest.raises(ValueError, match=r"another config \(optimizer.eps: 1e-08 there, 1e-06 here\)"):
-        run_recipe("debug_mru", dataset, tmp_path / "run", "--optimizer.eps", "1e-6")
-    assert (tmp_path / "run" / "config.toml").read_bytes() == before
-
-
 def test_a_folder_that_is_no_run_is_left_alone(dataset, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not a run"):
@@ -216,33 +207,6 @@ def test_the_resolved_config_runs_again_as_it_is(dataset, tmp_path):
     run_recipe("debug_mru", dataset, tmp_path / "run")
     run_recipe(str(tmp_path / "run" / "config.toml"), dataset, tmp_path / "again")
     assert losses(tmp_path / "again") == losses(tmp_path / "run")
-
-
-@each(
-    "overrides, words",
-    [
-        (["--data.path", "/nonexistent/data"], "/nonexistent/data"),
-        (["--device", "cuda"], "CUDA"),
-        (["--global-batch-size", "0"], "global_batch_size"),
-        (["--model.vocab-size", "5"], "vocab_size"),
-        (["--data.seqlen", "100000"], "seqlen"),
-        (["--data.prefix", "cls", "--data.seqlen", "1", "--data.packing", "document", "--steps", "0"], "steps"),
-    ],
-)
-def test_bad_input_is_one_error_and_leaves_no_run(overrides, words, dataset, tmp_path):
-    with pytest.raises((ValueError, FileNotFoundError), match=words) as error:
-        run_recipe("debug_mru", dataset, tmp_path / "run", *overrides)
-    assert "\n" not in str(error.value)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_command_line_mistake_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-P", "-m", "matmix.train", "debug_mru", "--optimizer.lrr", "1"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert run.stderr.startswith("matmix: error: command line: unknown key")
-    assert len(run.stderr.splitlines()) == 1
-    assert not list(Path(tmp_path).iterdir())
 
 
 @pytest.mark.parametrize("recipe", [nightly("hydra_base_c4"), nightly("mru_tinystories"), "mru_shakespeare"])

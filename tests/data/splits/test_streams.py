@@ -17,7 +17,6 @@ from hostile_data import edit_manifest
 from manifests import set_value
 
 from matmix.data.formats import webdataset
-from matmix.data.manifest import Manifest
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage import storage
 from matmix.data.storage.remote import RemoteError
@@ -209,11 +208,6 @@ def test_manifest_errors(small, tmp_path, change, message):
     with pytest.raises(ValueError, match=message) as error:
         everything(open_dataset(str(path)))
     assert "\n" not in str(error.value)
-
-
-def test_manifest_that_is_no_json():
-    with pytest.raises(ValueError, match=r"^here is not a prepared dataset"):
-        Manifest.parse(b"\xff\x00", "here")
 
 
 def test_unknown_split(small):

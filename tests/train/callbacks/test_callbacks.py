@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 from runs import losses, records, run_recipe
@@ -84,20 +83,6 @@ def test_a_profiler_trace_covers_its_window(dataset, tmp_path):
     assert trace.name == "step-00000002.json"
     names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
     assert sum(name.startswith("Optimizer.step") for name in names) == 2
-
-
-def test_another_tokenizer_than_the_runs_is_refused(dataset, tmp_path):
-    from matmix.data.prepare.command import prepare
-    from matmix.data.prepare.text import PrepareConfig
-
-    run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "2")
-    source = str(Path(dataset).parent / "verses.jsonl")
-    other = str(tmp_path / "other")
-    prepare(PrepareConfig(inputs=(source,), out=other, vocab_size=310, validation_fraction=0.1, processes=1))
-    with pytest.raises(ValueError, match="tokenizer"):
-        run_recipe("debug_mru", other, tmp_path / "run")
-    with pytest.raises(ValueError, match="tokenizer"):
-        run_recipe("debug_mru", dataset, tmp_path / "new", "--data.validation-path", other)
 
 
 def test_a_validation_loss_that_is_no_number_is_said_with_advice(dataset, tmp_path, monkeypatch, capsys):
