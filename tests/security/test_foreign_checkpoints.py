@@ -44,6 +44,8 @@ def test_a_pickle_is_not_run(tmp_path):
     (tmp_path / "a.pt").write_bytes(pickle.dumps(Payload(planted)))
     refused(tmp_path / "a.pt", "cannot be read as plain tensors")
     assert not planted.exists()
+    torch.save([1, 2], tmp_path / "list.pt")
+    refused(tmp_path / "list.pt", "does not hold a state dict")
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

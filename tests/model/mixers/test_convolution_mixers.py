@@ -205,18 +205,3 @@ def test_s4d_starts_with_the_spectra_of_the_paper():
     torch.testing.assert_close(rates.real, torch.full((3,), -0.5).double(), rtol=1e-5, atol=1e-5)
     frequencies = [6 / math.pi * (6 / (2 * n + 1) - 1) for n in range(3)]
     assert inv.A_imag.view(D_MODEL, 3)[2].tolist() == pytest.approx(frequencies, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        (S4D, S4DConfig(d_state=7), "d_state = 7: must be even"),
-        (S4D, S4DConfig(dt_min=0.2), "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
-        (Hyena, HyenaConfig(d_conv=4), "d_conv = 4: must be odd"),
-        (Hyena, HyenaConfig(filter_features=2), "filter_features = 2: must be odd"),
-        (MLPMixer, MLPMixerConfig(token_mlp_ratio=0), "token_mlp_ratio = 0: must be above 0"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(kind, config, message):
-    with pytest.raises(ValueError, match=rf"model\.mixers\.{kind.name}\.{message}"):
-        kind.check(D_MODEL, config)

@@ -287,18 +287,3 @@ def test_mistakes_are_one_clear_line():
         with pytest.raises(ValueError, match=words) as caught:
             from_reference("lion-attention", _state(24, 3, "Lit", False), **({"dim": 24, "num_heads": 3} | changes))
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("lion_lit", {"headdim": 5}, "model.mixers.lion_lit.headdim = 5 does not divide d_model = 16"),
-        ("lion_d", {"eps": 0.0}, "model.mixers.lion_d.eps = 0.0"),
-        ("lion_d", {"form": "rnn"}, "model.mixers.lion_d.form = 'rnn'; known: auto, attention, chunked, recurrent"),
-        ("lion_s", {"gate_offset": 2}, "model.mixers.lion_s.gate_offset = 2"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(name, options, words):
-    kind = MIXERS[name]
-    with pytest.raises(ValueError, match=words):
-        kind.check(D_MODEL, kind.Config(**({"headdim": 4} | options)))

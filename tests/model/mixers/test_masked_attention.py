@@ -104,16 +104,3 @@ def test_initial_decays_are_those_of_retnet():
     initialize(toeplitz, seed=0)
     distance = (torch.arange(15.0) - 7).abs()
     torch.testing.assert_close(toeplitz.alpha, wanted[:, None] ** distance, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
-        ("sma_decay", {"headdim": 5}, "model.mixers.sma_decay.headdim = 5 does not divide d_model = 12"),
-        ("sma_fourier", {"contraction": "cubic"}, "model.mixers.sma_fourier.contraction = 'cubic'"),
-        ("sma_causal", {"nheads": -1}, "model.mixers.sma_causal.nheads = -1"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(name, options, words):
-    with pytest.raises(ValueError, match=words):
-        MIXERS[name].check(D_MODEL, MIXERS[name].Config(**({"headdim": 4} | options)))

@@ -412,3 +412,41 @@ def test_transforms_of_torch_func_follow_a_layer(make, name):
     row = torch.func.jacrev(lambda x: mixer(x)[0, -1, :1])(x)[0]
     again = x.clone().requires_grad_()
     _assert_close(row, torch.autograd.grad(mixer(again)[0, -1, 0], again)[0], 1e-9)
+
+
+MISTAKES = [
+    ("gated_delta", {"headdim": 5}, "headdim = 5 does not divide"),
+    ("gated_delta", {"headdim": 8, "d_conv": 1}, "d_conv = 1: must be from 2 to 9"),
+    ("rwkv7", {"headdim": 5}, "headdim = 5 does not divide"),
+    ("rwkv7", {"headdim": 8, "chunk_size": 256}, "chunk_size = 256: must be from 1 to 128"),
+    ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
+    ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
+    ("hyena", {"d_conv": 4}, "d_conv = 4: must be odd"),
+    ("hyena", {"filter_features": 2}, "filter_features = 2: must be odd"),
+    ("mlp_mixer", {"token_mlp_ratio": 0}, "token_mlp_ratio = 0: must be above 0"),
+    ("lion_lit", {"headdim": 5}, "headdim = 5 does not divide d_model = 16"),
+    ("lion_d", {"headdim": 4, "eps": 0.0}, "eps = 0.0"),
+    ("lion_d", {"headdim": 4, "form": "rnn"}, "form = 'rnn'; known: auto, attention, chunked, recurrent"),
+    ("lion_s", {"headdim": 4, "gate_offset": 2}, "gate_offset = 2"),
+    ("sma_decay", {"headdim": 5}, "headdim = 5 does not divide d_model = 16"),
+    ("sma_fourier", {"headdim": 4, "contraction": "cubic"}, "contraction = 'cubic'"),
+    ("sma_causal", {"headdim": 4, "nheads": -1}, "nheads = -1"),
+    ("semiseparable", {"headdim": 4, "d_conv": 1}, "d_conv = 1"),
+    ("semiseparable", {"headdim": 3}, "headdim = 3 does not divide"),
+    ("semiseparable", {"headdim": 4, "ngroups": 3}, "ngroups = 3 does not divide the 8 heads"),
+    ("semiseparable", {"headdim": 4, "chunk_size": 20}, "chunk_size = 20"),
+    ("bidirectional_mult", {"headdim": 4, "d_conv": 4}, "d_conv = 4: must be odd"),
+    ("bidirectional_add", {"headdim": 4, "dt_min": 0.2}, "dt_min = 0.2"),
+    ("bidirectional_concat", {"d_state": 0}, "d_state = 0"),
+    ("linear_attention", {"headdim": 4, "feature_map": "silu"}, "normalize = True"),
+    ("linear_attention", {"headdim": 4, "feature_map": "relu"}, "feature_map = 'relu'"),
+    ("retnet", {"headdim": 5, "nheads": 1}, "headdim = 5: must be even"),
+    ("retnet", {"headdim": 6}, "headdim = 6 does not divide d_model = 16"),
+]
+
+
+def test_options_that_do_not_fit_are_one_line():
+    for name, options, message in MISTAKES:
+        with pytest.raises(ValueError, match=rf"^model\.mixers\.{name}\.{message}") as error:
+            MIXERS[name].check(D_MODEL, MIXERS[name].Config(**options))
+        assert "\n" not in str(error.value)

@@ -203,17 +203,3 @@ def test_writing_to_a_key_replaces_what_it_held():
         torch.testing.assert_close(y, v)
     y, _ = delta_rule_step(state, one, 0 * key, key, key, 0 * values[0], other)
     torch.testing.assert_close(y, values[1])
-
-
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        (GatedDelta, GatedDeltaConfig(headdim=5), "headdim = 5 does not divide"),
-        (GatedDelta, GatedDeltaConfig(headdim=8, d_conv=1), "d_conv = 1: must be from 2 to 9"),
-        (RWKV7, RWKV7Config(headdim=5), "headdim = 5 does not divide"),
-        (RWKV7, RWKV7Config(headdim=8, chunk_size=256), "chunk_size = 256: must be from 1 to 128"),
-    ],
-)
-def test_options_that_do_not_fit_are_named(kind, config, message):
-    with pytest.raises(ValueError, match=rf"model\.mixers\.{kind.name}\.{message}"):
-        kind.check(D_MODEL, config)

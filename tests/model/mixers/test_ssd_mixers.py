@@ -233,28 +233,6 @@ def test_row_sums_beyond_float16_still_divide(make):
         torch.testing.assert_close(y.float(), wanted, rtol=0, atol=3e-3)
 
 
-MISTAKES = [
-    ("semiseparable", {"headdim": 4, "d_conv": 1}, "semiseparable.d_conv = 1"),
-    ("semiseparable", {"headdim": 3}, "semiseparable.headdim = 3 does not divide"),
-    ("semiseparable", {"headdim": 4, "ngroups": 3}, "semiseparable.ngroups = 3 does not divide the 4 heads"),
-    ("semiseparable", {"headdim": 4, "chunk_size": 20}, "semiseparable.chunk_size = 20"),
-    ("bidirectional_mult", {"headdim": 4, "d_conv": 4}, "bidirectional_mult.d_conv = 4: must be odd"),
-    ("bidirectional_add", {"headdim": 4, "dt_min": 0.2}, "bidirectional_add.dt_min = 0.2"),
-    ("bidirectional_concat", {"d_state": 0}, "bidirectional_concat.d_state = 0"),
-    ("linear_attention", {"headdim": 4, "feature_map": "silu"}, "linear_attention.normalize = True"),
-    ("linear_attention", {"headdim": 4, "feature_map": "relu"}, "linear_attention.feature_map = 'relu'"),
-    ("retnet", {"headdim": 5, "nheads": 1}, "retnet.headdim = 5: must be even"),
-    ("retnet", {"headdim": 6}, "retnet.headdim = 6 does not divide d_model = 8"),
-]
-
-
-def test_options_that_do_not_fit_are_one_line(make):
-    for name, options, message in MISTAKES:
-        with pytest.raises(ValueError, match=r"^model\.mixers\." + message) as error:
-            make(name, causal=True, **options)
-        assert "\n" not in str(error.value)
-
-
 SCAN_BLOCKS = [name for name, mixer in MIXERS.items() if issubclass(mixer, ScanBlock)]
 DRAWING_STEPS = [name for name, mixer in MIXERS.items() if hasattr(mixer.Config(), "dt_max")]
 
