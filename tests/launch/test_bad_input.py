@@ -211,19 +211,6 @@ def test_an_export_that_the_disk_has_no_room_for(dataset, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ('layers = "mru"', ["model.layers", "is a list", "write layers = ['mru']"]),
-        ("layers = [1]", ["model.layers", "a list of strings, got [1]"]),
-        ('d_model = "wide"', ["model.d_model", "int", "wide"]),
-    ],
-)
-def test_a_value_of_another_type_in_a_recipe(line, words, tmp_path, capsys):
-    (tmp_path / "own.toml").write_text(f"[model]\n{line}\n")
-    _fails(capsys, ["train", str(tmp_path / "own.toml"), "--dry-run"], "own.toml", *words)
-
-
 def test_a_boolean_of_a_verb_in_lower_case():
     verb, _ = TREE.read(["prepare", "a.txt", "--out", "o", "--byte-fallback", "false"])
     assert verb.config().byte_fallback is False
