@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from matmix.kernels.context import Context
 from matmix.model.architecture import Architecture
-from matmix.model.blocks import Block
+from matmix.model.blocks import Block, make_norm
 from matmix.model.calls import Called, is_quantised
 from matmix.model.carrying import CarriedRows, LayerStates
 from matmix.model.config import ModelConfig
@@ -18,9 +18,17 @@ from matmix.model.positions import in_one_row, unpad_indices
 
 
 def final_norm(config: ModelConfig) -> nn.Module:
-    """Returns the layer before the output: a LayerNorm in pre-norm models with `final_norm`, else the identity."""
+    """Returns the layer before the output: a norm in pre-norm models with `final_norm`, else the identity."""
     if config.norm == "pre" and config.final_norm:
-        return nn.LayerNorm(config.d_model, eps=config.final_norm_eps, bias=config.norm_bias)
+        return make_norm(config, eps=config.final_norm_eps, bias=config.norm_bias)
+    return nn.Identity()
+
+
+def embedding_norm(config: ModelConfig) -> nn.Module:
+    """Returns the layer behind the embeddings of tokens: a norm as those in the layers, or the identity. (An encoder's
+    with biases is its own.)"""
+    if config.embedding_norm == "layers":
+        return make_norm(config, eps=config.embedding_norm_eps, bias=config.norm_bias)
     return nn.Identity()
 
 

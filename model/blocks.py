@@ -1,4 +1,4 @@
-"""Residual blocks: a mixer, an MLP, or both, before or after a LayerNorm."""
+"""Residual blocks: a mixer, an MLP, or both, before or after a norm."""
 
 import math
 from functools import partial
@@ -13,7 +13,7 @@ from matmix.model.carrying import LayerStates
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.base import ScanOrders
+from matmix.model.mixers.base import RMSNorm, ScanOrders
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -33,19 +33,30 @@ def residual_std(config: ModelConfig) -> float:
     return config.init_std / math.sqrt(additions) if config.norm == "pre" else config.init_std
 
 
+def make_norm(config: ModelConfig, *, eps: float, bias: bool) -> nn.Module:
+    """A norm over d_model of the model's kind; bias: of a LayerNorm."""
+    if config.norm_kind == "rms":
+        return RMSNorm(config.d_model, eps)
+    return nn.LayerNorm(config.d_model, eps=eps, bias=bias)
+
+
 class MLP(nn.Module):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden = round(config.d_model * config.mlp_ratio)
         self.activation = config.activation
         self.up = nn.Linear(config.d_model, hidden, bias=config.mlp_bias)
+        # A layer of its own, so that optimizers see two matrices.
+        self.gate = nn.Linear(config.d_model, hidden, bias=config.mlp_bias) if config.mlp_gate else None
         self.down = nn.Linear(hidden, config.d_model, bias=config.mlp_bias)
         self.init_rules = {"down.weight": normal_init(residual_std(config))}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(activate(self.up(x), self.activation))
+        if self.gate is None:
+            return self.down(activate(self.up(x), self.activation))
+        return self.down(activate(self.gate(x), self.activation) * self.up(x))
 
 
 class LayerScale(nn.Module):
@@ -85,7 +96,7 @@ class Block(Called):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(config.drop_path * index / max(config.n_layers - 1, 1))
         self.mixer = self.mlp = None
-        norm = partial(nn.LayerNorm, config.d_model, eps=config.norm_eps, bias=config.norm_bias)
+        norm = partial(make_norm, config, eps=config.norm_eps, bias=config.norm_bias)
         scale = partial(LayerScale, config) if config.layer_scale else nn.Identity
         if mixer is not None:
             self.norm_mixer = norm()

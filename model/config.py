@@ -83,18 +83,23 @@ class ModelConfig:
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
     mlp_bias: bool = False
     """Biases in the MLPs."""
+    mlp_gate: bool = False
+    """MLPs are down(activation(gate(x)) * up(x)), arXiv 2002.05202: GeGLU with gelu, SwiGLU with silu. They have a
+    matrix more, so that two thirds of the mlp_ratio are as many weights."""
     activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
     """Activation of the MLPs."""
     norm: Literal["pre", "post"] = "pre"
     """pre: x + f(norm(x)) with a final norm; post: norm(x + f(x)), as in the published Hydra encoder."""
+    norm_kind: Literal["layer", "rms"] = "layer"
+    """LayerNorm, or RMSNorm (arXiv 1910.07467), which subtracts no mean and has no biases."""
     norm_eps: float = 1e-5
-    """Epsilon of the LayerNorms in the layers."""
+    """Epsilon of the norms in the layers."""
     norm_bias: bool = False
     """Biases in the LayerNorms of the layers and in the final one."""
     final_norm: bool = True
-    """A LayerNorm before the output (norm = "pre"); the first mru-lm has none."""
+    """A norm before the output (norm = "pre"); the first mru-lm has none."""
     final_norm_eps: float = 1e-5
-    """Epsilon of the final LayerNorm (norm = "pre")."""
+    """Epsilon of the final norm (norm = "pre")."""
     init_std: float = 0.02
     """Standard deviation with which matrices start that have no rule of their own. Narrow models learn sooner
     with more, up to 1 / sqrt(d_model), which keeps the size of what passes through a matrix."""
@@ -115,12 +120,17 @@ class ModelConfig:
     """encoder: number of token types; 0 = no token-type embeddings."""
     position_embeddings: bool = False
     """encoder: learned absolute positions, counted from 0 in every document."""
+    embedding_norm: Literal["auto", "layers", "none"] = "auto"
+    """What follows the embeddings of tokens: in encoders a LayerNorm with biases, as BERT's, and in language models
+    nothing (auto); a norm as those of the layers; or none."""
     embedding_norm_eps: float = 1e-12
-    """encoder: epsilon of the LayerNorm after the embeddings."""
+    """Epsilon of the norm after the embeddings."""
     head_activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu"
     """encoder: activation in the masked-LM head."""
     head_norm_eps: float = 1e-12
-    """encoder: epsilon of the LayerNorm in the masked-LM head."""
+    """encoder: epsilon of the norm in the masked-LM head."""
+    head_bias: bool = True
+    """encoder: biases in the dense layer and the LayerNorm of the masked-LM head; the output has one in any case."""
     head: HeadConfig = field(default_factory=HeadConfig)
     """The output of classifiers and embedders."""
     image: ImageConfig = field(default_factory=ImageConfig)
@@ -152,6 +162,10 @@ class ModelConfig:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
+        if self.norm_bias and self.norm_kind == "rms":
+            raise ValueError('model.norm_bias = true: RMSNorm has no biases; set it to false, or norm_kind to "layer"')
+        if self.embedding_norm != "auto":
+            self._check_use("embedding_norm", lambda known: known.inputs == "tokens")
         # The latter: runs of version 0.1.0 say so, whatever their architecture.
         if self.head not in (HeadConfig(), HeadConfig(outputs=2)):
             self._check_use("head", lambda known: known.takes_head)

@@ -34,7 +34,8 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
             cost = MIXERS[mixer].flops_in_orders(config.d_model, options, seqlen, causal, scans)
             parts[mixer] = parts.get(mixer, 0.0) + cost
         if has_mlp:
-            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * 2 * config.d_model * round(config.d_model * config.mlp_ratio)
+            weights = (2 + config.mlp_gate) * config.d_model * round(config.d_model * config.mlp_ratio)
+            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * weights
     if embedding := config.model_class.input_flops(config):
         parts["embedding"] = embedding
     share = 1 / seqlen if config.model_class.per_document else head_share

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
-from matmix.model.backbone import Backbone, final_norm
-from matmix.model.blocks import activate
+from matmix.model.backbone import Backbone, embedding_norm, final_norm
+from matmix.model.blocks import activate, make_norm
 from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
 from matmix.model.positions import document_positions
@@ -17,7 +17,7 @@ from matmix.model.positions import document_positions
 
 
 class EncoderEmbeddings(nn.Module):
-    """LayerNorm(word + token type + position), then dropout."""
+    """norm(word + token type + position), then dropout."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -26,7 +26,8 @@ class EncoderEmbeddings(nn.Module):
             self.position = nn.Embedding(config.max_seqlen, config.d_model)
         if config.type_vocab_size:
             self.token_type = nn.Embedding(config.type_vocab_size, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, eps=config.embedding_norm_eps)
+        own = config.embedding_norm == "auto"
+        self.norm = nn.LayerNorm(config.d_model, config.embedding_norm_eps) if own else embedding_norm(config)
         self.dropout = nn.Dropout(config.embedding_dropout)
 
     def forward(self, inputs: Tensor, token_type_ids: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
@@ -84,13 +85,13 @@ class EncoderTrunk(Backbone):
 
 
 class MaskedLMHead(nn.Module):
-    """LayerNorm(activation(dense(x))) and the bias of the output projection."""
+    """norm(activation(dense(x))) and the bias of the output projection."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.activation = config.head_activation
-        self.dense = nn.Linear(config.d_model, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, eps=config.head_norm_eps)
+        self.dense = nn.Linear(config.d_model, config.d_model, bias=config.head_bias)
+        self.norm = make_norm(config, eps=config.head_norm_eps, bias=config.head_bias)
         self.bias = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
-from matmix.model.backbone import Backbone, final_norm
+from matmix.model.backbone import Backbone, embedding_norm, final_norm
 from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
 
@@ -23,6 +23,7 @@ class LanguageModel(Backbone):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding_norm = embedding_norm(config)
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.norm = final_norm(config)
         if not config.tie_embeddings:
@@ -31,7 +32,8 @@ class LanguageModel(Backbone):
     def embed(self, inputs: Tensor, cu_seqlens: Tensor | None = None, token_type_ids: Tensor | None = None) -> Tensor:
         if token_type_ids is not None:
             raise ValueError("a language_model has no token types; leave token_type_ids out")
-        return self.embedding_dropout(inputs if inputs.is_floating_point() else self.embedding(inputs))
+        x = inputs if inputs.is_floating_point() else self.embedding(inputs)
+        return self.embedding_dropout(self.embedding_norm(x))
 
     def features(self, x: Tensor) -> Tensor:
         return self.norm(x)

@@ -66,6 +66,13 @@ class RMSNormWeight(nn.Module):
         self.init_rules = {"weight": constant_init(1.0)}
 
 
+class RMSNorm(RMSNormWeight):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in the dtype of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
 class ShortConv(nn.Conv1d):
     """The weights of a depthwise convolution of few taps; `convolve` computes it."""
 

@@ -121,6 +121,12 @@ def test_a_config_survives_json():
         ({"dropout": 1.0}, ["model.dropout = 1.0"]),
         ({"norm": "sandwich"}, ["'sandwich'", "pre, post"]),
         ({"layers": ("mru", "mlp"), "mlp_ratio": 0.0}, ["mlp_ratio is 0"]),
+        ({"norm_kind": "rms", "norm_bias": True}, ["norm_bias = true", "RMSNorm has no biases"]),
+        ({"embedding_norm": "first"}, ["'first'", "auto, layers, none"]),
+        (
+            {"architecture": "image_classifier", "layers": ("hydra",), "embedding_norm": "layers"},
+            ["embedding_norm is of no use", "encoder"],
+        ),
     ],
 )
 def test_mistakes_are_one_clear_line(fields, words):

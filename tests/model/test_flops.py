@@ -2,13 +2,15 @@ import dataclasses
 
 import pytest
 import torch
+from failures import each
 from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.model import ModelConfig, build_model, flops_per_token
 
 
-def test_the_attention_encoder_agrees_with_torchs_counter(small_config):
-    config = small_config("encoder", ("attention",), norm="post")
+@each("gate", [False, True])
+def test_the_attention_encoder_agrees_with_torchs_counter(small_config, gate):
+    config = small_config("encoder", ("attention",), norm="post", mlp_gate=gate)
     model = build_model(config, device="meta")
     ids = torch.zeros(1, 48, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:

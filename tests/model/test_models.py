@@ -42,6 +42,38 @@ def test_every_parameter_gets_a_gradient(small_model, kind, norm):
         assert parameter.grad.abs().max() > 0, name
 
 
+@each("activation", ["gelu", "silu"])
+def test_gated_mlps_and_rms_norms_are_what_they_say(small_model, activation):
+    options = {
+        "mlp_gate": True,
+        "norm_kind": "rms",
+        "norm_eps": 0.1,
+        "embedding_norm": "layers",
+        "activation": activation,
+    }
+    model = small_model("language_model", ("none",), n_layers=1, dtype=torch.float64, tie_embeddings=False, **options)
+    weights, ids = dict(model.named_parameters()), torch.randint(61, (2, 7))
+
+    def norm(x, name, eps):
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"]
+
+    def layer(x, name):
+        return x @ weights[f"{name}.weight"].mT
+
+    x = norm(weights["embedding.weight"][ids], "embedding_norm", 1e-12)
+    inner = norm(x, "blocks.0.norm_mlp", 0.1)
+    gate = getattr(F, activation)(layer(inner, "blocks.0.mlp.gate"))
+    x = x + layer(gate * layer(inner, "blocks.0.mlp.up"), "blocks.0.mlp.down")
+    torch.testing.assert_close(model(ids), layer(norm(x, "norm", 1e-5), "output"))
+
+
+def test_an_encoder_without_biases_has_that_of_its_output_alone(small_model):
+    model = small_model("encoder", ("attention",), embedding_norm="layers", head_bias=False)
+    assert [name for name, _ in model.named_parameters() if name.endswith("bias")] == ["head.bias"]
+    assert type(model.embeddings.norm) is torch.nn.LayerNorm
+    assert type(small_model("encoder", ("attention",), embedding_norm="none").embeddings.norm) is torch.nn.Identity
+
+
 @each("kind", KINDS)
 def test_neighbouring_documents_do_not_matter(small_model, kind):
     model = small_model(*KINDS[kind])
