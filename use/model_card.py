@@ -39,7 +39,7 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
     evaluation = extra.get("evaluation") or _last(trained.run.path, "validation", step)
     evaluation = of_averaged(evaluation) if trained.which == "ema" else evaluation
     sequences = "examples, texts of up to" if config.data.examples.train else "sequences of"
-    unit, batch, warmup = unit_of(config.objective.name), f"{config.global_batch_size:,}", config.schedule.warmup
+    unit, batch = unit_of(config.objective.name), f"{config.global_batch_size:,}"
     rows = {"data": ", ".join(names)}
     for name, manifest in zip(names, manifests, strict=False):
         if manifest is not None:
@@ -49,10 +49,9 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
         f"{unit} seen": f"{counted['tokens']:,}",
         "batch": f"{batch} {sequences} {config.data.seqlen:,} tokens" if unit == "tokens" else f"{batch} {unit}",
         "objective": config.objective.name,
-        "optimizer": f"{config.optimizer.name}, learning rate {config.optimizer.lr:g}, weight decay "
+        "optimizer": f"{config.optimizer.name}, weight decay "
         f"{config.optimizer.weight_decay:g}, gradients clipped at {config.optimizer.max_grad_norm:g}",
-        "schedule": f"{config.schedule.name}, {f'{warmup:,g} steps' if warmup >= 1 else f'{warmup:.1%}'} of warm-up, "
-        f"{config.steps:,} steps in all",
+        "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "precision": config.engine.precision,
         "seed": str(config.seed),
         "weights": f"their moving average, decay {config.ema.decay:g}" if trained.which == "ema" else "",

@@ -211,6 +211,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "begins with": beginning,
         "steps": f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
+        "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "compute": f"{trained * units:.3g} FLOPs in all",
         "updated": ("\n" + " " * 18).join(_group_lines(config)),
     }

@@ -99,8 +99,8 @@ class OptimizerConfig:
 class ScheduleConfig:
     """Learning rate over steps, as a share of optimizer.lr."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    """Shape after warm-up; wsd = warm-up, stable, decay (arXiv 2404.06395)."""
+    name: Literal["constant", "linear", "cosine", "wsd", "trapezoid"] = "cosine"
+    """Shape after warm-up; wsd = warm-up, stable, decay (arXiv 2404.06395); trapezoid = wsd with a linear decay."""
     warmup: float = 0.02
     """Linear warm-up: a share of all steps if below 1, else a number of steps."""
     start: float = 0.0
@@ -108,34 +108,69 @@ class ScheduleConfig:
     final: float = 0.1
     """Share of the peak that is left at the last step."""
     decay: float = 0.1
-    """wsd only: length of the final decay, a share of all steps if below 1, else a number of steps."""
+    """wsd and trapezoid: length of the final decay, a share of all steps if below 1, else a number of steps."""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """wsd: the shape of the final decay; 1-sqrt falls steeply at first and was the better one in arXiv 2405.18392."""
 
     def __post_init__(self) -> None:
         require_at_least(self, "schedule.", warmup=0, decay=0)
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
+        shaped = self.name == "wsd" or self.decay_shape == "linear"
+        require(shaped, f'schedule.decay_shape = "{self.decay_shape}" is for wsd: set schedule.name = "wsd"')
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether it stays at the peak for a while before its decay."""
+        return self.name in ("wsd", "trapezoid")
+
+    def parts(self, steps: int) -> tuple[float, float]:
+        """Returns the last step of the warm-up and the last one before the decay, of a run of so many steps."""
+        warmup = min(_length(self.warmup, steps), steps)
+        if self.name == "constant":
+            return warmup, math.inf
+        return warmup, max(steps - _length(self.decay, steps), warmup) if self.is_stable else warmup
+
+    def words(self, steps: int, peak: float) -> str:
+        """Says in words how the learning rate goes in a run of so many steps, for people."""
+        warmup, stable = self.parts(steps)
+        parts = [f"from {self.start * peak:.3g} to {peak:.3g} at step {warmup:,g}"] if warmup else [f"{peak:.3g}"]
+        if stable > warmup:
+            parts.append(f"stable to step {min(stable, steps):,g}")
+        if stable < steps:
+            shape = self.decay_shape if self.is_stable else self.name
+            parts.append(f"{shape} to {self.final * peak:.3g} at step {steps:,}")
+        return ", ".join(parts)
 
 
 def _length(value: float, steps: int) -> float:
     return value * steps if value < 1 else value
 
 
+def _linear(progress: float, final: float) -> float:
+    return 1 - (1 - final) * progress
+
+
+def _one_minus_sqrt(progress: float, final: float) -> float:
+    return 1 - (1 - final) * math.sqrt(progress)
+
+
+def _cosine(progress: float, final: float) -> float:
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+_SHAPES = {"linear": _linear, "1-sqrt": _one_minus_sqrt, "cosine": _cosine}
+
+
 def rate_share(step: int, steps: int, config: ScheduleConfig) -> float:
     """Share of the peak learning rate used by optimizer step `step` (1-based) of `steps`."""
-    warmup = min(_length(config.warmup, steps), steps)
+    warmup, stable = config.parts(steps)
     if step < warmup:
         return config.start + (1 - config.start) * (step / warmup)
-    if config.name == "constant" or steps <= warmup:
+    if step <= stable:
         return 1.0
-    if config.name == "wsd":
-        start = max(steps - _length(config.decay, steps), warmup)
-        progress = max(0.0, (step - start) / max(steps - start, 1e-9))
-    else:
-        progress = (step - warmup) / (steps - warmup)
-    progress = min(progress, 1.0)
-    if config.name == "cosine":
-        return config.final + (1 - config.final) * 0.5 * (1 + math.cos(math.pi * progress))
-    return 1 - (1 - config.final) * progress
+    shape = _SHAPES[config.decay_shape if config.is_stable else config.name]
+    return shape(min((step - stable) / max(steps - stable, 1e-9), 1.0), config.final)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,3 +45,34 @@ def test_wsd_is_flat_until_its_decay():
 
 def test_constant_stays_at_the_peak():
     assert rate_share(100, 100, ScheduleConfig(name="constant", warmup=5)) == 1.0
+
+
+def test_wsd_falls_by_the_shape_of_its_decay():
+    shares = {
+        shape: [
+            rate_share(step, 100, ScheduleConfig(name="wsd", decay=20, decay_shape=shape)) for step in range(1, 101)
+        ]
+        for shape in ("linear", "1-sqrt", "cosine")
+    }
+    assert {tuple(of_shape[2:80]) for of_shape in shares.values()} == {(1.0,) * 78}
+    assert [of_shape[84] for of_shape in shares.values()] == pytest.approx([0.775, 0.55, 0.1 + 0.45 * (1 + 0.5**0.5)])
+    assert [of_shape[99] for of_shape in shares.values()] == pytest.approx([0.1] * 3)
+    trapezoid = ScheduleConfig(name="trapezoid", decay=20)
+    assert [rate_share(step, 100, trapezoid) for step in range(1, 101)] == shares["linear"]
+    with pytest.raises(ValueError, match=r'schedule\.decay_shape = "1-sqrt" is for wsd: set schedule\.name = "wsd"$'):
+        ScheduleConfig(name="trapezoid", decay_shape="1-sqrt")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (ScheduleConfig(name="constant", warmup=0), "0.001, stable to step 200"),
+        (ScheduleConfig(name="cosine"), "from 0 to 0.001 at step 4, cosine to 0.0001 at step 200"),
+        (
+            ScheduleConfig(name="wsd", start=0.1, decay_shape="1-sqrt", final=0),
+            "from 0.0001 to 0.001 at step 4, stable to step 180, 1-sqrt to 0 at step 200",
+        ),
+    ],
+)
+def test_a_schedule_says_where_it_goes(config, words):
+    assert config.words(200, 1e-3) == words
