@@ -128,6 +128,8 @@ class LayerInputs(NamedTuple):
     product: Tensor | None = None
     keep: bool = True
     """Whether conv_and_scan returns what the backward pass would have to compute again."""
+    context: str = ""
+    """The name of the context whose ranks hold parts of the rows; "" for whole rows. Of the Triton form."""
 
     @classmethod
     def of(

@@ -21,7 +21,8 @@ from matmix.kernels.semiseparable.form import ScanCall
 from matmix.kernels.semiseparable.fused import launch as scan
 from matmix.kernels.semiseparable.fused.launch import Into
 from matmix.kernels.short_conv import fused as conv
-from matmix.kernels.short_conv.chunked import ConvInputs
+from matmix.kernels.short_conv import parts
+from matmix.kernels.short_conv.parts import ConvInputs
 from matmix.kernels.slots import count_documents
 
 _ROWS = 32
@@ -73,7 +74,7 @@ def backward(given: LayerInputs, _: Output, cotangents: Output) -> Gradients:
     dy, norm_sums = norm.gradients(cotangents.y, _norm_inputs(given, projected), dz, given.norm_first)
     dv, dq, dk = form.values_and_vectors(dmixed)
     if form.scan.shift:
-        _clear_edges(dq, given.cu_seqlens)
+        _clear_edges(dq, call.bounds)
     _, side_gradients, ddiagonal = scan.backward(dy.view(y.shape), None, None, call, Into(dv, tuple(dq), tuple(dk)))
     projects = given.diagonal_weight is not None
     dproduct = torch.empty_like(product) if projects else None
@@ -84,7 +85,7 @@ def backward(given: LayerInputs, _: Output, cotangents: Output) -> Gradients:
         rows = dproduct.flatten(0, -2)
         dweight = torch.mm(rows.t(), mixed[..., : form.inner].flatten(0, -2))
         more = torch.mm(rows, given.diagonal_weight, out=dy.view(-1, form.inner)).view_as(dy)
-    conv_sums, _ = conv.gradients(dmixed, _conv_inputs(projected, given), dx, more_dy=more)
+    conv_sums = _conv_gradients(dmixed, more, _conv_inputs(projected, given), dx)
     small = parameter_gradients(norm_sums, conv_sums, step_sums, given)
     dnorm, dconv, dconv_bias, dbias, dA_log, dD = small
     dstates = None
@@ -102,12 +103,25 @@ def _norm_inputs(given: LayerInputs, projected: Tensor) -> NormInputs:
 
 def _conv_inputs(projected: Tensor, given: LayerInputs) -> ConvInputs:
     x = given.form.split(projected)[1]
-    return ConvInputs(x, given.conv_weight, given.conv_bias, given.directions == 1, "silu", given.cu_seqlens)
+    causal, packing = given.directions == 1, (given.cu_seqlens, given.context)
+    return ConvInputs(x, given.conv_weight, given.conv_bias, causal, "silu", *packing)
+
+
+def _conv_gradients(dmixed: Tensor, more: Tensor | None, given: ConvInputs, dx: Tensor) -> Tensor:
+    """`conv.gradients`, also of a part of rows, whose `dmixed` it changes."""
+    if not given.context:
+        return conv.gradients(dmixed, given, dx, more_dy=more)[0]
+    if more is not None:
+        dmixed[..., : more.shape[2]] += more
+    gradient, dweight, dbias = parts.backward(conv, given, None, Output(dmixed))
+    dx.copy_(gradient)
+    rows = [dweight.t()] if dbias is None else [dweight.t(), dbias.unsqueeze(0)]
+    return torch.cat(rows).float().unsqueeze(0)
 
 
 def _mixed(projected: Tensor, given: LayerInputs) -> tuple[Tensor, Tensor | None]:
     """The convolution's output, and its product with `diagonal_weight`."""
-    mixed = conv.forward(_conv_inputs(projected, given))
+    mixed = parts.forward(conv, _conv_inputs(projected, given))
     if given.diagonal_weight is None:
         return mixed, None
     product = torch.mm(mixed[..., : given.form.inner].flatten(0, -2), given.diagonal_weight.t())
@@ -135,7 +149,7 @@ def _scan_call(projected: Tensor, mixed: Tensor, product: Tensor | None, given: 
     v, q, k = form.values_and_vectors(mixed)
     state = form.scan_states(given.initial_states, count_documents(projected.shape[0], given.cu_seqlens))
     sides = form.sides(q, k, dt, log_decay, state)
-    return ScanCall(v, sides, diagonal, form.scan, given.cu_seqlens, given.chunk_size)
+    return ScanCall(v, sides, diagonal, form.scan, given.cu_seqlens, given.chunk_size, given.context)
 
 
 def _step_gradients(

@@ -21,7 +21,7 @@ from matmix.kernels.checks import (
     check_floating,
     check_shape,
 )
-from matmix.kernels.context import Context
+from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import Operation, Output
 from matmix.kernels.gated_norm.op import BACKWARD_FLOPS, FORWARD_FLOPS, gated_norm
 from matmix.kernels.registration import register
@@ -29,7 +29,7 @@ from matmix.kernels.scan_layer.chunked import LayerForm, LayerInputs, LayerParts
 from matmix.kernels.semiseparable.chunked.setup import scan_flops
 from matmix.kernels.semiseparable.form import no_kernel
 from matmix.kernels.semiseparable.op import quasiseparable_scan, semiseparable_scan
-from matmix.kernels.short_conv.op import short_conv
+from matmix.kernels.short_conv.op import check_reach, short_conv
 
 
 def scan_layer(
@@ -66,8 +66,8 @@ def scan_layer(
     y = scan(v, q, k, -dt exp(A_log), input_scale=dt), and the output is rmsnorm(y) norm_weight silu(z). The scan is
     `semiseparable_scan` with one direction (Mamba-2, arXiv 2405.21060), whose convolution is causal, and
     `quasiseparable_scan` with two (Hydra, arXiv 2407.09941). On GPUs it runs as one operation in Triton kernels; on
-    other devices, with combine other than "add", where `diagonal_weight` is a function, or with a context, as
-    `short_conv`, the scan and `gated_norm` one after the other.
+    other devices, with combine other than "add", or where `diagonal_weight` is a function, as `short_conv`, the scan
+    and `gated_norm` one after the other.
 
     Args:
         projected: (batch, seqlen, width), columns z and v of nheads headdim each, then k and q (ngroups d_state each)
@@ -144,16 +144,18 @@ def scan_layer(
         if parameters[name] is not None:
             check_shape(op, name, parameters[name], *expected)
     check_cu_seqlens(op, cu_seqlens, batch, seqlen, projected, part=context is not None)
+    if context is not None:
+        check_reach(op, seqlen, taps)
     check_chunk_size(op, chunk_size)
     check_finite(op, projected=projected, **parameters)
     why_not = no_kernel(d_state, form.headdim)
     check_backend(op, backend, projected, why_not)
     one_operation = combine == "add" and (diagonal_weight is None or product_weight is not None) and not why_not
-    one_operation = one_operation and context is None
     given = LayerInputs.of(
         projected, conv_weight, conv_bias, dt_bias, A_log, norm_weight, nheads, ngroups, d_state, directions, shift, D,
         diagonal_weight, initial_states, dt_limits=dt_limits, eps=float(eps), group_size=group_size,
         norm_first=norm_first, cu_seqlens=cu_seqlens, chunk_size=chunk_size, keep=not recompute,
+        context=context_name(context),
     )  # fmt: skip
     if not one_operation or not takes_triton(backend, projected):
         parts = LayerParts(*(partial(part, backend=backend) for part in _PARTS))

@@ -67,11 +67,8 @@ def short_conv(
     if not causal and width % 2 == 0:
         raise ValueError(f"{op}: a centred convolution needs an odd number of taps, got {width}; or use causal=True")
     check_cu_seqlens(op, cu_seqlens, x.shape[0], x.shape[1], x, part=context is not None)
-    if context is not None and x.shape[1] < width - 1:
-        raise ValueError(
-            f"{op}: this part of a row has {x.shape[1]} tokens, and {width} taps need at least {width - 1}; cut rows "
-            "into fewer parts"
-        )
+    if context is not None:
+        check_reach(op, x.shape[1], width)
     if initial_state is not None or return_final_state:
         what = "return_final_state" if initial_state is None else "initial_state"
         if not causal:
@@ -134,6 +131,15 @@ def short_conv_step(
     check_shape(op, "state", state, (*x.shape, width - 1))
     check_finite(op, **given)
     return _step(ConvStepInputs(x, state, weight, bias, activation), in_place, backend)
+
+
+def check_reach(op: str, tokens: int, width: int) -> None:
+    """A part of a row holds what the taps at the edge of the next one reach."""
+    if tokens < width - 1:
+        raise ValueError(
+            f"{op}: this part of a row has {tokens} tokens, and {width} taps need at least {width - 1}; cut rows into "
+            "fewer parts"
+        )
 
 
 def _check_taps(op: str, channels: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:

@@ -11,7 +11,7 @@ import torch
 from harness import run_distributed
 from nightly import nightly
 from parts_scenario import Case, check_parts, run_interpreted_parts
-from scan_cases import DOCUMENTS, FORMS, KINDS, causal, lion_layer, long_rows, packed, two_sided, typed
+from scan_cases import DOCUMENTS, FORMS, KINDS, causal, lion_layer, long_rows, packed, scan_layer, two_sided, typed
 
 from matmix.kernels.context import Context
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
@@ -26,7 +26,8 @@ def once() -> dict[str, Case]:
     cases, documents = {"causal": causal("over three ranks", states=True)}, list(DOCUMENTS)
     for at, form in enumerate(FORMS):
         cases[form] = two_sided(form, documents[at % len(documents)], KINDS[at % 4], at % 2 == 0)
-    layers = lion_layer("rows", 1), lion_layer("rows", gates="head"), lion_layer("over three ranks")
+    layers = [lion_layer("rows", 1), lion_layer("rows", gates="head"), lion_layer("over three ranks")]
+    layers += [scan_layer("rows"), scan_layer("single tokens", states=True), scan_layer("at cuts", directions=1)]
     return cases | {f"layer {number}": layer for number, layer in enumerate(layers)}
 
 
@@ -39,7 +40,7 @@ def convolution(width: int, causal: bool) -> Case:
 
 def few() -> dict[str, Case]:
     """The forms of models, among them with rows that are long enough for states to be passed span by span."""
-    lion, hydra = lion_layer("single tokens"), two_sided("hydra", "over three ranks")
+    lion, hydra = lion_layer("single tokens"), scan_layer("over three ranks")
     summed = two_sided("normalised", "at cuts", states=True)
     return {"lion": lion, "hydra": hydra, "summed": summed, "causal": causal("rows"), "long": long_rows()} | {
         f"convolution of {width}": convolution(width, causal) for width, causal in ((4, True), (7, False))

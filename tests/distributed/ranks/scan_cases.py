@@ -9,6 +9,7 @@ import torch
 from parts_scenario import Case
 
 from matmix.kernels.lion.definition import lion_mixer_definition
+from matmix.kernels.scan_layer.definition import scan_layer_definition
 from matmix.kernels.semiseparable.definition import quasiseparable_definition, semiseparable_definition
 
 SEQLEN = 60
@@ -100,6 +101,27 @@ def lion_layer(documents: str, forward_gate_offset: int = 0, gates: str = "token
     inputs = {"qkv": draw(batch, SEQLEN, 3 * 2 * 4), "gates": draw(batch, SEQLEN, 2) if gates == "token" else draw(2)}
     options = {"nheads": 2, "forward_gate_offset": forward_gate_offset, "return_row_sums": bounds is None}
     return Case("lion_mixer", inputs, bounds, options, functools.partial(lion_mixer_definition, **options))
+
+
+def scan_layer(documents: str, states: bool = False, directions: int = 2) -> Case:
+    """A layer of Hydra, or with one direction of Mamba-2. With states the convolution is computed again."""
+    bounds, (heads, headdim, d_state) = packed(DOCUMENTS[documents]), (2, 6, 4)
+    inner = heads * headdim
+    channels = inner + 2 * directions * d_state
+    shapes = {
+        "projected": (2 if bounds is None else 1, SEQLEN, inner + channels + directions * heads),
+        "conv_weight": (channels, 3 + directions), "dt_bias": (heads,), "A_log": (heads,), "norm_weight": (inner,),
+        "D": (heads,),
+    }  # fmt: skip
+    if directions == 2:
+        shapes |= {"conv_bias": (channels,), "diagonal_weight": (heads, inner)}
+    if states:
+        shapes["initial_states"] = (heads, headdim, d_state)
+    inputs = {name: draw(*shape) for name, shape in shapes.items()}
+    options = {"nheads": heads, "ngroups": 1, "d_state": d_state, "directions": directions}
+    options |= {} if directions == 2 else {"conv_bias": None}
+    wanted = functools.partial(scan_layer_definition, **options)
+    return Case("scan_layer", inputs, bounds, options | {"recompute": states}, wanted)
 
 
 def few_cases() -> dict[str, Case]:
