@@ -46,6 +46,7 @@ def interpret(monkeypatch) -> None:
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     _make_types_cheap(monkeypatch, core, interpreter)
+    _make_operands_cheap(monkeypatch, core, interpreter)
     builder = interpreter.interpreter_builder
     monkeypatch.setattr(builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False))
 
@@ -124,6 +125,61 @@ def _make_types_cheap(monkeypatch, core, interpreter) -> None:
         return found[dtype.name]
 
     monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_type)
+
+
+def _make_operands_cheap(monkeypatch, core, interpreter) -> None:
+    """Two operands of one type and shape are taken as they are, and the tensors that numbers become are remembered;
+    what stands between a call and a function of the language asks for less."""
+    semantic = interpreter.TritonSemantic
+    plain, numbers = semantic.binary_op_type_checking_impl, {}
+
+    def splat(self, scalar, like):
+        kind = like.type.with_element_ty(scalar.dtype)
+        return core.tensor(self.builder.create_splat(kind, scalar.handle), kind)
+
+    def broadcast(self, lhs, rhs):
+        if lhs.type.is_block() != rhs.type.is_block():
+            return (lhs, splat(self, rhs, lhs)) if lhs.type.is_block() else (splat(self, lhs, rhs), rhs)
+        if not lhs.type.is_block() or lhs.type.shape.values == rhs.type.shape.values:
+            return lhs, rhs
+        return self.broadcast_impl_value(lhs, rhs)
+
+    def check_operands(self, lhs, rhs, lhs_ptr=False, rhs_ptr=False, arithmetic=True, division=False):
+        if isinstance(lhs, core.tensor):
+            dtype = lhs.dtype
+            if isinstance(rhs, core.tensor):
+                if vars(lhs.type) is vars(rhs.type):
+                    same = dtype.__class__ is core.dtype
+                elif dtype.__class__ is core.dtype:
+                    same = dtype.name == rhs.dtype.name
+                else:
+                    same = lhs_ptr and rhs.dtype.__class__ is core.dtype and rhs.dtype.is_int()
+                # Half precision is divided as float32.
+                if same and not (division and dtype.primitive_bitwidth == 16):
+                    return broadcast(self, lhs, rhs)
+            elif dtype.__class__ is core.dtype:
+                key = id(vars(lhs.type)), rhs.__class__, rhs, arithmetic, division
+                if key in numbers:
+                    return lhs, numbers[key]
+                left, right = plain(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, division)
+                if left is lhs:
+                    right.handle.data.flags.writeable = False
+                    numbers[key] = right
+                return left, right
+        return plain(self, lhs, rhs, lhs_ptr, rhs_ptr, arithmetic, division)
+
+    monkeypatch.setattr(semantic, "binary_op_type_checking_impl", check_operands)
+
+    def patch(obj, name, member, builder, scope):
+        mine, call = semantic(builder), getattr(member, "__wrapped__", member)
+
+        def in_language(*args, **kwargs):
+            kwargs["_semantic"] = mine
+            return call(*args, **kwargs)
+
+        scope.set_attr(obj, name, in_language)
+
+    monkeypatch.setattr(interpreter, "_patch_attr", patch)
 
 
 def _torch(data: numpy.ndarray) -> torch.Tensor:
