@@ -40,9 +40,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
+    """What has been imported stays: each run of a test collects garbage, and would look through all of it again. Garbage
+    is collected once more, as Python waits for a quarter more objects than it has found the last time."""
     gc.collect()
     gc.freeze()
+    gc.collect()
 
 
 @pytest.hookimpl(optionalhook=True)

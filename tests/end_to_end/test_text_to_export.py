@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from nightly import nightly
+from runs import losses, run_recipe
 
 MATMIX = Path(sys.executable).with_name("matmix")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -60,12 +61,11 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
 
 
 def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
-    options = ["debug_hydra", "--data.path", dataset, "--model.dropout", "0", "--steps", "4"]
-    _run(tmp_path, MATMIX, "train", *options, "--run-dir", "one")
+    options = ["--model.dropout", "0", "--steps", "4"]
+    run_recipe("debug_hydra", dataset, tmp_path / "one", *options)
     launch = [TORCHRUN, "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    _run(tmp_path, *launch, "-m", "matmix.train", *options, "--run-dir", "two")
-    from runs import losses
-
+    train = ["-m", "matmix.train", "debug_hydra", "--data.path", dataset, "--run-dir", "two"]
+    _run(tmp_path, *launch, *train, *options)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 

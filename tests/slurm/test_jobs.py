@@ -32,6 +32,7 @@ def chained(stage):
     stage.cluster.wait_for_end(second)
 
 
+@pytest.mark.slow
 @tells(chained)
 def test_scancel_leaves_a_valid_checkpoint_and_the_next_job_of_the_chain_goes_on_from_it(told, alone):
     run, seen = told

@@ -20,6 +20,7 @@ def two_nodes(stage):
     stage.cluster.wait_for_end(run.job)
 
 
+@pytest.mark.slow
 @tells(two_nodes)
 def test_a_job_on_two_nodes_trains_as_without_slurm(told, alone):
     info = told.cluster.info(told.job)
@@ -49,6 +50,8 @@ def test_usr2_saves_requeues_and_resumes(told, alone):
     assert (first.code, second.code) == (EXIT_STOPPED, EXIT_OK)
     assert first.saved_step == first.step < STEPS  # the step at which the signal was heard, nothing is done twice
     assert f"resumed from step-{first.step:08d}" in told.output()
+    assert f"Finished at step {STEPS}" in told.output()  # rank 0's words are the job's
+    assert (told.path / "logs" / second.attempt / "rank-00001.log").is_file()
     assert_undisturbed(told, alone(2))
 
 

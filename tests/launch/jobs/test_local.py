@@ -70,8 +70,25 @@ def local(dataset, tmp_path):
     run.end()
 
 
-def test_sigterm_saves_and_leaves_nothing_running(local, capsys):
+def test_ranks_listen_on_this_host_alone_and_sigterm_leaves_a_checkpoint(local, capsys):
     local.wait_for_step(3)
+    ranks = local.ranks()
+    family = [psutil.Process(local.process.pid), *psutil.Process(local.process.pid).children(recursive=True)]
+    assert len(ranks) == 2
+    addresses = {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses == {"127.0.0.1"}  # gloo's; the ranks met without a server
+
+    store, secret = Path(ranks[0].environ()["MATMIX_STORE"]), ranks[0].environ()["MATMIX_SECRET"]
+    assert len(secret) == 32
+    assert not any(secret in word for process in family for word in process.cmdline())
+    assert store.stat().st_uid == os.getuid()
+    assert store.parent.stat().st_mode & 0o777 == 0o700
+
     local.process.send_signal(signal.SIGTERM)
     assert local.process.wait(timeout=120) == EXIT_STOPPED, local.text()
     (attempt,) = read_attempts(local.run)
@@ -103,25 +120,10 @@ def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
         time.sleep(0.02)
 
 
-def test_ranks_listen_on_this_host_alone_and_end_with_their_launcher(local):
+@pytest.mark.slow
+def test_ranks_end_with_their_launcher(local):
     local.wait_for_step(3)
-    ranks = local.ranks()
     family = [psutil.Process(local.process.pid), *psutil.Process(local.process.pid).children(recursive=True)]
-    assert len(ranks) == 2
-    addresses = {
-        connection.laddr.ip
-        for process in family
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert addresses == {"127.0.0.1"}  # gloo's; the ranks met without a server
-
-    store, secret = Path(ranks[0].environ()["MATMIX_STORE"]), ranks[0].environ()["MATMIX_SECRET"]
-    assert len(secret) == 32
-    assert not any(secret in word for process in family for word in process.cmdline())
-    assert store.stat().st_uid == os.getuid()
-    assert store.parent.stat().st_mode & 0o777 == 0o700
-
     local.process.kill()
     wait_until_gone(family, seconds=60)  # they had a step to finish and to save
     assert "the launcher of this run is gone" in local.text()
