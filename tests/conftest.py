@@ -40,17 +40,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: each run of a test collects garbage, and would look through all of it again. Garbage
-    is collected once more, as Python waits for a quarter more objects than it has found the last time."""
+    """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
     gc.collect()
     gc.freeze()
-    gc.collect()
+    gc.collect()  # all garbage is looked for once there is a quarter more than this one finds: next to nothing
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config) -> int:
-    """With -n auto: one more than there are cores, since tests of real processes wait a third of their time."""
-    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+    """With -n auto: two more than there are cores, since tests of real processes, Slurm's above all, mostly wait."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 2
 
 
 _ON_ONE_WORKER = ("/slurm/", "/distributed/", "/docs/", "/export/", "/faults/", "security/test_bombs.py")

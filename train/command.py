@@ -58,7 +58,8 @@ def _train(config: RunConfig) -> tuple[int, bool]:
     try:
         from matmix.train.loop import train
 
-        gc.freeze()  # what has been imported stays, and no collection need look through it
+        if not gc.get_freeze_count():  # what has been imported stays, and no collection need look through it
+            gc.freeze()
         with panics_as_errors():
             result = train(config, attempt)
     except BaseException as error:

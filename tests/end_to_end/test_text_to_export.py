@@ -10,6 +10,8 @@ import pytest
 from nightly import nightly
 from runs import losses, run_recipe
 
+from matmix.launch.cli import main
+
 MATMIX = Path(sys.executable).with_name("matmix")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
@@ -32,13 +34,20 @@ def _run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProces
         pytest.param("debug_hydra", "mds", marks=pytest.mark.slow),
     ],
 )
-def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
+def test_prepare_train_resume_generate_export(recipe, shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def here(*words: str) -> str:
+        """What a verb says that a process has shown to work already: imports would take seconds once more."""
+        assert main(list(words)) == 0
+        return capsys.readouterr().out
+
     text = [{"text": f"Act {n}.\nThe king of line {n} speaks, and {n * 7919} voices answer him."} for n in range(400)]
     (tmp_path / "play.jsonl").write_text("\n".join(map(json.dumps, text)))
-    prepare = [MATMIX, "prepare", "play.jsonl", "--out", "data", "--vocab-size", "400", "--format", shards]
-    _run(tmp_path, *prepare, "--validation-fraction", "0.1")
-    again = _run(tmp_path, *prepare, "--validation-fraction", "0.1")
-    assert "nothing to do" in again.stdout
+    prepare = ["prepare", "play.jsonl", "--out", "data", "--vocab-size", "400", "--format", shards]
+    prepare += ["--validation-fraction", "0.1"]
+    _run(tmp_path, MATMIX, *prepare)
+    assert "nothing to do" in here(*prepare)
 
     train = ["train", recipe, "--data.path", "data", "--run-dir", "run"]
     stopped = _run(tmp_path, MATMIX, *train, "--stop-step", "4")
@@ -48,7 +57,7 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
     assert "Finished at step 8" in resumed.stdout
     assert "Unigram entropy" in resumed.stdout
     assert "Next: matmix generate" in resumed.stdout
-    assert "Nothing to do, the run finished at step 8" in _run(tmp_path, MATMIX, *train).stdout
+    assert "Nothing to do, the run finished at step 8" in here(*train)
 
     prompt = "The king" if recipe == "debug_mru" else "The <mask> of line"
     sample = _run(tmp_path, MATMIX, "generate", "run", "--prompt", prompt, "--max-new-tokens", "8")
@@ -56,8 +65,8 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path):
     _run(tmp_path, MATMIX, "export", "run", "--out", "out")
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
-    both = _run(tmp_path, MATMIX, "generate", "out", "--prompt", prompt, "--prompt", prompt, "--max-new-tokens", "8")
-    assert [line for line in both.stdout.splitlines() if "---" in line] == [f"--- {n} of 2: {prompt}" for n in (1, 2)]
+    both = here("generate", "out", "--prompt", prompt, "--prompt", prompt, "--max-new-tokens", "8")
+    assert [line for line in both.splitlines() if "---" in line] == [f"--- {n} of 2: {prompt}" for n in (1, 2)]
 
 
 def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
