@@ -20,7 +20,7 @@ from matmix.train.arguments import Recipe
 from matmix.train.config import RunConfig
 from matmix.train.engine.build import build_engine
 from matmix.train.estimate import FLOAT
-from matmix.train.estimate.plan import make_plan
+from matmix.train.estimate.plan import make_plan, part_of_rows
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 
@@ -123,7 +123,7 @@ def peak_of(config: RunConfig) -> int:
         (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
         for name in _IMPORTED_LATE:
             importlib.import_module(name)
-        batch = random_batch(config, config.micro_batch(engine.mesh.data_size))
+        batch = random_batch(part_of_rows(config), config.micro_batch(engine.mesh.data_size))
         before = process_bytes("VmRSS")
         prepare(engine, config.model, config.optimizer, config.data.seqlen)
         accumulation = config.global_batch_size // (len(batch.inputs) * engine.mesh.data_size)

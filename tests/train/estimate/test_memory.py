@@ -41,8 +41,8 @@ name = "{objective}"
 @pytest.fixture
 def recipe(tmp_path):
     def write(mixer: str) -> str:
-        encoder = mixer == "hydra"
-        path = tmp_path / f"{mixer}.toml"
+        encoder = mixer.startswith("hydra")
+        path = tmp_path / "recipe.toml"
         path.write_text(
             RECIPE.format(
                 mixer=mixer,
@@ -82,6 +82,22 @@ def test_every_checkpointing_mode(recipe, mixer, mode):
 def test_every_engine(recipe, engine, accumulation):
     micro = ("--micro-batch-size", str(4 // accumulation))
     check(compare(f"{engine} x {accumulation}", [recipe("attention"), *ENGINES[engine], *micro], ranks=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["hydra", "mru", 'hydra", "attention'])
+def test_ranks_of_a_context_share_activations(recipe, mixer):
+    """1/N of them and a tenth: measured, and as planned, over what 256 tokens take."""
+    common = "--engine.name ddp --global-batch-size 1 --model.d-model 256 --model.n-layers 4 --model.vocab-size 256"
+    grown = {}
+    for ranks in (1, 2, 4):
+        options = [recipe(mixer), *common.split(), "--engine.context", str(ranks), "--data.seqlen"]
+        short, long = (compare(f"{mixer} / {ranks}", [*options, str(tokens)], ranks) for tokens in (256, 8192))
+        grown[ranks] = long.measured - short.measured, long.planned - short.planned
+    assert grown[1][0] > 256 * 2**20
+    for ranks in (2, 4):
+        for whole, part in zip(grown[1], grown[ranks], strict=True):
+            assert part <= (1 / ranks + 0.1) * whole, (ranks, grown)
 
 
 def small(**engine) -> RunConfig:
