@@ -136,15 +136,30 @@ class InitConfig:
     """"old=new": weights whose names in the source begin with old are those that begin with new here."""
     other_tokenizer: bool = False
     """Take the weights although the ids of the source's tokenizer stand for other pieces than those of the data's."""
+    resume: bool = False
+    """Go on as the run itself would from that checkpoint, in a run directory of its own: with the optimizer's state,
+    the step and the position in the data as well. `steps` counts from the first step of the source."""
+    decay: int = 0
+    """Go on so for this many steps, in which the learning rate falls by schedule.decay_shape to schedule.final; `steps`
+    and the rest of [schedule] follow from that. For a checkpoint with the peak rate, before any decay; 0 = off."""
 
     def __post_init__(self) -> None:
         refuse_secrets(self.from_, "init.from")
-        require_at_least(self, "init.", step=0)
+        require_at_least(self, "init.", step=0, decay=0)
         for pair in self.rename:
             require(pair.count("=") == 1 and all(pair.split("=")), f'init.rename = "{pair}": write it as "old=new"')
+        if self.goes_on:
+            option, others = "resume" if self.resume else "decay", ("weights", "ignore", "rename", "project")
+            given = [name for name in others if getattr(self, name) not in ("raw", "", ())]
+            require(not given, f"init.{option} takes all of a checkpoint: leave init.{given[0] if given else ''} out")
         if not self.from_:
             given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
             require(not given, f"init.{given[0] if given else ''} is given without init.from: name what to start from")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more than weights is taken: the run is a branch of its source."""
+        return self.resume or self.decay > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.replicas import Replicas
 from matmix.train.guards.steps import DamagedShards, NanGuard, SpikeGuard
-from matmix.train.init.start import start_weights
+from matmix.train.init.start import branched_from, start_weights
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
 from matmix.train.meters.collectives import Stragglers
@@ -117,7 +117,8 @@ class Trainer:
         ranks = "" if distributed.world_size == 1 else f" on {distributed.world_size} ranks"
         data = self.task.modality(config.data).named(config.data) or "the recipe's data"
         saved = list_steps(self.run.checkpoints, written=True)
-        begins = f"from the newest checkpoint, step {saved[-1]}" if saved else "from the first"
+        begins = f"a branch of {config.init.from_}" if config.init.goes_on else "from the first"
+        begins = f"from the newest checkpoint, step {saved[-1]}" if saved else begins
         parameters = short_number(count_parameters(config.model))
         logger.info(
             f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "
@@ -307,7 +308,9 @@ class Trainer:
         newest = self.checkpoints.newest(self.engine)
         if newest is None:
             self.goodput.begin(first_start(self.run.path, write=False))
-            if self.config.init.from_:
+            if self.config.init.goes_on:
+                changes = self.branch()
+            elif self.config.init.from_:
                 start_weights(self.config, self.engine, self.loader.facts.tokenizer)
         else:
             changes = self.load(newest)
@@ -328,32 +331,45 @@ class Trainer:
     def load(self, newest: Path, *, lost_to: str = "restarts") -> list[Change]:
         """Puts everything where the checkpoint `newest` has it, except what a changed config now says, and returns
         these changes; lost_to: what the time since then is counted as. Raises ValueError for what may not change."""
-        manifest = read_manifest(newest)
-        extra = manifest["extra"]
+        extra = read_manifest(newest)["extra"]
         check_extra(extra, newest)
         changes = self.run.changes_since(extra, self.config)
-        check_tokenizer(extra, self.loader.facts.tokenizer, newest)
-        self.checkpoints.load(newest, self.engine)
-        self.state = TrainState(**extra["train_state"])
+        self.take(newest)
         if self.state.step > self.config.steps:
             raise ValueError(
                 f"steps = {self.config.steps} is less than the {self.state.step} that {self.run.path} has done; "
                 f"set steps to {self.state.step} or more, or choose another --run-dir"
             )
-        self.loader.load_state_dict(extra["data"])
-        if self.config.data.carry:
-            fresh = self.engine.module.initial_state(self.lanes.size, self.engine.device)
-            agree(lambda: self.lanes.load(newest, manifest["files"], fresh))
-        self.rules_before = extra["parameter_rules"]
-        self.spikes.load_state_dict(extra.get("spikes"))
         self.best.load_state_dict(extra.get("best"))
         self.checkpoints.best = self.best.step
         self.goodput.load_state_dict(extra.get("goodput"), lost_to)
+        self.is_summarised()
+        return changes
+
+    def branch(self) -> list[Change]:
+        """Goes on from the checkpoint of another run that `init` names, and returns what its config changes."""
+        checkpoint, changes = branched_from(self.config)
+        self.take(checkpoint)
+        left = self.config.last_step - self.state.step
+        logger.info(f"branched from {checkpoint.name} of {self.config.init.from_}: {left} steps to go")
+        return changes
+
+    def take(self, checkpoint: Path) -> None:
+        """Puts the model, the optimizer, the data and what guards remember where a checkpoint has them."""
+        manifest = read_manifest(checkpoint)
+        extra = manifest["extra"]
+        check_tokenizer(extra, self.loader.facts.tokenizer, checkpoint)
+        self.checkpoints.load(checkpoint, self.engine)
+        self.state = TrainState(**extra["train_state"])
+        self.loader.load_state_dict(extra["data"])
+        if self.config.data.carry:
+            fresh = self.engine.module.initial_state(self.lanes.size, self.engine.device)
+            agree(lambda: self.lanes.load(checkpoint, manifest["files"], fresh))
+        self.rules_before = extra["parameter_rules"]
+        self.spikes.load_state_dict(extra.get("spikes"))
         self.replicas.same_at = -1
         self.attempt.step = self.state.step
         self.metrics = extra.get("evaluation") or {}
-        self.is_summarised()
-        return changes
 
     def save(self, *, wait: bool = False) -> bool:
         """Saves the current step unless that is done, or a try has just failed; True if it is saved or, without `wait`,

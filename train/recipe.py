@@ -16,7 +16,8 @@ from matmix.model.architecture import ARCHITECTURES
 from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import find_part, key_types, parse_arguments, read_table
-from matmix.train.config import RunConfig
+from matmix.train.checkpoint.steps import step_of
+from matmix.train.config import InitConfig, RunConfig
 from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
 _PHASES = "phase"
@@ -129,7 +130,27 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
         if "--epochs" in typed:
             raise ValueError("--steps and --epochs are both given: keep one of them")
         config = dataclasses.replace(config, epochs=0.0)
+    config = _with_decay(dataclasses.replace(config, init=_with_step(config.init)))
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
+
+
+def _with_step(init: InitConfig) -> InitConfig:
+    """Returns `init` with the run and the step of a checkpoint that it names by its path."""
+    run, _, name = init.from_.rstrip("/").rpartition("/checkpoints/")
+    step = step_of(name) if run else None
+    return init if step is None else dataclasses.replace(init, from_=run, step=step)
+
+
+def _with_decay(config: RunConfig) -> RunConfig:
+    """Returns `config` with the steps and the schedule that its `init.decay` means."""
+    init = config.init
+    if not init.decay:
+        return config
+    if not init.step:
+        where = "init.from = RUN/checkpoints/step-..., or init.step"
+        raise ValueError(f"init.decay = {init.decay} needs the checkpoint that the decay begins with: {where}")
+    schedule = dataclasses.replace(config.schedule, name="wsd", decay=float(init.decay))
+    return dataclasses.replace(config, steps=init.step + init.decay, epochs=0.0, schedule=schedule)
 
 
 def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> None:

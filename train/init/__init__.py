@@ -68,7 +68,7 @@ def source_of(init: InitConfig) -> InitSource:
     path, fetched = Path(init.from_), None
     if is_url(init.from_):
         node = FolderGroup.of_node()
-        options = {"step": init.step or None, "weights_only": init.weights == "raw"}
+        options = {"step": init.step or None, "weights_only": init.weights == "raw" and not init.goes_on}
         copies = agree(lambda: (node.number, fetch_run(init.from_, **options)), here=node.leads)
         path, fetched = dict(filter(None, copies))[node.number]
     open_source = _find(path, fetched, init)

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -18,7 +19,8 @@ from matmix.train.engine.base import Engine, persistent_tensors
 from matmix.train.engine.full_state import MODEL, RenamedState
 from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names
-from matmix.train.recipe import differing
+from matmix.train.recipe import config_from_dict, differences, differing, with_defaults
+from matmix.train.run.directory import Change, refused_changes
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,31 @@ def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None
         logger.warning(f"the model computes otherwise than that of {source.words}: {different}")
 
 
+def branched_from(config: RunConfig, source: InitSource | None = None) -> tuple[Path, list[Change]]:
+    """Returns the checkpoint that `config` goes on from as a branch of another run, and the changes to the config
+    there; source: what `config.init` names, if it is open. Raises FileNotFoundError or ValueError (one line) for what
+    is no run, for changes that make it another run's, and for a decay from a step that has not the peak rate."""
+    source = source or source_of(config.init)
+    if source.run is None:
+        raise ValueError(f"init.from: {source.words} has weights alone, and no step to go on from")
+    checkpoint, extra = source.run.checkpoint, source.run.manifest["extra"]
+    theirs, step = with_defaults(extra["config"]), extra["train_state"]["step"]
+    changes = [change for change in differences(theirs, config) if not change[0].startswith("init.")]
+    if text := refused_changes(changes):
+        raise ValueError(f"init.from: {source.words} was trained with another config ({text}): it can't go on so")
+    if step >= config.steps:
+        raise ValueError(f"steps = {config.steps} does not lie behind {source.words}, from which the run goes on")
+    there = config_from_dict(theirs, str(checkpoint))
+    warmup, stable = there.schedule.parts(there.steps)
+    if config.init.decay and step < warmup:
+        raise ValueError(f"init.decay: {source.words} is inside of the warm-up, which lasts to step {warmup:g}")
+    if config.init.decay and step > stable:
+        advice = "take a checkpoint of that step or before" if stable > warmup else "that schedule has no stable phase"
+        fall = f"{there.schedule.name} falls from step {stable:,g} on"
+        raise ValueError(f"init.decay: {source.words} is inside of a decay ({fall}): {advice}")
+    return checkpoint, [change for change in changes if change[0] != "run_dir"]
+
+
 def load_start(model: Backbone, source: InitSource) -> None:
     """Fills a whole model on one device with the weights of `source`, which has all of them and maybe a head that is
     left. Raises ValueError (one line) for what does not fit."""
@@ -94,11 +121,14 @@ def load_start(model: Backbone, source: InitSource) -> None:
 
 def planned_start(config: RunConfig) -> tuple[RunConfig, str]:
     """Returns `config`, with the source's vocabulary where it leaves that to the data, and a line that says what its
-    run would begin with. Raises as `start_weights`."""
+    run would begin with. Raises as `start_weights`, or `branched_from`."""
     source = source_of(config.init)
     if not config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=source.model.vocab_size)
         config = dataclasses.replace(config, model=model)
+    if config.init.goes_on:
+        branched_from(config, source)
+        return config, f"all of {source.words}: weights, optimizer, step and position in the data"
     model = build_model(config.model, device="meta")
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model)}
     return config, plan_start(source, config.model, shapes, config.init).words()
