@@ -26,9 +26,13 @@ def once() -> dict[str, Case]:
     cases, documents = {"causal": causal("over three ranks", states=True)}, list(DOCUMENTS)
     for at, form in enumerate(FORMS):
         cases[form] = two_sided(form, documents[at % len(documents)], KINDS[at % 4], at % 2 == 0)
-    layers = [lion_layer("rows", 1), lion_layer("rows", gates="head"), lion_layer("over three ranks")]
-    layers += [scan_layer("rows"), scan_layer("single tokens", states=True), scan_layer("at cuts", directions=1)]
-    return cases | {f"layer {number}": layer for number, layer in enumerate(layers)}
+    return cases
+
+
+def layers() -> dict[str, Case]:
+    found = [lion_layer("rows", 1), lion_layer("rows", gates="head"), lion_layer("over three ranks")]
+    found += [scan_layer("rows"), scan_layer("single tokens", states=True), scan_layer("at cuts", directions=1)]
+    return {f"layer {number}": layer for number, layer in enumerate(found)}
 
 
 def convolution(width: int, causal: bool) -> Case:
@@ -65,6 +69,7 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
     [
         (few, 2, torch.bfloat16),
         nightly(once, 3, torch.float32),
+        nightly(layers, 3, torch.float32),
         nightly(few, 2, torch.float32),
         nightly(once, 2, torch.bfloat16),
     ],
