@@ -1,5 +1,5 @@
 """Rules for parameters that a module wants trained differently from others: factor on the learning rate, clipping,
-weight decay and the optimizer itself.
+weight decay and the optimizer itself; and what is in a matrix, for optimizers of whole matrices.
 
 A module states them in a method `parameter_rules(seqlen)`, as it states initial values in `init_rules`: a dict from the
 name of a parameter, relative to that module, to a `ParameterRule`.
@@ -24,6 +24,9 @@ class ParameterRule:
     """Weight decay in place of the run's; 0 = not decayed; None = the run's for matrices, none for vectors."""
     optimizer: str | None = None
     """The optimizer, by a name that optimizer.name may have; None = the run's."""
+    blocks: tuple[int, ...] | None = None
+    """Rows of the linear maps that a matrix holds one below the other, of which optimizers of whole matrices update
+    each by itself; () = it holds none, and they leave it to another optimizer; None = it is one."""
 
     def __post_init__(self) -> None:
         if not (self.lr >= 0 and math.isfinite(self.lr)):
@@ -32,9 +35,11 @@ class ParameterRule:
             raise ValueError(f"clip = {self.clip}: a norm to clip to is a number above 0")
         if self.weight_decay is not None and not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
             raise ValueError(f"weight_decay = {self.weight_decay}: must be a number from 0 on")
+        if self.blocks is not None and min(self.blocks, default=1) < 1:
+            raise ValueError(f"blocks = {self.blocks}: every linear map has rows")
 
 
-NOT_DECAYED = ParameterRule(weight_decay=0.0)
+NOT_DECAYED = ParameterRule(weight_decay=0.0, blocks=())
 """For rates, frequencies, states and functions: smaller weights are not a simpler layer but another one."""
 
 

@@ -319,7 +319,13 @@ class Mixer(Called):
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
         """Rules of parameters that are trained differently, by name; seqlen: length of the training sequences."""
         there = dict(self.named_parameters())
-        return {name: NOT_DECAYED for name in self.not_decayed if name in there}
+        rules = {name: ParameterRule(blocks=rows) for name, rows in self.blocks().items()}
+        return rules | {name: NOT_DECAYED for name in self.not_decayed if name in there}
+
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        """Returns the rows of the linear maps that stand one below the other in a matrix, by its name; () for a matrix
+        that is no linear map. What is left out is one, or has another number of dimensions than 2."""
+        return {}
 
     @classmethod
     def block_rank(cls, config: Any) -> int | None:

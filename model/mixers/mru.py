@@ -143,13 +143,15 @@ class MRU(Mixer):
         }
 
     def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        # Every few rows of in_proj make a state matrix of their own: as one linear map they mean nothing.
         if self.state_base is not None:
             # Rates of fading: smaller ones are another memory, not a simpler one. What a token adds fades, so that
             # mru-lm's rule has no reason, and costs 0.06 nats where it was tried (docs/mru.md).
-            return {"state_base": NOT_DECAYED}
-        # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
-        rule = ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5)
-        return {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
+            rules, rule = {"state_base": NOT_DECAYED}, ParameterRule(blocks=())
+        else:
+            # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
+            rules, rule = {}, ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5, blocks=())
+        return rules | {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
 
     @staticmethod
     def head_count(d_model: int, config: MRUConfig) -> int:

@@ -79,6 +79,31 @@ def test_it_is_sharded_saved_converted_and_resumed_at_other_numbers_of_ranks(dat
             assert entries["embedding.weight"] == entries["norm.weight"] == ADAMW
 
 
+def test_muon_resumes_bit_for_bit(dataset, tmp_path):
+    muon = ["--optimizer.name", "muon", "--optimizer.lr", "5e-3", "--ema.decay", "0.9"]
+    whole, parts = (options_of(tmp_path / name, dataset, *muon) for name in ("whole", "parts"))
+    optimizer_scenario.train_all(
+        [("debug_mru", whole), ("debug_mru", [*parts, "--stop-step", "3"]), ("debug_mru", parts)]
+    )
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "whole")[-1] < losses(tmp_path / "whole")[0] - 0.1
+    assert kept(tmp_path / "whole")["blocks.0.mlp.up.weight"] == {"momentum", "ema", "ema_step"}
+
+
+@pytest.mark.slow
+def test_muon_travels_between_engines_and_contexts(dataset, tmp_path):
+    """The parts of a context hold rows as other ranks do."""
+    travel(dataset, tmp_path, "muon", ["fsdp2", "ddp"])
+    context = [
+        ("debug_mru", options_of(tmp_path / f"c-{engine}", dataset, *("--optimizer.name", "muon"),
+                                 *("--engine.name", engine, "--engine.context", "2")))
+        for engine in ("fsdp2", "ddp")
+    ]  # fmt: skip
+    run_distributed(optimizer_scenario.train_all, 4, arguments=(context,))
+    for name in ("fsdp2-converted", "ddp-converted", "c-fsdp2", "c-ddp"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
 @pytest.mark.slow
 def test_deepspeed_takes_it_up(dataset, tmp_path):
     """From FSDP2 to ZeRO-2 and ZeRO-3 and back, on two ranks: the curve of an uninterrupted run."""

@@ -74,6 +74,7 @@ class Sizes:
     n_blocks: int
     moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
     accumulation: int  # micro-batches of a step
+    to_owners: float = 0.0  # of matrices that one rank updates, as many as elements of float32 would take their bytes
 
     @property
     def parameters(self) -> int:
@@ -179,6 +180,10 @@ def sent(engine: EngineConfig, ranks: int, sizes: Sizes) -> list[Exchange]:
     if copies > 1:
         part = 2 * (copies - 1) / copies
         exchanges.append(Exchange("all-reduce of gradients", part * gradients / parts, copies, ranks))
+    if sizes.to_owners and ranks > 1 and engine.kind != "deepspeed":
+        # Its rows come from one copy, and go back to all; those that the owner holds are there.
+        rows = sizes.to_owners / (copies * parts) * (copies + 1 - 2 / parts)
+        exchanges.append(Exchange("all-to-all of whole matrices", rows, ranks, ranks))
     return exchanges
 
 

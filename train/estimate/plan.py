@@ -127,6 +127,10 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         n_blocks=len(model.blocks),
         moments=sum(kept) / FLOAT,
         accumulation=accumulation,
+        to_owners=sum(
+            optimizer.part_of(group).sent_bytes * parameter.numel() / FLOAT
+            for _, parameter, group in optimizer.named_parameters()
+        ),
     )
     held = held_on_rank(config.engine, ranks, sizes)
     gathers = ranks > 1 and config.engine.sends_rounded

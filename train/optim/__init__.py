@@ -3,10 +3,11 @@
 from matmix.train.arguments import find_part
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.base import Optimizer
+from matmix.train.optim.muon import Muon
 
 __all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW}
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon}
 """By the names that recipes say."""
 FALLBACK = "adamw"
 """The optimizer of the parameters that the run's does not take."""

@@ -31,6 +31,11 @@ class Optimizer(torch.optim.Optimizer):
     elementwise: bool = True
     """True where the update of an element depends on no other element. DeepSpeed from ZeRO stage 1 on hands an
     optimizer flat pieces of several parameters, and takes none whose updates are not elementwise."""
+    of_linear_maps: ClassVar[bool] = False
+    """True where it updates linear maps as wholes: it is given no matrix of which its mixer says that it is none, and
+    updates apart what "blocks" of a group says to stand one below the other in each of its parameters."""
+    sent_bytes: int = 0
+    """Bytes of an element that ranks send to the one that updates it; as many are sent back."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [optimizer.options]; every field has a default."""
     parts: Mapping[str, Optimizer] = types.MappingProxyType({})

@@ -59,10 +59,10 @@ class OptimizerConfig:
     states; vectors (norms, biases) have none."""
 
     name: str = "adamw"
-    """adamw (arXiv 1711.05101), or an optimizer of your own as "my_package.module:MyOptimizer". What it cannot take,
-    such as vectors, is left to adamw."""
+    """adamw (arXiv 1711.05101), muon (arXiv 2502.16982), or an optimizer of your own as
+    "my_package.module:MyOptimizer". What it cannot take, such as vectors, is left to adamw."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """A table with the options of your own optimizer; on the command line as in '{momentum = 0.9}'."""
+    """A table with the options of the optimizer; on the command line as in '{momentum = 0.9}'."""
     lr: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from matmix.model.parameter_rules import stated_rules
+from matmix.model.parameter_rules import ParameterRule, stated_rules
 from matmix.train.arguments import read_options
 from matmix.train.optim import FALLBACK, Optimizer, optimizer_class
 from matmix.train.optim.averaging import keep_average
@@ -36,6 +36,8 @@ class ParameterGroup:
     """The name of the optimizer that updates them."""
     sources: tuple[str, ...]
     """The mixers, by name, and the rules of the recipe, by patterns, that say something of one of them."""
+    blocks: tuple[tuple[int, ...] | None, ...]
+    """The linear maps in each of them, as `ParameterRule.blocks` has it."""
 
     @property
     def has_rule(self) -> bool:
@@ -51,6 +53,7 @@ class _Treatment:
     lr: float = 1.0
     clip: float | None = None  # None = with the others
     optimizer: str | None = None  # None = the run's
+    blocks: tuple[int, ...] | None = None
     clipped_with: tuple[str, Any] = (OTHERS, None)  # what to call those it is clipped with, and what they share
     said_by: dict[str, str] = dataclasses.field(default_factory=dict)  # field -> the source that it is from
     sources: tuple[str, ...] = ()
@@ -72,8 +75,14 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
     treatments = {name: _Treatment(None if len(shape) >= 2 else 0.0) for name, shape in shapes.items()}
     for name, (owner, rule) in stated_rules(model, seqlen).items():
         if name in treatments:
-            said = dataclasses.asdict(rule) if config.mixer_rules else {"weight_decay": rule.weight_decay}
-            treatments[name].take(owner, (owner, rule), said)
+            own = treatments[name]
+            if rule.blocks and sum(rule.blocks) != shapes[name][0]:
+                rows = f"{sum(rule.blocks)} rows in all for {name}, which has {shapes[name][0]}"
+                raise ValueError(f"parameter_rules of {owner}: blocks = {rule.blocks} are {rows}")
+            own.blocks = rule.blocks
+            if rule != ParameterRule(blocks=rule.blocks):
+                fields = ("lr", "clip", "weight_decay", "optimizer") if config.mixer_rules else ("weight_decay",)
+                own.take(owner, (owner, rule), {field: getattr(rule, field) for field in fields})
     if config.layer_decay != 1:
         for name, height in _heights(shapes).items():
             if height:
@@ -93,7 +102,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
                 f"{own.said_by['weight_decay']}: weight_decay = {own.weight_decay:g} cannot apply to {name}, a vector "
                 f"of shape {tuple(shapes[name])}: only matrices are decayed; let its pattern match those alone"
             )
-        if not optimizer_class(own.optimizer or config.name).takes(name, shapes[name]):
+        kind = optimizer_class(own.optimizer or config.name)
+        if not kind.takes(name, shapes[name]) or (kind.of_linear_maps and own.blocks == ()):
             if own.optimizer is not None:
                 problem = f"the optimizer {own.optimizer} cannot update {name}, of shape {tuple(shapes[name])}"
                 raise ValueError(f"{own.said_by['optimizer']}: {problem}; let its pattern match others")
@@ -151,6 +161,7 @@ def _grouped(treatments: Mapping[str, _Treatment], config: OptimizerConfig) -> l
             clip=config.max_grad_norm if clip is None else clip,
             optimizer=optimizer,
             sources=tuple(dict.fromkeys(source for name in names for source in treatments[name].sources)),
+            blocks=tuple(treatments[name].blocks for name in names),
         )
         for (lr, weight_decay, label, clip, optimizer), names in members.items()
         if names
@@ -173,8 +184,8 @@ def _labels(shared: Iterable[tuple[str, Any]]) -> dict[tuple[str, Any], str]:
 def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: EmaConfig | None = None) -> Optimizer:
     """Makes the optimizer that `config` names, or several as one where rules or shapes ask for others, of the trainable
     parameters of `model`, sharded or not, with the average of them that `ema` asks for. Its groups say beside torch's
-    options "lr_factor", "clip_group", "clip" and "optimizer". Raises ValueError as `parameter_groups` does, and for
-    unknown names or options."""
+    options "lr_factor", "clip_group", "clip", "optimizer" and "blocks". Raises ValueError as `parameter_groups` does,
+    and for unknown names or options."""
     parameters = dict(model.named_parameters())
     groups = [
         {
@@ -185,6 +196,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, seqlen: int, ema: 
             "clip_group": group.clip_group,
             "clip": group.clip,
             "optimizer": group.optimizer,
+            "blocks": group.blocks,
         }
         for group in parameter_groups(model, config, seqlen)
     ]

@@ -247,6 +247,9 @@ class SmaToeplitz(MaskedAttention):
         self.alpha = nn.Parameter(torch.empty(self.nheads, 2 * max_seqlen - 1))
         self.init_rules |= {"alpha": retnet_decays_both_ways}
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {"alpha": ()}
+
     @classmethod
     def linear_flops(cls, headdim: int, seqlen: int) -> float:
         # A real transform of n points costs half of the complex one's 5 n log2(n); there and back.

@@ -114,6 +114,9 @@ class Hyena(Mixer):
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.init_rules |= {"D": normal_init(1.0)}
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {"in_proj.weight": 3 * (self.d_model,)}
+
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:
         cls.require_least(config, filter_width=1, filter_layers=1)

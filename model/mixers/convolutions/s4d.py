@@ -79,6 +79,9 @@ class S4D(Mixer):
             "D": normal_init(1.0),
         }
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {"out_proj.weight": 2 * (self.d_model,)}
+
     @classmethod
     def check(cls, d_model: int, config: S4DConfig) -> None:
         super().check(d_model, config)

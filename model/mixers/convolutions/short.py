@@ -51,6 +51,9 @@ class Convolution(Mixer):
         self.norm = RMSNormWeight(self.d_inner)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {"in_proj.weight": 2 * (self.d_inner,)}
+
     @staticmethod
     def taps(config: ConvolutionConfig, causal: bool) -> int:
         """Width of the convolution in one form."""

@@ -86,6 +86,10 @@ class GatedDelta(Mixer):
             "A_log": partial(draw_log_of_uniform, low=1.0, high=16.0),
         }
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        keys = self.nheads * self.config.qk_dim
+        return {"in_proj.weight": (self.d_inner, keys, keys, self.d_inner, *self.sections[2:])}
+
     @staticmethod
     def widths(d_model: int, config: GatedDeltaConfig) -> tuple[int, int, int]:
         """d_inner, nheads, and width of the convolution."""

@@ -248,6 +248,9 @@ class LionLit(Mixer):
         self.proj = nn.Linear(d_inner, d_model)
         self.init_rules = {"proj.weight": normal_init(output_std)}
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {"qkv.weight": 3 * (self.proj.in_features,)}
+
     @classmethod
     def check(cls, d_model: int, config: LionConfig) -> None:
         super().check(d_model, config)

@@ -96,6 +96,11 @@ class ScanBlock(Mixer):
             "D": constant_init(1.0),
         }
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        form = self.form
+        vectors, steps = 2 * form.directions * (form.group_width,), form.directions * (form.heads,)
+        return {"in_proj.weight": (form.inner, form.inner, *vectors, *steps)}
+
     @classmethod
     def layer_form(cls, d_model: int, config: Any) -> LayerForm:
         """The sizes of the layer, and where its parts stand in in_proj's output."""

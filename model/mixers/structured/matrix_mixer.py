@@ -120,6 +120,12 @@ class MatrixMixer(Mixer):
         if parameters := self.mixing_parameters():
             self.matrix_mixer = MixingParameters(parameters)
 
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        rows = (self.d_inner, self.d_inner, *self.input_sizes, *self.direct_inputs * (self.nheads,))
+        # What M is made of has a row for each head or position.
+        entries = {f"matrix_mixer.{name}": () for name in self.mixing_parameters()}
+        return {"in_proj.weight": rows, **entries}
+
     # What a subclass says about its matrix.
 
     @classmethod

@@ -1,0 +1,72 @@
+"""Runs of a small model with Muon, on any engine and number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+from unittest import mock
+
+import scenarios
+import torch
+from scenarios import WIDTH, weights
+from torch import nn
+
+from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+from matmix.train.engine.build import build_engine
+from matmix.train.engine.config import EngineConfig
+from matmix.train.optim import muon, owners
+from matmix.train.optim.base import local_part
+from matmix.train.optim.config import OptimizerConfig
+from matmix.train.optim.groups import make_optimizer
+
+STEPS, BATCH = 20, 12
+
+
+class Block(scenarios.Block):
+    """`up` is three maps, whose borders are not those of any ranks' rows; `gate` has fewer rows than there are ranks;
+    there are more rows than columns, and fewer."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        self.gate = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = torch.tanh(self.gate(x)).unsqueeze(-1).unbind(-2)
+        return x + (super().forward(x) - x) * (1 + first) + second * x.roll(1, -1)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        return {"up.weight": ParameterRule(blocks=(7, 19, 4)), "A_log": NOT_DECAYED}
+
+
+MAPS = 2 * 5
+"""Of all layers."""
+
+
+def train(options: dict[str, Any], batch: int = owners.BATCH) -> tuple[dict[str, list[float]], int, int]:
+    """(weights after all steps, maps that this rank made orthogonal, weight elements of momentum that it holds)."""
+    count = 0
+
+    def counted(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return muon_orthogonal(matrix, iterations)
+
+    muon_orthogonal = muon.orthogonal
+    with contextlib.ExitStack() as stack:
+        for module, name, value in (
+            (scenarios, "Block", Block), (scenarios, "GLOBAL_BATCH", BATCH), (muon, "orthogonal", counted),
+            (owners, "BATCH", batch),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, value))
+        engine = build_engine(EngineConfig(**options), scenarios.place())
+        with torch.device("meta"):
+            model = scenarios.Toy(layers=2)
+        config = OptimizerConfig(name="muon", weight_decay=0.3, lr=1e-2)
+        engine.prepare(model, scenarios.initialize, lambda model: make_optimizer(model, config, scenarios.LENGTH))
+        scenarios.run_steps(engine, 0, STEPS, accumulation=1)
+        kept = [state["momentum"] for _, state in engine.optimizer.named_state() if "momentum" in state]
+        return weights(engine), count, sum(local_part(momentum).numel() for momentum in kept)
+
+
+def train_all(runs: list[tuple[dict[str, Any], int]]) -> list[Any]:
+    return [train(*run) for run in runs]
