@@ -226,6 +226,10 @@ class DataConfig:
     """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
     seqlen: int = 1024
     """Tokens in a sequence."""
+    window: int = 0
+    """Order of the sequences: windows of so many tokens are shuffled, and the sequences in each are read one after
+    another. Runs with the same window read the same tokens in the same order, whatever their seqlen, and one can go on
+    where another ended. 0 = seqlen."""
     packing: Literal["concat", "document", "rows"] = "concat"
     """concat: documents one after another, cut every `seqlen` tokens, boundaries kept; document: one
     document a sequence, truncated or padded; rows: as concat, but each sequence counts as one document, for
@@ -283,6 +287,13 @@ class DataConfig:
             if "." in other:
                 hint = ' (data.synthetic.task = "" generates nothing)' if other == "synthetic.task" else ""
                 raise ValueError(f"data.{first} and data.{other} are both given: keep one of them{hint}")
+        if self.window:
+            is_cut = self.packing != "document" and not self.carry and not any("." in name for name in (first, *others))
+            if self.window < 0 or self.window % self.seqlen or not is_cut:
+                raise ValueError(
+                    f"data.window = {self.window} must be a multiple of data.seqlen = {self.seqlen}, and is for "
+                    'prepared text with data.packing = "concat" or "rows" and without data.carry'
+                )
         if self.carry:
             other = next((name for name, given in kinds.items() if given and "." in name), "")
             refused = {

@@ -40,7 +40,9 @@ def train_phases(phases: Sequence[RunConfig], *, dry_run: bool = False) -> int:
         return print_plans(phases)
     if len(phases) == 1:
         return _train(phases[0])[0]
-    with Distributed.from_environment(phases[0].device):  # the ranks meet once
+    with Distributed.from_environment(phases[0].device) as distributed:  # the ranks meet once
+        for config in phases:  # now, and not when its turn comes
+            config.micro_batch(config.data_size(distributed.world_size))
         at_work = agree(lambda: list(map(has_begun, phases)), here=rank_and_world_size()[0] == 0)[0]
         first = max((number for number, begun in enumerate(at_work) if begun), default=0)
         for config in phases[first:]:

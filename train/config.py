@@ -163,6 +163,61 @@ class InitConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RampConfig:
+    """A table [ramp]: values that a run begins with and leaves step by step, each after the same number of tokens. Then
+    the recipe's own hold."""
+
+    tokens: int
+    """Length of the ramp in tokens (sequences times data.seqlen)."""
+    global_batch_size: tuple[int, ...] = ()
+    """Sequences per optimizer step, one value after another."""
+    seqlen: tuple[int, ...] = ()
+    """Tokens in a sequence, each a divisor of the recipe's data.seqlen."""
+    masking: tuple[float, ...] = ()
+    """Share of the tokens that are masked (objective.masking.probability)."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, "ramp.", tokens=1)
+        lengths = {len(values) for values in (self.global_batch_size, self.seqlen, self.masking) if values}
+        require(
+            len(lengths) == 1,
+            "ramp needs global_batch_size, seqlen or masking: lists of values, of the same length if several are given",
+        )
+
+    def stages(self, config: "RunConfig") -> list["RunConfig"]:
+        """Returns what the steps of `config` are taken with, one config after another: the last one is `config`, but
+        that `steps` counts on in all of them. Raises ValueError (one line) for values that do not fit, and for a ramp
+        that ends beyond the run."""
+        sizes, lengths, shares = self.global_batch_size, self.seqlen, self.masking
+        count = len(sizes or lengths or shares)
+        longest = max(config.data.seqlen, *lengths)
+        schedule = dataclasses.replace(config.schedule, steps=config.schedule.steps or config.steps)
+        config = dataclasses.replace(config, schedule=schedule, stop_step=0)
+        if lengths:
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, window=longest))
+        stages, step, tokens = [], 0, 0
+        for number in range(count):
+            masking, data = config.objective.masking, config.data
+            if shares:
+                masking = dataclasses.replace(masking, probability=shares[number])
+            if lengths:
+                data = dataclasses.replace(data, seqlen=lengths[number])
+            size = sizes[number] if sizes else config.global_batch_size
+            per_step = size * data.seqlen
+            steps = max(1, round((self.tokens * (number + 1) / count - tokens) / per_step))
+            step, tokens = step + steps, tokens + steps * per_step
+            require(
+                step < config.steps,
+                f"ramp ends beyond the run: its {self.tokens:,} tokens take at least {step:,} of the {config.steps:,} "
+                "steps; lower ramp.tokens or raise steps",
+            )
+            objective = dataclasses.replace(config.objective, masking=masking)
+            changes = {"steps": step, "global_batch_size": size, "data": data, "objective": objective}
+            stages.append(dataclasses.replace(config, **changes))
+        return [*stages, config]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CallbackConfig:
     """A table [[callback]]: a tracker of experiments, or a callback of your own."""
 

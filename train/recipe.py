@@ -17,10 +17,10 @@ from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import find_part, key_types, parse_arguments, read_table
 from matmix.train.checkpoint.steps import step_of
-from matmix.train.config import InitConfig, RunConfig
+from matmix.train.config import InitConfig, RampConfig, RunConfig
 from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
-_PHASES = "phase"
+_PHASES, _RAMP = "phase", "ramp"
 _FILLED_IN = (
     *("data.examples.labels", "data.images.classes", "data.images.mean", "data.images.std"),
     "model.head.outputs",
@@ -54,9 +54,10 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
     as words of a command line such as ["--optimizer.lr", "3e-4"], or as a mapping such as {"optimizer.lr": 3e-4}.
     Raises FileNotFoundError for a missing recipe and ValueError (one line) for a bad key, type or value."""
     path, values, run_dir = _read_recipe(recipe)
-    if _PHASES in values:
+    if _PHASES in values or _RAMP in values:
+        table = f"[[{_PHASES}]]" if _PHASES in values else f"[{_RAMP}]"
         raise ValueError(
-            f"{path} has several phases ([[{_PHASES}]]), which only {shell_line('matmix', 'train', recipe)} trains"
+            f"{path} has several phases ({table}), which only {shell_line('matmix', 'train', recipe)} trains"
         )
     where = str(path)
     if isinstance(overrides, Mapping):
@@ -80,8 +81,11 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
     """Returns the configs of a recipe's phases, in order; for a recipe without phases its own. A phase is the recipe
     with the changes in its table [[phase]]. It is a run of its own, RUN/phase-1 and so on, and begins with the weights
-    that the one before it ends with. Raises as `load_config`; overrides are for all phases."""
+    that the one before it ends with, or goes on from there where its `init.resume` says so. A table [ramp] is such
+    phases. Raises as `load_config`; overrides are for all phases."""
     path, values, run_dir = _read_recipe(recipe)
+    if _RAMP in values:
+        return _load_ramp(values, str(path), overrides, run_dir)
     if _PHASES not in values:
         return [resolved_config(values, str(path), overrides, run_dir)]
     tables = values.pop(_PHASES)
@@ -98,11 +102,30 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
             if not isinstance(own, dict) or "from" in own:
                 raise ValueError(f"{where}: it begins with the weights of phase {number - 1}: leave init.from out")
             begins = {"init": {**own, "from": configs[-1].run_dir}}
+            if own.get("resume") or own.get("decay"):
+                begins["init"] = {"step": configs[-1].steps, **begins["init"]}
             values = {**values, "init": {}}
         config = resolved_config(merged(values, {**table, **begins}), where, overrides, run_dir)
         if number > 1:  # options of [init] on the command line are for the first phase
-            config = dataclasses.replace(config, init=config_from_dict(begins, where).init)
+            config = _with_decay(dataclasses.replace(config, init=config_from_dict(begins, where).init))
         configs.append(dataclasses.replace(config, run_dir=f"{config.run_dir.rstrip('/')}/phase-{number}"))
+    return configs
+
+
+def _load_ramp(values: dict[str, Any], where: str, overrides: Sequence[str], run_dir: str) -> list[RunConfig]:
+    """Returns the phases of a recipe with a table [ramp], each of which goes on where the one before it ended."""
+    if _PHASES in values:
+        raise ValueError(f"{where} has both [{_RAMP}] and [[{_PHASES}]]: keep one of them")
+    ramp = read_table(RampConfig, values.pop(_RAMP), f"{where}: [{_RAMP}]")
+    whole = resolved_config(values, where, overrides, run_dir)
+    if whole.epochs or whole.init.goes_on:
+        raise ValueError(f"{where}: a ramp needs a run of its own with its number of steps, not epochs or init.resume")
+    configs: list[RunConfig] = []
+    for number, config in enumerate(ramp.stages(whole), start=1):
+        init = InitConfig(from_=configs[-1].run_dir, step=configs[-1].steps, resume=True) if configs else whole.init
+        stop = whole.stop_step if whole.stop_step < config.steps else 0
+        changes = {"init": init, "stop_step": stop, "run_dir": f"{whole.run_dir.rstrip('/')}/phase-{number}"}
+        configs.append(dataclasses.replace(config, **changes))
     return configs
 
 
@@ -149,7 +172,7 @@ def _with_decay(config: RunConfig) -> RunConfig:
     if not init.step:
         where = "init.from = RUN/checkpoints/step-..., or init.step"
         raise ValueError(f"init.decay = {init.decay} needs the checkpoint that the decay begins with: {where}")
-    schedule = dataclasses.replace(config.schedule, name="wsd", decay=float(init.decay))
+    schedule = dataclasses.replace(config.schedule, name="wsd", decay=float(init.decay), steps=0)
     return dataclasses.replace(config, steps=init.step + init.decay, epochs=0.0, schedule=schedule)
 
 

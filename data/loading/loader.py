@@ -8,7 +8,8 @@ n): functions of the data, the config and the seed. So
     - rank r of R takes the r-th contiguous piece of G / R of them, cut into micro-batches in order;
     - a worker is handed the numbers of one whole micro-batch and reads, masks and collates it;
     - the position in the data is one number, the samples that have been used, which can be taken up by another number
-      of ranks or workers, another micro-batch size, and also another G.
+      of ranks or workers, another micro-batch size, and also another G; with `data.window` by samples of another length
+      as well, from the first of them that begins at or behind it.
 
 A one-pass loader (evaluation) reads the split once, in order: its last global batch is filled with rows of padding
 without labels, so that every rank has the same number of micro-batches and every token counts once.
@@ -150,6 +151,11 @@ class Loader:
         saved = state.get("fingerprint")
         if not isinstance(saved, dict) or not isinstance(state.get("samples"), int) or state["samples"] < 0:
             raise ValueError("the saved data position is damaged: it needs samples and a fingerprint")
+        samples = state["samples"]
+        if saved.get("window") and saved["window"] == self.fingerprint.get("window"):
+            was, now = saved.get("seqlen"), self.fingerprint["seqlen"]
+            if isinstance(was, int) and was > 0:
+                samples, saved = -(-samples * was // now), {**saved, "seqlen": now}
         for key in sorted(self.fingerprint.keys() | saved.keys()):
             if difference := _first_difference(saved.get(key), self.fingerprint.get(key), key):
                 name, was, now = difference
@@ -157,7 +163,7 @@ class Loader:
                     f"the saved data position belongs to other data: {name} was {was!r} and is now {now!r}; "
                     "go back to the old setting or start a new run"
                 )
-        self.samples = state["samples"]
+        self.samples = samples
         self._loaded = True
 
     def close(self) -> None:

@@ -4,7 +4,8 @@
 form one line of T tokens. Window i is the tokens [i S, i S + S) of it, S = seqlen; for causal language models one token
 more, which is only the target of the last one. The line has N = floor(T / S), causal floor((T - 1) / S), whole windows.
 A window belongs to the block that holds its first token. The windows of a block are permuted, and slot j of the epoch
-is the j-th window in that order. Per epoch fewer than S tokens at the very end go unused, in one pass none.
+is the j-th window in that order. Per epoch fewer than S tokens at the very end go unused, in one pass none. With
+`data.window` = w S it is windows of w S tokens that are permuted, and slot j is row j mod w of the (j div w)-th.
 
 With `data.carry` there are G = global_batch_size lanes of K windows, K = floor(N / G), in one pass rounded up: slot
 b G + j, row j of global batch b, is window j K + b. Row j thus goes on where it ended in the batch before, but at the
@@ -116,7 +117,8 @@ class ConcatPacking(Packing):
         super().__init__(shards, data, reading, causal, around)
         usable = max(self.order.total_tokens - self.causal, 0)
         up = reading.one_pass
-        self._rows = -(-usable // self.seqlen) if up else usable // self.seqlen
+        self._cut = 1 if up else max(data.window, self.seqlen) // self.seqlen  # rows of a window
+        self._rows = -(-usable // self.seqlen) if up else usable // (self.seqlen * self._cut) * self._cut
         if self.lanes:
             self._lane = -(-self._rows // self.lanes) if up else self._rows // self.lanes
             self._rows = self._lane * self.lanes
@@ -146,20 +148,22 @@ class ConcatPacking(Packing):
         return Row(documents, last - first, skipped)
 
     def _window(self, epoch: int, slot: int, starts: np.ndarray) -> int:
-        """Returns the window that stands at `slot` in the epoch's order."""
+        """Returns the number in the line of the row that stands at `slot` in the epoch's order."""
         if self.lanes:
             batch, lane = divmod(slot, self.lanes)
             return lane * self._lane + batch
         if not self.order.shuffle:
             return slot
+        slot, piece = divmod(slot, self._cut)
         # The first window of each block.
-        windows = self._windows.get(epoch, lambda: np.minimum(-(-starts // self.seqlen), self._rows))
+        size, count = self.seqlen * self._cut, self._rows // self._cut
+        windows = self._windows.get(epoch, lambda: np.minimum(-(-starts // size), count))
         block = int(windows.searchsorted(slot, side="right")) - 1
         begin, end = windows[block : block + 2].tolist()
         permutation = self._permutations.get(
             (epoch, block), lambda: generator(self.order.seed, epoch, WINDOWS, block).permutation(end - begin)
         )
-        return begin + int(permutation[slot - begin])
+        return (begin + int(permutation[slot - begin])) * self._cut + piece
 
 
 class DocumentPacking(Packing):

@@ -109,6 +109,7 @@ class Text(Modality):
             "shuffle_block": data.shuffle_block,
             "seed": reading.seed,
             "objective": "causal" if masking is None else "masked",
+            **({"window": data.window} if data.window else {}),
             # The rows of a global batch are the lanes.
             **({"carry": True, "global_batch_size": reading.global_batch_size} if data.carry else {}),
         }
@@ -221,7 +222,7 @@ def _make_packing(shards: TokenShards, data: DataConfig, reading: Reading, causa
     if len(packing) == 0 and kind is DocumentPacking:
         raise ValueError(f"{where} holds no documents")
     if len(packing) == 0:
-        need = 2 if reading.one_pass else max(packing.lanes, 1) * data.seqlen + causal
+        need = 2 if reading.one_pass else max(packing.lanes, 1) * max(data.window, data.seqlen) + causal
         each = f" in each of {packing.lanes} lanes (data.carry)" if packing.lanes else ""
         raise ValueError(
             f"{where} holds {packing.order.total_tokens} tokens (special ones included), fewer than the {need} of one "

@@ -1,14 +1,16 @@
 """Recipes of several phases."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from failures import each
-from runs import losses, weights
+from runs import losses, records, weights
 
 from matmix.train.entry import main
 from matmix.train.loop import train
+from matmix.train.optim.config import ScheduleConfig, rate_share
 from matmix.train.recipe import load_config, load_phases
 from matmix.train.run.directory import RunDirectory
 
@@ -105,3 +107,67 @@ def test_help_shows_the_fields_of_the_first_phase(recipe, capsys):
 def test_other_commands_refuse_phases(recipe):
     with pytest.raises(ValueError, match=r"has several phases \(\[\[phase\]\]\), which only matmix train .* trains$"):
         load_config(recipe())
+
+
+RAMP = """
+[ramp]
+tokens = 192
+global_batch_size = [2, 4]
+seqlen = [8, 16]
+masking = [0.3, 0.15]
+"""
+
+
+def ramp(recipe, text=RAMP):
+    """The recipe without its phases, with a ramp in front of its own 4 x 32 tokens a step."""
+    path = recipe()
+    plain = TEXT.partition("[[phase]]")[0].replace("seqlen = 16", "seqlen = 32").replace("steps = 3", "steps = 12")
+    (Path(path)).write_text(plain.replace("{data}", load_phases(path)[0].data.path) + text)
+    return path
+
+
+def test_a_ramp_is_phases_that_go_on_in_tokens(recipe):
+    phases = load_phases(ramp(recipe))
+    assert [(one.steps, one.global_batch_size, one.data.seqlen, one.data.window) for one in phases] == [
+        (6, 2, 8, 32),  # 96 tokens by 16
+        (8, 4, 16, 32),  # and 96 by 64, as near as whole steps come
+        (12, 4, 32, 32),
+    ]
+    assert [one.objective.masking.probability for one in phases] == [0.3, 0.15, 0.3]
+    assert {one.schedule.steps for one in phases} == {12}
+    assert [(one.init.step, one.init.resume) for one in phases] == [(0, False), (6, True), (8, True)]
+
+
+def test_a_ramp_reads_the_text_once_and_is_resumed_in_the_middle(recipe, tmp_path):
+    path, run, parts = ramp(recipe), tmp_path / "run", tmp_path / "parts"
+    assert main([path, "--run-dir", str(run)]) == 0
+    assert main([path, "--run-dir", str(parts), "--stop-step", "7"]) == 0
+    assert not (parts / "phase-3").exists()
+    assert main([path, "--run-dir", str(parts)]) == 0
+    folders = [f"phase-{number}" for number in (1, 2, 3)]
+    steps = [record for folder in folders for record in records(run / folder)]
+    assert [record["step"] for record in steps] == list(range(1, 13))
+    assert [record["tokens"] for record in steps][5::2] == [96, 224, 480, 736]
+    rates = [rate_share(step, 12, ScheduleConfig()) for step in range(1, 13)]
+    assert [record["lr"] for record in steps] == pytest.approx([3e-4 * rate for rate in rates])
+    assert [losses(parts / folder) for folder in folders] == [losses(run / folder) for folder in folders]
+    expected = weights(run / "phase-3")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts / "phase-3").items())
+
+
+@each(
+    "text, message",
+    [
+        (
+            RAMP.replace("192", "9999"),
+            r"ramp ends beyond the run: its 9,999 tokens take at least \d+ of the 12 steps; low",
+        ),
+        (RAMP.replace("[8, 16]", "[8]"), r"ramp needs .* of the same length if several are given$"),
+        (RAMP.replace("[8, 16]", "[12, 16]"), r"data\.window = 32 must be a multiple of data\.seqlen = 12"),
+        (RAMP + "[[phase]]\n", r"has both \[ramp\] and \[\[phase\]\]: keep one of them$"),
+        ("[ramp]\nglobal_batch_size = [2]", r"\[ramp\] has no tokens$"),
+    ],
+)
+def test_a_ramp_that_does_not_fit_is_refused_in_a_line(recipe, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_phases(ramp(recipe, text))

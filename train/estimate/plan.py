@@ -191,7 +191,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     if has_begun(config):
         beginning = f"the newest checkpoint in {config.run_dir}"
     elif after_another:
-        beginning = f"the weights that {config.init.from_} will end with"
+        beginning = f"{'all' if config.init.goes_on else 'the weights'} that {config.init.from_} will end with"
     elif config.init.from_:
         config, beginning = planned_start(config)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -199,7 +199,8 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     plan = make_plan(config, ranks)
     if int(os.environ.get("RANK", "0")):
         return 0
-    units = plan.units_per_step * plan.steps
+    before = config.init.step if config.init.goes_on else 0
+    units = plan.units_per_step * (plan.steps - before)
     flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
@@ -213,7 +214,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "engine": config.engine.words,
         **({"sent": f"{sends} a step and rank"} if sends else {}),
         "begins with": beginning,
-        "steps": f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
+        "steps": (f"{before:,} to " if before else "") + f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
         "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "compute": f"{trained * units:.3g} FLOPs in all",

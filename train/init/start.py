@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
 _SIZES = ("architecture.", "options.", "vocab_size.", "max_seqlen.", "type_vocab_size.", "head.", "image.size.")
+# Besides what a run that is started again may change.
+_BRANCH_MAY_CHANGE = ("global_batch_size", "data.seqlen", "objective.masking.probability")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ def branched_from(config: RunConfig, source: InitSource | None = None) -> tuple[
     checkpoint, extra = source.run.checkpoint, source.run.manifest["extra"]
     theirs, step = with_defaults(extra["config"]), extra["train_state"]["step"]
     changes = [change for change in differences(theirs, config) if not change[0].startswith("init.")]
-    if text := refused_changes(changes):
+    if text := refused_changes(change for change in changes if change[0] not in _BRANCH_MAY_CHANGE):
         raise ValueError(f"init.from: {source.words} was trained with another config ({text}): it can't go on so")
     if step >= config.steps:
         raise ValueError(f"steps = {config.steps} does not lie behind {source.words}, from which the run goes on")

@@ -112,8 +112,11 @@ class ScheduleConfig:
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
     """wsd: the shape of the final decay; 1-sqrt falls steeply at first and was the better one in arXiv 2405.18392."""
 
+    steps: int = 0
+    """Steps that all of this counts over, as where several phases share one schedule; 0 = those of the run."""
+
     def __post_init__(self) -> None:
-        require_at_least(self, "schedule.", warmup=0, decay=0)
+        require_at_least(self, "schedule.", warmup=0, decay=0, steps=0)
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
         shaped = self.name == "wsd" or self.decay_shape == "linear"
@@ -126,6 +129,7 @@ class ScheduleConfig:
 
     def parts(self, steps: int) -> tuple[float, float]:
         """Returns the last step of the warm-up and the last one before the decay, of a run of so many steps."""
+        steps = self.steps or steps
         warmup = min(_length(self.warmup, steps), steps)
         if self.name == "constant":
             return warmup, math.inf
@@ -133,6 +137,7 @@ class ScheduleConfig:
 
     def words(self, steps: int, peak: float) -> str:
         """Says in words how the learning rate goes in a run of so many steps, for people."""
+        steps = self.steps or steps
         warmup, stable = self.parts(steps)
         parts = [f"from {self.start * peak:.3g} to {peak:.3g} at step {warmup:,g}"] if warmup else [f"{peak:.3g}"]
         if stable > warmup:
@@ -163,7 +168,8 @@ _SHAPES = {"linear": _linear, "1-sqrt": _one_minus_sqrt, "cosine": _cosine}
 
 
 def rate_share(step: int, steps: int, config: ScheduleConfig) -> float:
-    """Share of the peak learning rate used by optimizer step `step` (1-based) of `steps`."""
+    """Share of the peak learning rate used by optimizer step `step` (1-based) of a run of `steps`."""
+    steps = config.steps or steps
     warmup, stable = config.parts(steps)
     if step < warmup:
         return config.start + (1 - config.start) * (step / warmup)

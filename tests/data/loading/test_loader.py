@@ -108,6 +108,23 @@ def test_resume_with_another_global_batch(small):
     assert torch.equal(torch.cat([b.input_ids for b in take(after, 8)]), samples[32:])
 
 
+def test_shorter_sequences_of_a_window_are_read_in_its_order(small):
+    """Each token once, beyond an epoch, where sequences become longer and the batches larger on the way."""
+    whole = torch.cat([b.input_ids.flatten() for b in take(loader_of(small, seqlen=24, micro=16), 9)])
+    read, state = [], None
+    for seqlen, total, batches in ((6, 8, 5), (12, 16, 3), (24, 4, 25)):
+        loader = loader_of(small, seqlen=seqlen, window=24, total=total, micro=total)
+        assert loader.samples_per_epoch < 8 * 16 * 24 // seqlen
+        if state is not None:
+            loader.load_state_dict(state)
+        read += [b.input_ids.flatten() for b in take(loader, batches)]
+        state = loader.state_dict()
+    # 40 rows of 6 are 10 windows, 48 of 12 are 24 more.
+    assert torch.equal(torch.cat(read), whole[: (10 + 24 + 100) * 24])
+    with pytest.raises(ValueError, match="belongs to other data: seqlen was 24 and is now 12"):
+        loader_of(small, seqlen=12).load_state_dict(loader_of(small, seqlen=24).state_dict())
+
+
 def test_only_whole_global_batches_count_as_used(small):
     loader = loader_of(small, workers=2, micro=4)
     batches = iter(loader)
