@@ -75,4 +75,5 @@ def read(values: dict[str, Any], code: str, tmp_path, monkeypatch) -> None:
     if "comparison" in values:
         assert read_comparison(str(recipe)).entries
     else:
-        assert len(load_phases(str(recipe))) == len(values.get("phase", [1]))
+        stages = [*sub(values, "ramp").get("global_batch_size", []), "the recipe's own"] if "ramp" in values else [1]
+        assert len(load_phases(str(recipe))) == len(values.get("phase", stages))
