@@ -305,6 +305,20 @@ TRAINING = [
         "train/optim/test_optimizer.py::test_fully_decoupled_decay_does_not_depend_on_the_peak_rate",
     ),
     Fault(
+        "Muon makes the parts of a projection orthogonal as one matrix",
+        "train/optim/muon.py",
+        "blocks.append(rows or (len(parameter),))",
+        "blocks.append((len(parameter),))",
+        "train/optim/test_muon.py::test_blocks_are_orthogonal_each_by_itself",
+    ),
+    Fault(
+        "one rank makes all matrices orthogonal",
+        "train/optim/owners.py",
+        "heapq.heapreplace(busy, (cost + one.cost, rank))",
+        "heapq.heapreplace(busy, (cost, rank))",
+        "train/optim/test_muon.py::test_owners_have_as_much_to_do",
+    ),
+    Fault(
         "the warm-up is one step late",
         "train/optim/config.py",
         "(1 - config.start) * (step / warmup)",

@@ -76,6 +76,11 @@ def test_it_learns_and_resumes_bit_for_bit(dataset, tmp_path):
         (["--optimizer.name", "lion:Lion", "--optimizer.options", "{memry = 1}"], '"memry"; the nearest .* "memory"'),
         (["--optimizer.options", "{betas = 1}"], 'unknown key "betas"'),
         (["--optimizer.name", "others:Whole", "--engine.name", "deepspeed"], "cuts parameters into pieces"),
+        (
+            ["--optimizer.name", "muon", "--engine.name", "deepspeed", "--engine.zero-stage", "3"],
+            r"Muon does not update each .* use stage 0, or engine\.name = \"fsdp2\"",
+        ),
+        (["--optimizer.name", "muon", "--optimizer.options", "{momentum = 1.0}"], r"options\.momentum must lie in"),
     ],
 )
 def test_what_cannot_be_is_one_line(options, words, dataset, tmp_path):

@@ -4,6 +4,7 @@ engines, checkpoints, conversions and estimates ask it for what it keeps, and Ad
 from __future__ import annotations
 
 import math
+import re
 
 import convert_scenarios
 import optimizer_scenario
@@ -147,6 +148,9 @@ def test_plans_count_what_it_keeps(capsys):
     taken = sum(map(math.prod, matrices))
     assert adamw.parts["moments"] == 4 * 2 * adamw.parameters / 2
     assert momentum.parts["moments"] == 4 * (2 * adamw.parameters - taken) / 2
+    muon = load_config("debug_mru", [*recipe, "muon", "--optimizer.options", '{dtype = "bfloat16"}'])
+    maps = [shape for name, shape in shapes.items() if re.match(r"blocks\..*(out_proj|up|down)\.weight", name)]
+    assert make_plan(muon, 4).sizes.to_owners == sum(map(math.prod, maps)) / 2
     assert rows.parts["moments"] == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
     print_plan(config)
     said = capsys.readouterr().out

@@ -98,12 +98,12 @@ def on_owners(
             yield one, rows, compute(held[one.place][rows])
         return
     maps.sort(key=lambda one: -one.cost)
-    owned = list(zip(maps, _owners(maps, len(ranks.places)), strict=True))
+    owned = list(zip(maps, owners_of(maps, len(ranks.places)), strict=True))
     for batch in _batches(owned, len(ranks.places)):
         yield from _exchanged(batch, ranks, [len(parameter) for parameter in parameters], held, compute)
 
 
-def _owners(maps: Sequence[LinearMap], count: int) -> list[int]:
+def owners_of(maps: Sequence[LinearMap], count: int) -> list[int]:
     """Returns the owner of each map, the dearest first: the rank that has least to do so far."""
     busy, owners = [(0, rank) for rank in range(count)], []
     for one in maps:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import scenarios
 import torch
+import torch.distributed as dist
 from scenarios import WIDTH, weights
 from torch import nn
 
@@ -42,20 +43,36 @@ MAPS = 2 * 5
 """Of all layers."""
 
 
-def train(options: dict[str, Any], batch: int = owners.BATCH) -> tuple[dict[str, list[float]], int, int]:
-    """(weights after all steps, maps that this rank made orthogonal, weight elements of momentum that it holds)."""
-    count = 0
+class Trained(NamedTuple):
+    """What one rank has seen."""
+
+    weights: dict[str, list[float]]
+    count: int
+    """Maps that it made orthogonal."""
+    held: int
+    """Elements of momentum that it holds."""
+    sent: int
+    """Elements that it sent others to and from owners."""
+
+
+def train(options: dict[str, Any], batch: int = owners.BATCH) -> Trained:
+    count = sent = 0
+    orthogonal, all_to_all = muon.orthogonal, dist.all_to_all_single
 
     def counted(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
         nonlocal count
         count += 1
-        return muon_orthogonal(matrix, iterations)
+        return orthogonal(matrix, iterations)
 
-    muon_orthogonal = muon.orthogonal
+    def noted(received: torch.Tensor, given: torch.Tensor, taken: list[int], sizes: list[int], *, group: Any) -> None:
+        nonlocal sent
+        sent += sum(sizes) - sizes[dist.get_rank(group)]
+        all_to_all(received, given, taken, sizes, group=group)
+
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (scenarios, "Block", Block), (scenarios, "GLOBAL_BATCH", BATCH), (muon, "orthogonal", counted),
-            (owners, "BATCH", batch),
+            (owners, "BATCH", batch), (dist, "all_to_all_single", noted),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, value))
         engine = build_engine(EngineConfig(**options), scenarios.place())
@@ -65,7 +82,7 @@ def train(options: dict[str, Any], batch: int = owners.BATCH) -> tuple[dict[str,
         engine.prepare(model, scenarios.initialize, lambda model: make_optimizer(model, config, scenarios.LENGTH))
         scenarios.run_steps(engine, 0, STEPS, accumulation=1)
         kept = [state["momentum"] for _, state in engine.optimizer.named_state() if "momentum" in state]
-        return weights(engine), count, sum(local_part(momentum).numel() for momentum in kept)
+        return Trained(weights(engine), count, sum(local_part(momentum).numel() for momentum in kept), sent)
 
 
 def train_all(runs: list[tuple[dict[str, Any], int]]) -> list[Any]:

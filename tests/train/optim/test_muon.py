@@ -15,6 +15,7 @@ from matmix.model.parameter_rules import ParameterRule, stated_rules
 from matmix.train.optim.config import OptimizerConfig, RuleConfig
 from matmix.train.optim.groups import make_optimizer, parameter_groups
 from matmix.train.optim.muon import Muon, orthogonal
+from matmix.train.optim.owners import LinearMap, owners_of
 from matmix.train.recipe import load_config
 
 MUON = OptimizerConfig(name="muon", lr=1e-2)
@@ -86,6 +87,16 @@ def test_a_rate_of_nothing_moves_nothing_and_keeps_the_momentum():
     optimizer.step()
     assert torch.equal(parameter, before)
     assert torch.equal(optimizer.state[parameter]["momentum"], torch.zeros(4, 3).lerp_(parameter.grad, 0.05))
+
+
+def test_owners_have_as_much_to_do():
+    """Of layers with large and small maps, no rank of six has over a twentieth more than the mean."""
+    sizes = [(512, 256), (512, 256), (64, 256), (64, 256), (8, 256), (256, 512), (1024, 256), (256, 1024)] * 12
+    maps = sorted((LinearMap(0, 0, *size) for size in sizes), key=lambda one: -one.cost)
+    busy = [0] * 6
+    for one, owner in zip(maps, owners_of(maps, 6), strict=True):
+        busy[owner] += one.cost
+    assert max(busy) < 1.05 * sum(busy) / 6
 
 
 # -- what mixers say ---------------------------------------------------------------------------------------------------
