@@ -9,10 +9,12 @@ from scenarios import ENGINES, GLOBAL_BATCH
 
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
+from matmix.train.optim import OPTIMIZERS
 from matmix.train.process.distributed import Distributed
 
 STEPS = 20
 HSDP = {"name": "fsdp2", "replicate": 2}
+OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,30 @@ def test_the_reference_learns_and_clips(reference):
 @pytest.mark.parametrize("accumulation", [2, GLOBAL_BATCH])
 def test_accumulation_in_one_process(reference, accumulation):
     assert_same_run(scenarios.losses_of({"name": "fsdp2"}, STEPS, accumulation), reference)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The same by every other optimizer."""
+    return {name: scenarios.losses_of({"name": "fsdp2"}, STEPS, 1, name) for name in OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines"),
+    [
+        (2, {"ddp": OTHERS, "fsdp2": OTHERS, "zero0": ["stable_adamw"], "zero2": ["lion"]}),
+        (3, {"fsdp2": OTHERS}),
+        pytest.param(4, {"hsdp": OTHERS}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_optimizer_on_shards(references, ranks, engines):
+    """Sizes that no number of ranks divides: what is computed of whole tensors is that of whole tensors."""
+    runs = [(name, one) for name, optimizers in engines.items() for one in optimizers]
+    arguments = [({**ENGINES, "hsdp": HSDP}[name], STEPS, 1, one) for name, one in runs]
+    for rank, found in enumerate(run_distributed(scenarios.losses_of_all, ranks, arguments=(arguments,))):
+        for (name, one), run in zip(runs, found, strict=True):
+            print(f"rank {rank}, {name}, {one}")
+            assert_same_run(run, references[one])
 
 
 def test_every_engine_on_two_ranks(reference):

@@ -141,7 +141,9 @@ def test_entries_may_have_other_shapes_and_types(dataset, tmp_path):
 def test_plans_count_what_it_keeps(capsys):
     recipe = ["--model.vocab-size", "300", "--optimizer.name"]
     config = load_config("debug_mru", [*recipe, "momentum"])
-    adamw, momentum = (make_plan(load_config("debug_mru", [*recipe, name]), 2) for name in ("adamw", "momentum"))
+    adamw, momentum, lion, adafactor = (
+        make_plan(load_config("debug_mru", [*recipe, name]), 2) for name in ("adamw", "momentum", "lion", "adafactor")
+    )
     rows = make_plan(load_config("debug_mru", [*recipe, "whole"]), 1)
     shapes = {name: parameter.shape for name, parameter in build_model(config.model, device="meta").named_parameters()}
     matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and not name.startswith("embedding")]
@@ -152,6 +154,10 @@ def test_plans_count_what_it_keeps(capsys):
     maps = [shape for name, shape in shapes.items() if re.match(r"blocks\..*(out_proj|up|down)\.weight", name)]
     assert make_plan(muon, 4).sizes.to_owners == sum(map(math.prod, maps)) / 2
     assert rows.parts["moments"] == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
+    assert lion.parts["moments"] == 4 * adamw.parameters / 2
+    sums = [math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes.values() if len(shape) > 1]
+    vectors = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
+    assert adafactor.parts["moments"] == 4 * (sum(sums) + vectors / 2)  # the sums are on both ranks
     print_plan(config)
     said = capsys.readouterr().out
     assert "momentum, which keeps momentum, learning rate" in said

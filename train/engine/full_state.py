@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from matmix.train.optim.averaging import AVERAGE, ENTRIES
-from matmix.train.optim.base import Optimizer, is_sharded, local_part
+from matmix.train.optim.base import Optimizer, local_part, region
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 Moments = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -152,26 +152,11 @@ def check_entries(shapes: Mapping[str, tuple[int, ...]], layout: Mapping[str, An
 # -- into tensors and optimizers ---------------------------------------------------------------------------------
 
 
-def _region(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape of this rank's part of a tensor, and where it begins in the whole."""
-    if not is_sharded(tensor):
-        return tuple(tensor.shape), (0,) * tensor.dim()
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-
-
-def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first and behind the last row of a tensor of which this rank holds elements; (0, 1) for a number."""
-    shape, offset = _region(tensor)
-    return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
-
-
 @torch.no_grad()
 def fill(tensor: torch.Tensor, state: FullState, key: str) -> None:
     """Copies the tensor `key` of `state` into a plain tensor or this rank's part of a DTensor, along whichever
     dimensions that is cut; if that of the state has fewer rows, into the first rows of the whole."""
-    (shape, offset), tensor, whole = _region(tensor), local_part(tensor), tensor.shape
+    (shape, offset), tensor, whole = region(tensor), local_part(tensor), tensor.shape
     if not shape:
         tensor.copy_(state.read(key).view(()))
         return

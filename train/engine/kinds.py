@@ -75,6 +75,7 @@ class Sizes:
     moments: float  # that the optimizer keeps, as many as elements of float32 would take its bytes
     accumulation: int  # micro-batches of a step
     to_owners: float = 0.0  # of matrices that one rank updates, as many as elements of float32 would take their bytes
+    whole_moments: float = 0.0  # of `moments` what each rank holds whole
 
     @property
     def parameters(self) -> int:
@@ -135,7 +136,7 @@ def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     kept = engine.name == "ddp" or not engine.reshard_after_forward
     return Held(
         whole / parts,
-        sizes.moments / parts,
+        (sizes.moments - sizes.whole_moments) / parts + sizes.whole_moments,
         gathered=outside + blocks * (1 if kept else min(1, 2 / sizes.n_blocks)),
         # Before the last micro-batch of a step gradients stay whole; in the last one they are summed block by block.
         standing=whole * again,

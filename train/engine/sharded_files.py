@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from matmix.data.artifacts import artifact_path, read_json
-from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry, check_entries, rows_here
+from matmix.train.engine.full_state import MODEL, OPTIMIZER, CheckpointFiles, Entry, check_entries
+from matmix.train.optim.base import rows_here
 
 SUBDIRECTORY = "sharded"
 INDEX = "index.json"

@@ -120,12 +120,18 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     micro = config.micro_batch(data_size)
     accumulation = config.global_batch_size // (micro * data_size)
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
-    states = optimizer.entries(dict(model.named_parameters())).values()
-    kept = [tensor.nbytes for state in states for tensor in state.values() if tensor.dim()]
+    parameters = dict(model.named_parameters())
+    kept = [
+        (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape)
+        for name, state in optimizer.entries(parameters).items()
+        for tensor in state.values()
+        if tensor.dim()
+    ]
     sizes = Sizes(
         weights=weights_of(model),
         n_blocks=len(model.blocks),
-        moments=sum(kept) / FLOAT,
+        moments=sum(size for size, _ in kept),
+        whole_moments=sum(size for size, is_cut in kept if not is_cut),
         accumulation=accumulation,
         to_owners=sum(
             optimizer.part_of(group).sent_bytes * parameter.numel() / FLOAT

@@ -7,8 +7,14 @@ from matmix.train.optim.muon import Muon
 
 __all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon}
-"""By the names that recipes say."""
+OPTIMIZERS: dict[str, type[Optimizer] | str] = {
+    "adamw": AdamW,
+    "muon": Muon,
+    "stable_adamw": "matmix.train.optim.stable_adamw:StableAdamW",
+    "lion": "matmix.train.optim.lion:Lion",
+    "adafactor": "matmix.train.optim.adafactor:Adafactor",
+}
+"""By the names that recipes say; as text where a run that uses others should not spend seconds on its library."""
 FALLBACK = "adamw"
 """The optimizer of the parameters that the run's does not take."""
 
@@ -17,6 +23,7 @@ def optimizer_class(name: str) -> type[Optimizer]:
     """Returns the optimizer of this name, or your own of "my_package.module:Name". Raises ValueError (one line) where
     there is none, or where it does not say what it keeps."""
     kind = find_part(name, OPTIMIZERS, "optimizer", Optimizer)
+    kind = find_part(kind, {}, "optimizer", Optimizer) if isinstance(kind, str) else kind
     if kind.new_state is Optimizer.new_state:
         raise ValueError(f"optimizer {name!r} does not say what it keeps of each parameter: it has no method new_state")
     return kind

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 
 from matmix.train.arguments import NoOptions
 from matmix.train.optim.config import OptimizerConfig
@@ -127,6 +128,32 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what this rank holds of a tensor, sharded or not."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def region(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape of this rank's part of a tensor, and where it begins in the whole."""
+    if not is_sharded(tensor):
+        return tuple(tensor.shape), (0,) * tensor.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first and behind the last row of a tensor of which this rank holds elements; (0, 1) for a number."""
+    shape, offset = region(tensor)
+    return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
+
+
+def sum_over_parts(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of `values` over the ranks that hold other parts of `tensor`, if it is sharded: with the same
+    bits on all of them, and so on all copies."""
+    for dimension, placement in enumerate(getattr(tensor, "placements", ())):
+        if placement.is_shard() and (size := tensor.device_mesh.size(dimension)) > 1:
+            gathered = values.new_empty(size * values.numel())
+            dist.all_gather_into_tensor(gathered, values.flatten(), group=tensor.device_mesh.get_group(dimension))
+            values = gathered.view(size, *values.shape).sum(0)
+    return values
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:

@@ -5,12 +5,15 @@ import scenarios
 from harness import run_distributed
 from scenarios import ENGINES
 
+from matmix.train.optim import OPTIMIZERS
+
 STOP, STEPS = 3, 6
+OTHERS = [f"fsdp2 by {name}" for name in OPTIMIZERS if name not in ("adamw", "muon")]
 
 
 def test_same_ranks_bit_for_bit(tmp_path):
     options = {"dropout": 0.3, "stop": STOP, "steps": STEPS, "accumulation": 2}
-    arguments = (list(ENGINES), str(tmp_path), options)
+    arguments = ([*ENGINES, *OTHERS], str(tmp_path), options)
     found = run_distributed(scenarios.stop_and_resume_all, 2, arguments=arguments)
     found.append({"one process": scenarios.stop_and_resume("fsdp2", str(tmp_path / "one"), **options)})
     for rank in found:
@@ -22,7 +25,7 @@ def test_same_ranks_bit_for_bit(tmp_path):
 @pytest.mark.slow
 def test_other_number_of_ranks(tmp_path):
     options = {"dropout": 0.0, "stop": STOP, "steps": STEPS, "accumulation": 2}
-    resumed_on = {1: ["fsdp2", "zero0", "zero2", "zero3"], 4: ["fsdp2", "zero1", "zero3"]}
+    resumed_on = {1: ["fsdp2", "zero0", "zero2", "zero3", *OTHERS], 4: ["fsdp2", "zero1", "zero3", *OTHERS]}
     names = sorted(set().union(*resumed_on.values()))
     saved = run_distributed(scenarios.stop_and_resume_all, 2, arguments=(names, str(tmp_path), options))
     for ranks, names in resumed_on.items():

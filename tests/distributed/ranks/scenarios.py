@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import resource
@@ -26,7 +27,9 @@ from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
+from matmix.train.optim import optimizer_class
 from matmix.train.optim.adamw import AdamW
+from matmix.train.optim.config import OptimizerConfig
 from matmix.train.process.distributed import Distributed, agree, complaint, from_rank_zero, gather_objects
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 33, 10, 6, 8
@@ -97,9 +100,9 @@ CLIPS = {"up": 0.02, "rates": 1e-4, "norms": 0.0}
 """Clipping groups of `make_ruled_optimizer` beside the others, and their limits."""
 
 
-def make_ruled_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_ruled_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.Optimizer:
     """Rates and clipping by rules; one group is smaller than the number of ranks can be, one is not clipped, and one
-    clipping group spreads over two groups of the optimizer."""
+    clipping group spreads over two groups of the optimizer. kind: of optimizer."""
     options = {
         ("up", "weight"): {"lr_factor": 0.3, "weight_decay": 0.3},
         ("up", "bias"): {"lr_factor": 0.3, "weight_decay": 0.0},
@@ -120,7 +123,8 @@ def make_ruled_optimizer(model: nn.Module) -> torch.optim.Optimizer:
         {"params": members[key], "clip_group": key[0], "clip": CLIPS.get(key[0], 0.0), **options[key]}
         for key in options
     ]
-    return AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    cls = optimizer_class(kind)
+    return cls.from_config(groups, OptimizerConfig(lr=1e-2), cls.Options())
 
 
 def place() -> Distributed:
@@ -128,12 +132,19 @@ def place() -> Distributed:
 
 
 def make_engine(
-    config: EngineConfig, *, layers: int = 3, dropout: float = 0.0, meta: bool = True, ruled: bool = True
+    config: EngineConfig,
+    *,
+    layers: int = 3,
+    dropout: float = 0.0,
+    meta: bool = True,
+    ruled: bool = True,
+    optimizer: str = "adamw",
 ) -> Engine:
     engine = build_engine(config, place())
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = Toy(layers, dropout)
-    engine.prepare(model, initialize, make_ruled_optimizer if ruled else make_optimizer)
+    ruled_optimizer = functools.partial(make_ruled_optimizer, kind=optimizer)
+    engine.prepare(model, initialize, ruled_optimizer if ruled else make_optimizer)
     return engine
 
 
@@ -149,9 +160,8 @@ def train_step(engine: Engine, step: int, *, accumulation: int, max_norm: float 
     """(global mean loss, gradient norm) of one step."""
     tokens, targets = batch_of(step)
     count = (targets != -100).sum()
-    share = GLOBAL_BATCH // engine.world_size
-    own = slice(engine.rank * share, (engine.rank + 1) * share)
-    micro = share // accumulation
+    first, end = (rank * GLOBAL_BATCH // engine.world_size for rank in (engine.rank, engine.rank + 1))
+    own, micro = slice(first, end), (end - first) // accumulation
     for group in engine.optimizer.param_groups:
         group["lr"] = 1e-2 * (1 + math.cos(step / 7)) / 2 * group.get("lr_factor", 1.0)
     total = torch.zeros(1, dtype=torch.float64)
@@ -214,17 +224,17 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_of(options: dict[str, Any], steps: int, accumulation: int) -> Any:
+def losses_of(options: dict[str, Any], steps: int, accumulation: int, optimizer: str = "adamw") -> Any:
     """(history of (loss, norm), final weights and last norms of clipping groups) of an uninterrupted run with rules for
     parameters."""
     partition_everything()
-    engine = make_engine(EngineConfig(**options))
+    engine = make_engine(EngineConfig(**options), optimizer=optimizer)
     history = run_steps(engine, 0, steps, accumulation=accumulation)
     norms = {f"norm of {name}": [float(norm)] for name, norm in engine.clip_norms.items()}
     return history, weights(engine) | norms
 
 
-def losses_of_all(runs: list[tuple[dict[str, Any], int, int]]) -> list[Any]:
+def losses_of_all(runs: list[tuple]) -> list[Any]:
     """Several runs in one set of processes: starting those costs more than these runs. They leave torch as it was."""
     found = [losses_of(*run) for run in runs]
     assert F.linear is torch._C._nn.linear
@@ -238,14 +248,19 @@ def partition_everything() -> None:
     zero.ZERO_OPTIONS["stage3_param_persistence_threshold"] = 0
 
 
-def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
+def engine_of(case: str, dropout: float = 0.0) -> Engine:
+    """case: a name of `ENGINES`, and maybe an optimizer, as in "fsdp2 by lion"."""
+    name, _, optimizer = case.partition(" by ")
+    return make_engine(EngineConfig(**ENGINES[name]), dropout=dropout, optimizer=optimizer or "adamw")
+
+
+def stop_and_resume(case: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
     """Runs to `steps`, with a checkpoint at `stop`; then again from there. (losses, losses from `stop` on
     again)."""
     partition_everything()
-    config = EngineConfig(**ENGINES[name])
-    manager = CheckpointManager(Path(directory) / name)
+    manager = CheckpointManager(Path(directory) / case)
     generators.seed_all(5, place().rank)
-    engine = make_engine(config, dropout=dropout)
+    engine = engine_of(case, dropout)
     history = run_steps(engine, 0, stop, accumulation=accumulation)
     evaluate(engine)  # leaves some weights gathered on some engines
     assert manager.save(stop, engine, {"data": {"samples": 7}}) == manager.path(stop)
@@ -254,7 +269,7 @@ def stop_and_resume(name: str, directory: str, *, dropout: float, stop: int, ste
     at_stop = weights(engine)
     history += run_steps(engine, stop, steps, accumulation=accumulation)
     generators.seed_all(99, place().rank)
-    again = make_engine(config, dropout=dropout)
+    again = engine_of(case, dropout)
     assert manager.load(manager.latest_valid(), again) == {"data": {"samples": 7}}
     assert weights(again) == at_stop
     return history, run_steps(again, stop, steps, accumulation=accumulation)
@@ -269,7 +284,7 @@ def resume_all(names: list[str], directory: str, stop: int, steps: int, accumula
     partition_everything()
     found = {}
     for name in names:
-        engine = make_engine(EngineConfig(**ENGINES[name]))
+        engine = engine_of(name)
         manager = CheckpointManager(Path(directory) / name)
         manager.load(manager.latest_valid(), engine)
         found[name] = run_steps(engine, stop, steps, accumulation=accumulation)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from matmix.train.optim import optimizer_class
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.averaging import AVERAGE, decay_at, keep_average
 from matmix.train.optim.base import Optimizer
@@ -15,7 +16,11 @@ class Plain(Optimizer, torch.optim.SGD):
     moments = ()
 
 
-OPTIMIZERS = {"adamw": lambda parameters: AdamW(parameters, lr=0.05, fused=True), "sgd": lambda p: Plain(p, lr=0.05)}
+OPTIMIZERS = {
+    "adamw": lambda parameters: AdamW(parameters, lr=0.05, fused=True),
+    "stable_adamw": lambda parameters: optimizer_class("stable_adamw")(parameters, lr=0.05),
+    "sgd": lambda parameters: Plain(parameters, lr=0.05),
+}
 
 
 def train(kind: str, config: EmaConfig, steps: int, idle: int = 0):

@@ -11,6 +11,7 @@ from matmix.model import build_model
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.parameter_rules import ParameterRule, stated_rules
+from matmix.train.optim import OPTIMIZERS
 from matmix.train.optim.config import OptimizerConfig, RuleConfig
 from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_groups, rule_record
 from matmix.train.recipe import load_config
@@ -271,14 +272,86 @@ def test_layer_decay_lowers_the_rate_from_layer_to_layer():
         assert found == next(lr for prefix, lr in wanted.items() if name.startswith(prefix)), name
 
 
-def test_adamw_says_what_torch_keeps():
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_say_what_they_keep(name):
     layer = torch.nn.Linear(3, 2)
-    optimizer = make_optimizer(layer, OptimizerConfig(), 8)
+    optimizer = make_optimizer(layer, OptimizerConfig(name=name), 8)
     kept = optimizer.entries(dict(layer.named_parameters()))
     layer(torch.ones(3)).sum().backward()
     optimizer.step()
-    for name, parameter in layer.named_parameters():
+    for name, parameter, group in optimizer.named_parameters():
         state = optimizer.state[parameter]
         assert state.keys() == kept[name].keys()
         assert all((state[e].shape, state[e].dtype) == (kept[name][e].shape, kept[name][e].dtype) for e in state)
-        assert optimizer.new_state(parameter)["step"].device == state["step"].device
+        new = optimizer.whole_state(parameter, group)
+        assert all(new[entry].device == state[entry].device for entry in state)
+
+
+RATE, DECAY, EPS = 0.1, 0.3, 1e-8
+"""Of the definitions below, which change a weight `w` at step `t`; `m` and `v` keep numbers from step to step."""
+
+
+def adam_moments(g, t, m, v, b1=0.9, b2=0.95):
+    m[:], v[:] = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+    return m / (1 - b1**t), v / (1 - b2**t)
+
+
+def adamw(w, g, t, m, v):
+    mean, square = adam_moments(g, t, m, v)
+    return w * (1 - RATE * DECAY) - RATE * mean / (square.sqrt() + EPS)
+
+
+def stable_adamw(w, g, t, m, v):
+    mean, square = adam_moments(g, t, m, v)
+    rate = RATE / max(1, (g**2 / square.clamp(min=EPS**2)).mean().sqrt())
+    return w * (1 - rate * DECAY) - rate * mean / (square.sqrt() + EPS)
+
+
+def lion(w, g, t, m, v):
+    update = (0.9 * m + 0.1 * g).sign()
+    m[:] = 0.99 * m + 0.01 * g
+    return w * (1 - RATE * DECAY) - RATE * update
+
+
+def adafactor(w, g, t, m, v):
+    v[:] = v * (1 - t**-0.8) + g**2 * t**-0.8
+    rows, columns = v.mean(-1, keepdim=True), v.mean(-2, keepdim=True)
+    update = g / (rows * columns / rows.mean(-2, keepdim=True)).sqrt()
+    rate = min(RATE, t**-0.5) * max(1e-3, (w**2).mean().sqrt()) / max(1, (update**2).mean().sqrt())
+    return w * (1 - RATE * DECAY) - rate * update
+
+
+DEFINITIONS = {one.__name__: one for one in (adamw, stable_adamw, lion, adafactor)}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_steps_are_their_definitions(name):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+    layer = torch.nn.Linear(3, 5, bias=False, dtype=torch.float64)
+    optimizer = make_optimizer(layer, OptimizerConfig(name=name, lr=RATE, weight_decay=DECAY), 8)
+    expected, m, v = layer.weight.detach().clone(), torch.zeros(5, 3).double(), torch.zeros(5, 3).double()
+    for step in range(1, 5):
+        layer.weight.grad = draw() * step
+        expected = DEFINITIONS[name](expected, layer.weight.grad.clone(), step, m, v)
+        optimizer.step()
+        torch.testing.assert_close(layer.weight.detach(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_adafactor_is_torch_s():
+    """Of vectors, and of weights of convolutions, whose last two dimensions are the rows and the columns."""
+    ours, theirs = (torch.nn.Conv1d(4, 6, 3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    options = OptimizerConfig(name="adafactor", lr=0.1, weight_decay=0.0, options={"beta2_decay": -0.5, "d": 1.5})
+    pair = make_optimizer(ours, options, 8), torch.optim.Adafactor(theirs.parameters(), 0.1, beta2_decay=-0.5, d=1.5)
+    for step in range(4):
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            one.grad = torch.randn_like(one) * 3**step
+            other.grad = one.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
