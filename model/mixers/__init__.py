@@ -1,7 +1,7 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
 from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
-from matmix.model.mixers.attention.softmax_attention import Attention
+from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.hyena import Hyena
 from matmix.model.mixers.convolutions.s4d import S4D
@@ -49,6 +49,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "hydra": Hydra,
     "hyena": Hyena,
     "linear_attention": LinearAttention,
+    "local_attention": LocalAttention,
     "lion_d": LionD,
     "lion_lit": LionLit,
     "lion_s": LionS,

@@ -6,6 +6,17 @@ from failures import each
 from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.model import ModelConfig, build_model, flops_per_token
+from matmix.model.mixers.attention.softmax_attention import LocalAttention, LocalAttentionConfig
+
+
+def test_a_window_costs_what_it_sees():
+    for seqlen, window in ((1, 3), (4, 3), (5, 3), (9, 3), (40, 8)):
+        options = LocalAttentionConfig(headdim=8, window=window)
+        near = [[abs(t - s) <= window for s in range(seqlen)] for t in range(seqlen)]
+        both = sum(map(sum, near)) / seqlen
+        before = sum(sum(row[: t + 1]) for t, row in enumerate(near)) / seqlen
+        assert LocalAttention.mixing_flops(32, options, seqlen, False) == pytest.approx(2 * 2 * 32 * both)
+        assert LocalAttention.mixing_flops(32, options, seqlen, True) == pytest.approx(2 * 2 * 32 * before)
 
 
 @each("gate", [False, True])

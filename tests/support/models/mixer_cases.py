@@ -15,7 +15,7 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import Mixer
 
 D_MODEL = 16
-SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4}
+SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2}
 """Options that get small values wherever a mixer has them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +36,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention-wide": ("attention", {"value_headdim": 4, "nheads": 3, "bias": True}),
     "attention-xpos": ("attention", {"position": "xpos"}),
     "attention-without-positions": ("attention", {"position": "none"}),
+    "attention-shared-keys": ("attention", {"nheads": 6, "kv_heads": 2, "qk_norm": True}),
+    "local_attention-shared-keys": ("local_attention", {"headdim": 4, "kv_heads": 1, "qk_norm": True, "window": 5}),
     "gated_delta-without-gate": ("gated_delta", {"gate": False, "expand": 2, "bias": True}),
     "convolution-wide": ("convolution", {"d_conv": 5, "expand": 1, "bias": True, "conv_bias": False}),
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),

