@@ -153,6 +153,9 @@ def test_plans_count_what_it_keeps(capsys):
     muon = load_config("debug_mru", [*recipe, "muon", "--optimizer.options", '{dtype = "bfloat16"}'])
     maps = [shape for name, shape in shapes.items() if re.match(r"blocks\..*(out_proj|up|down)\.weight", name)]
     assert make_plan(muon, 4).sizes.to_owners == sum(map(math.prod, maps)) / 2
+    refused = [*recipe, "muon", "--engine.name", "deepspeed", "--engine.zero-stage", "3"]
+    with pytest.raises(ValueError, match="Muon does not update each element by itself"):
+        make_plan(load_config("debug_mru", refused), 2)
     assert rows.parts["moments"] == 4 * 2 * (adamw.parameters - taken) + 2 * sum(shape[0] for shape in matrices)
     assert lion.parts["moments"] == 4 * adamw.parameters / 2
     sums = [math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes.values() if len(shape) > 1]

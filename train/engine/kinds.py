@@ -12,6 +12,7 @@ from matmix.train.engine.full_state import CheckpointFiles, FullState, averaged
 from matmix.train.engine.mesh import MeshShape
 from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.engine.zero_files import ZeroFiles
+from matmix.train.optim.base import Optimizer
 from matmix.train.state import Weights
 
 # What DeepSpeed is told, in elements: the buffer in which gradients are summed; up to which size stage 3 leaves weights
@@ -122,6 +123,16 @@ class Exchange:
     sent: float  # by each rank, in elements of float32
     ranks: int  # that take part
     span: int  # ranks from the first to the last that takes part: within a node if it has as many
+
+
+def check_optimizer(engine: EngineConfig, optimizer: Optimizer) -> None:
+    """Raises ValueError (one line) for an optimizer that cannot update what the engine would hand it."""
+    if engine.kind == "deepspeed" and engine.zero_stage and not optimizer.elementwise:
+        names = [type(part).__name__ for part in optimizer.parts.values() if not part.elementwise]
+        raise ValueError(
+            f"{names[0] if names else type(optimizer).__name__} does not update each element by itself, and DeepSpeed "
+            'cuts parameters into pieces at engine.zero_stage >= 1; use stage 0, or engine.name = "fsdp2"'
+        )
 
 
 def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:

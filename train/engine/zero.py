@@ -23,7 +23,7 @@ from matmix.train.engine.base import Engine, Initialize, MakeOptimizer, Snapshot
 from matmix.train.engine.clipping import agree_on_norms, clip_groups, clip_limits
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, OPTIMIZER, FullState, fill, kept_entries
-from matmix.train.engine.kinds import BUCKET, REUSE, SMALL
+from matmix.train.engine.kinds import BUCKET, REUSE, SMALL, check_optimizer
 from matmix.train.engine.mesh import Mesh
 from matmix.train.engine.zero_files import SUBDIRECTORY, make_files, write_files
 from matmix.train.optim.averaging import AVERAGE, STEPS, swap_average
@@ -115,13 +115,7 @@ class ZeroEngine(Engine):
                     setattr(module, name, buffer.to(self.device))
             model.forward = _linear_of_stage_3()(model.forward)
         optimizer = make_optimizer(model)
-        if stage > 0 and not optimizer.elementwise:
-            names = [type(part).__name__ for part in optimizer.parts.values() if not part.elementwise]
-            raise ValueError(
-                f"{names[0] if names else type(optimizer).__name__} does not update each element by itself, and "
-                "DeepSpeed cuts parameters into pieces at engine.zero_stage >= 1; use stage 0, or "
-                'engine.name = "fsdp2"'
-            )
+        check_optimizer(self.config, optimizer)
         self.model, self.optimizer, _, _ = self.deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         self.files = make_files()
         self.model.checkpoint_engine = self.files

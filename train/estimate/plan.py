@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from matmix.model import build_model
 from matmix.model.precision import rounded_parameters
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import Exchange, Sizes, Weight, sent
+from matmix.train.engine.kinds import Exchange, Sizes, Weight, check_optimizer, sent
 from matmix.train.engine.kinds import held as held_on_rank
 from matmix.train.estimate import FLOAT, Mode, step_memory
 from matmix.train.estimate.context import context_bytes
@@ -120,6 +120,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     micro = config.micro_batch(data_size)
     accumulation = config.global_batch_size // (micro * data_size)
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
+    check_optimizer(config.engine, optimizer)
     parameters = dict(model.named_parameters())
     kept = [
         (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape)

@@ -76,7 +76,8 @@ class Muon(Optimizer):
                 if group["lr"]:
                     local_part(parameter.detach()).mul_(1 - group["lr"] * group["weight_decay"])
                     parameters.append(parameter)
-                    directions.append((gradient.lerp(momentum, own.momentum) if own.nesterov else momentum).to(dtype))
+                    # In the gradient's memory: nobody reads it after the step.
+                    directions.append((gradient.lerp_(momentum, own.momentum) if own.nesterov else momentum).to(dtype))
                     blocks.append(rows or (len(parameter),))
                     rates.append(group["lr"])
         updates = on_owners(parameters, directions, blocks, lambda whole: orthogonal(whole, own.iterations))
