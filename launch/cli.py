@@ -56,6 +56,7 @@ VERBS = {
         "draw the mixer matrices of a run or a recipe, with their ranks",
         "matmix.launch.lab.show_mixer.command:ShowMixer",
     ),
+    "average": Branch("the mean of the weights of a run's last checkpoints, as a run", "matmix.launch.export:Average"),
     "export": Branch("write a run as a directory that transformers loads", "matmix.launch.export:Export"),
     "checkpoints": Branch(
         "list and verify the checkpoints of a run; convert one for other engines and numbers of ranks",

@@ -1,5 +1,5 @@
-"""`matmix export RUN --out DIR` and `matmix import --from KIND FILE OUT`: write directories that transformers
-loads."""
+"""`matmix export RUN --out DIR` and `matmix import --from KIND FILE OUT`: write directories that transformers loads.
+`matmix average RUN` writes a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -52,6 +52,29 @@ class Export:
         options = {name: getattr(self, name) for name in ("step", "weights", "dtype", "max_shard_bytes", "onnx")}
         card = {"licence": self.license, "languages": self.language, "controls": self.control}
         export_run(self.source, self.out, **options, **card)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Average:
+    """Make a run of the mean of the weights of a run's last checkpoints, and evaluate it beside the newest of them.
+
+    evaluate, export, generate and init.from take it as any run. Sums are in float64; the optimizer's state is that of
+    the newest checkpoint.
+    """
+
+    source: RunFolder
+    last: int = 5
+    """Number of checkpoints, the newest of the run."""
+    out: Annotated[str, tyro.conf.arg(metavar="OTHER_RUN")] = ""
+    """Run to make (must not hold anything else); default: RUN-last-N."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        from matmix.use.averaging import average_run
+
+        out = self.out or f"{self.source.rstrip('/')}-last-{self.last}"
+        lines = average_run(self.source, out, last=self.last)
+        print("\n".join([*lines, f"The mean is the run {out}."]))
         return 0
 
 

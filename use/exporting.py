@@ -2,8 +2,9 @@
 
 import dataclasses
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from matmix.data.artifacts import artifact_name, artifact_path, shell_line
@@ -15,12 +16,12 @@ from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files, new_directory
 from matmix.train.checkpoint import manifest
 from matmix.train.checkpoint.lanes import SUBDIRECTORY as CARRIED
-from matmix.train.engine.full_state import layout_of_moments
+from matmix.train.engine.full_state import FullState, layout_of_moments
 from matmix.train.engine.full_tensors import KIND, SUBDIRECTORY, write_full
 from matmix.train.engine.kinds import open_full
 from matmix.train.recipe import write_config
 from matmix.train.run.directory import RunDirectory
-from matmix.train.run.trained import open_trained
+from matmix.train.run.trained import Trained, open_trained
 from matmix.train.state import Weights
 from matmix.train.tasks import TASKS
 from matmix.use.model_card import notes_on
@@ -173,25 +174,39 @@ def convert_run(
     out = Path(out_dir)
     check_target(out)
     trained = open_trained(run_dir, step, weights_only=False)
-    run, name = trained.run.path, trained.checkpoint.name
+    write_run(trained, out, max_file_bytes=max_file_bytes)
+    name = trained.checkpoint.name
+    print(f"Converted {name} of {run_dir} to {out}; `{shell_line('matmix', 'train', out)}` goes on from there.")
+    return RunDirectory(out).checkpoints / name
+
+
+def write_run(trained: Trained, out: Path, **options: Any) -> None:
+    """Writes the run `out` with one checkpoint, `trained`; options: of `convert_checkpoint`."""
+    run = trained.run.path
     with new_directory(out) as folder:
         made = RunDirectory(folder)
-        convert_checkpoint(trained.checkpoint, made.checkpoints / name, max_file_bytes=max_file_bytes)
+        convert_checkpoint(trained.checkpoint, made.checkpoints / trained.checkpoint.name, **options)
         write_config(dataclasses.replace(trained.config, run_dir=str(out)), made.config_path)
         if (run / "tokenizer").is_dir():
             shutil.copytree(run / "tokenizer", folder / "tokenizer")
         if (run / "metrics.jsonl").is_file():
             shutil.copy(run / "metrics.jsonl", folder)
     sync_directory(out.parent)
-    print(f"Converted {name} of {run_dir} to {out}; `{shell_line('matmix', 'train', out)}` goes on from there.")
-    return RunDirectory(out).checkpoints / name
 
 
-def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Writes one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads."""
+def convert_checkpoint(
+    source: Path,
+    target: Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    state: FullState | None = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Writes one checkpoint, known to be whole, into the new directory `target` in the form that every engine reads.
+    state: in place of the tensors there, of the same names and shapes; extra: what the loop is to find besides."""
     before = manifest.read_manifest(source)
     layout = before["layout"]
-    state = open_full(source, layout)
+    state = open_full(source, layout) if state is None else state
     write_full(state, target / SUBDIRECTORY, max_file_bytes=max_file_bytes)
     for folder in (manifest.GENERATORS, CARRIED):
         if (source / folder).is_dir():
@@ -199,4 +214,5 @@ def convert_checkpoint(source: Path, target: Path, *, max_file_bytes: int = MAX_
     kept = {name: layout[name] for name in ("world_size", "shapes")}  # ranks: those that the generators are of
     after = {"engine": KIND, **kept, **layout_of_moments(state.moments(), layout["shapes"])}
     files = manifest.describe_files(target, manifest.list_files(target))
-    manifest.write_manifest(target, {**before, "layout": after, "files": files})
+    extra = {**before["extra"], **extra}
+    manifest.write_manifest(target, {**before, "layout": after, "extra": extra, "files": files})

@@ -54,7 +54,7 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
         "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "precision": config.engine.precision,
         "seed": str(config.seed),
-        "weights": f"their moving average, decay {config.ema.decay:g}" if trained.which == "ema" else "",
+        "weights": _weights(trained),
     }
     if training := _last(trained.run.path, "train", step):
         rows |= _numbers(config, {"loss": training.get("loss")}, f"training, step {training['step']:,}")
@@ -68,6 +68,14 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
         heading = f"| | validation loss, {config.task().loss_metric.unit or 'nats'} |"
         table = "\n".join([table, "", heading, "|---|---|", *lines, *([] if known else ["", NONE_KNOWN])])
     return table
+
+
+def _weights(trained: Trained) -> str:
+    """Says what the weights are where they are not just those that were trained."""
+    if trained.which == "ema":
+        return f"their moving average, decay {trained.config.ema.decay:g}"
+    steps = trained.manifest["extra"].get("averaged_steps")
+    return f"mean of the checkpoints of steps {', '.join(map(str, steps))}" if steps else ""
 
 
 def _cell(text: str) -> str:
