@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels.context import Context
+from matmix.kernels.functions import working
 from matmix.model.architecture import Architecture
 from matmix.model.blocks import Block, make_norm
 from matmix.model.calls import Called, is_quantised
@@ -83,11 +84,20 @@ class Backbone(Called, Architecture):
         """The outputs (..., outputs) of features (..., d_model), on the device of the projection."""
         layer = self.output_layer()
         if layer is not None and is_quantised(layer):
-            return layer(x)
+            return self.capped(layer(x))
         weight, bias = self.output_projection()
         if weight is None:
             return x
-        return F.linear(x.to(weight.device), weight, None if bias is None else bias.to(weight.device))
+        return self.capped(F.linear(x.to(weight.device), weight, None if bias is None else bias.to(weight.device)))
+
+    @property
+    def softcap(self) -> float:
+        """The bound of the logits of tokens; 0 where there is none, as in models of other outputs."""
+        return self.config.logit_softcap if self.inputs == "tokens" and not self.takes_head else 0.0
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """softcap tanh(logits / softcap), computed in float32 at least, in the dtype of the logits."""
+        return (self.softcap * (working(logits) / self.softcap).tanh()).to(logits.dtype) if self.softcap else logits
 
     def forward(
         self,
@@ -97,7 +107,7 @@ class Backbone(Called, Architecture):
         attention_mask: Tensor | None = None,
         max_seqlen: int | None = None,
         select: Tensor | None = None,
-        readout: Callable[[Tensor, Tensor | None, Tensor | None], Any] | None = None,
+        readout: Callable[..., Any] | None = None,
         streams: list[Tensor] | None = None,
         carried: CarriedRows | None = None,
         **more: Tensor | None,
@@ -115,7 +125,8 @@ class Backbone(Called, Architecture):
             select: (n,) int64 positions in the flattened batch; only their features go on to the output. Of no
                 meaning where there is one output for each document.
             readout: called as readout(features (n, d_model), weight (outputs, d_model), bias or None) in
-                place of the output projection, inside this forward, where sharded weights are whole.
+                place of the output projection, inside this forward, where sharded weights are whole; with the keyword
+                softcap where logits are capped.
             streams: a list that the residual streams (B, L, d_model) before the first block and after each are added
                 to; zero where padding was.
             carried: the states with which rows go on, in causal models; they become those behind these rows. With
@@ -164,7 +175,8 @@ class Backbone(Called, Architecture):
             x = x[select]
         x = self.features(x)
         if readout is not None:
-            return readout(x, *self.output_projection())
+            capped = {"softcap": self.softcap} if self.softcap else {}
+            return readout(x, *self.output_projection(), **capped)
         outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
 

@@ -116,6 +116,8 @@ class ModelConfig:
     """Longest document; binding only with position embeddings and for mixers of a fixed length."""
     tie_embeddings: bool = True
     """Word embeddings and output projection are one matrix."""
+    logit_softcap: float = 0.0
+    """Logits of tokens are softcap tanh(logits / softcap) (arXiv 2408.00118), in training and after; 0 = not capped."""
     type_vocab_size: int = 2
     """encoder: number of token types; 0 = no token-type embeddings."""
     position_embeddings: bool = False
@@ -143,7 +145,7 @@ class ModelConfig:
         for names, fits, must in (
             (("d_model", "n_layers", "max_seqlen"), lambda x: x >= 1, "1 or more"),
             (("vocab_size", "mlp_ratio"), lambda x: x >= 0, "0 or more"),
-            (("layer_scale",), lambda x: x >= 0, "0 (none) or more"),
+            (("layer_scale", "logit_softcap"), lambda x: 0 <= x < math.inf, "0 (none) or more"),
             (("init_std",), lambda x: 0 < x < math.inf, "a positive number"),
             (shares, lambda x: 0 <= x < 1, "at least 0 and below 1"),
             (("n_layers",), lambda x: x <= _MOST_LAYERS, f"at most {_MOST_LAYERS:,}"),

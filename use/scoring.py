@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ def _packed_nats(opened: TrainedModel, windows: Sequence[tuple[Sequence[int], in
     ends = zip(read["cu_seqlens"][1:].tolist(), windows, strict=True)
     places = [place for end, (_, predicted) in ends for place in range(end - predicted, end)]
     select, targets = (torch.tensor(values, device=opened.device) for values in (places, targets))
-    losses, _ = opened.model(**read, select=select, readout=lambda *arguments: row_cross_entropy(*arguments, targets))
+    losses, _ = opened.model(**read, select=select, readout=partial(row_cross_entropy, targets=targets))
     return losses.double().sum().item()
 
 

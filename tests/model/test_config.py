@@ -121,6 +121,7 @@ def test_a_config_survives_json():
         ({"dropout": 1.0}, ["model.dropout = 1.0"]),
         ({"norm": "sandwich"}, ["'sandwich'", "pre, post"]),
         ({"layers": ("mru", "mlp"), "mlp_ratio": 0.0}, ["mlp_ratio is 0"]),
+        ({"logit_softcap": -1.0}, ["model.logit_softcap = -1.0", "0 (none) or more"]),
         ({"norm_kind": "rms", "norm_bias": True}, ["norm_bias = true", "RMSNorm has no biases"]),
         ({"embedding_norm": "first"}, ["'first'", "auto, layers, none"]),
         (

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import math
 
@@ -9,6 +10,7 @@ from failures import each
 from matmix.model import build_model, initialize
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
 from matmix.model.mixers.mru import MRUConfig
+from matmix.train.tasks.cross_entropy import linear_cross_entropy
 
 KINDS = {
     "mru": ("language_model", ("mru",)),
@@ -65,6 +67,19 @@ def test_gated_mlps_and_rms_norms_are_what_they_say(small_model, activation):
     gate = getattr(F, activation)(layer(inner, "blocks.0.mlp.gate"))
     x = x + layer(gate * layer(inner, "blocks.0.mlp.up"), "blocks.0.mlp.down")
     torch.testing.assert_close(model(ids), layer(norm(x, "norm", 1e-5), "output"))
+
+
+@each("kind", ["gpt", "bert"])
+def test_capped_logits_are_those_that_the_loss_is_of(small_model, kind):
+    model, plain = (small_model(*KINDS[kind], logit_softcap=cap, dtype=torch.float64) for cap in (0.5, 0.0))
+    ids = torch.randint(61, (2, 9))
+    logits = model(ids)
+    torch.testing.assert_close(logits, 0.5 * (plain(ids) / 0.5).tanh())
+    readout = functools.partial(linear_cross_entropy, targets=ids.flatten())
+    wanted = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum").float()
+    torch.testing.assert_close(model(ids, readout=readout).loss, wanted)
+    if kind == "gpt":
+        torch.testing.assert_close(model.prefill(ids)[0], logits[:, -1])
 
 
 def test_an_encoder_without_biases_has_that_of_its_output_alone(small_model):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +25,7 @@ class TokenPrediction(Task):
     """The metric that holds the share of targets predicted right."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        targets = _targets(batch)
-
-        def readout(features: Tensor, weight: Tensor, bias: Tensor | None):
-            return linear_cross_entropy(features, weight, bias, targets, z_loss=self.objective.z_loss)
-
+        readout = partial(linear_cross_entropy, targets=_targets(batch), z_loss=self.objective.z_loss)
         # Unpacked by position: some engines hand a named tuple back as a plain one.
         total, loss, correct = self.forward(model, batch, readout)
         return Loss(total, loss, {"accuracy": correct})
@@ -58,8 +55,7 @@ class TokenPrediction(Task):
 
 def row_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns what `row_cross_entropy` makes of each position that goes through the readout."""
-    targets = _targets(batch)
-    return forward(model, batch, lambda *arguments: row_cross_entropy(*arguments, targets))
+    return forward(model, batch, partial(row_cross_entropy, targets=_targets(batch)))
 
 
 def _targets(batch: Batch) -> Tensor:

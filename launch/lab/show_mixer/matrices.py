@@ -41,7 +41,7 @@ def mixer_matrices(model: Backbone, inputs: torch.Tensor, layers: Sequence[int])
             mixer = model.blocks[layer].mixer
             hook = mixer.register_forward_pre_hook(lambda _, x, layer=layer: read.update({layer: x}))
             hooks.callback(hook.remove)
-        model(inputs, readout=lambda *_: None)
+        model(inputs, readout=lambda *_, **capped: None)
     for layer in layers:
         mixer = copy.deepcopy(model.blocks[layer].mixer).double()
         x, orders, *_ = read.pop(layer)

@@ -50,7 +50,7 @@ class MatmixModel(MatmixLanguageModelBase):
         **keywords: Any,
     ) -> BaseModelOutputWithPast | tuple:
         texts = input_ids, inputs_embeds, attention_mask, position_ids
-        features, hidden = self.run_text(texts, keywords, readout=lambda x, weight, bias: x)
+        features, hidden = self.run_text(texts, keywords, readout=lambda x, *_, **capped: x)
         shape = (inputs_embeds if input_ids is None else input_ids).shape[:2]
         return BaseModelOutputWithPast(last_hidden_state=features.unflatten(0, shape), hidden_states=hidden)
 

@@ -19,17 +19,28 @@ def _inputs(rows: int, d_model: int, vocab: int, with_bias: bool):
     return features, weight, bias, targets
 
 
+class _Number(float):
+    def to(self, dtype):
+        return self
+
+
+def _logits(features, weight, bias, softcap):
+    logits = F.linear(features, weight, bias)
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 @each("with_bias", [True, False])
 @each("z_loss", [0.0, 1e-2])
+@each("softcap", [0.0, 1.5])
 @each("rows", [1, 7, 64, 129])
-def test_equals_pytorch_in_value_and_gradient(monkeypatch, rows, z_loss, with_bias):
+def test_equals_pytorch_in_value_and_gradient(monkeypatch, rows, softcap, z_loss, with_bias):
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * 50 * 16)  # 16 rows a chunk: several chunks, a ragged last
     features, weight, bias, targets = inputs = _inputs(rows, 12, 50, with_bias)
-    result = linear_cross_entropy(features, weight, bias, targets, z_loss=z_loss)
+    result = linear_cross_entropy(features, weight, bias, targets, z_loss=z_loss, softcap=softcap)
     leaves = [tensor for tensor in inputs[:3] if tensor is not None]
     gradients = torch.autograd.grad(result.total * 0.37, leaves)
 
-    logits = F.linear(features, weight, bias)
+    logits = _logits(features, weight, bias, softcap)
     kept = targets != -100
     expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
     penalty = (torch.logsumexp(logits, 1).square() * kept).sum()
@@ -43,21 +54,26 @@ def test_equals_pytorch_in_value_and_gradient(monkeypatch, rows, z_loss, with_bi
 
 
 @pytest.mark.parametrize("form", ["chunked", "fused"])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_rows_cost_what_pytorch_says(form, with_bias, monkeypatch, request):
+@pytest.mark.parametrize(("with_bias", "softcap"), [(True, 0.0), (False, 1.5)])
+def test_rows_cost_what_pytorch_says(form, with_bias, softcap, monkeypatch, request):
     monkeypatch.setattr(cross_entropy, "_CHUNK_BYTES", 4 * 50 * 16)
     features, weight, bias, targets = _inputs(65, 12, 50, with_bias)
-    expected = F.cross_entropy(F.linear(features, weight, bias), targets, ignore_index=-100, reduction="none")
-    correct = F.linear(features, weight, bias).argmax(1) == targets
+    logits = _logits(features, weight, bias, softcap)
+    expected = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
+    correct = logits.argmax(1) == targets
     if form == "fused":
         device = request.getfixturevalue("interpreter")
         tensors = [None if x is None else x.to(device) for x in (features, weight, bias, targets)]
+        if device == "cpu":  # where neither numbers have a type nor CUDA's functions are there
+            monkeypatch.setattr("liger_kernel.ops.cross_entropy.tanh", lambda x: 2 * (2 * x).sigmoid() - 1)
+            softcap = _Number(softcap)
         with torch.no_grad():
-            output = cross_entropy._liger(*tensors, reduction="none")
+            output = cross_entropy._liger(*tensors, softcap, reduction="none")
         found = output.loss.cpu(), output.token_accuracy.cpu()
     else:
-        found = row_cross_entropy(features, weight, bias, targets)
-        torch.testing.assert_close(found[0].sum(), linear_cross_entropy(features, weight, bias, targets).loss)
+        found = row_cross_entropy(features, weight, bias, targets, softcap=softcap)
+        whole = linear_cross_entropy(features, weight, bias, targets, softcap=softcap)
+        torch.testing.assert_close(found[0].sum(), whole.loss)
     assert not found[0].requires_grad
     torch.testing.assert_close(found[0], expected.detach(), rtol=1e-4, atol=1e-5)
     assert torch.equal(found[1] > 0, correct)

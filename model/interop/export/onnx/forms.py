@@ -144,7 +144,7 @@ class OnnxForm(nn.Module):
             x = model.norm(x[:, 0]) if model.config.head.pooling == "cls" else model.norm(x).mean(1)
         x = model.features(x)
         weight, bias = model.output_projection()
-        return x if weight is None else F.linear(x, weight, bias)
+        return x if weight is None else model.capped(F.linear(x, weight, bias))
 
 
 def short_conv_form(
