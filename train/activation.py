@@ -28,18 +28,24 @@ def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpo
 
 def checkpoint_activations(
     model: nn.Module,
-    mode: Literal["none", "full", "selective"],
+    mode: Literal["none", "full", "selective", "offload"],
     *,
     selective_by: Literal["block", "op"] = "block",
     every: int = 2,
+    host: str = "cpu",
 ) -> None:
-    """Lets blocks of `model.blocks` recompute activations in the backward pass instead of keeping them.
+    """Lets blocks of `model.blocks` recompute activations in the backward pass instead of keeping them on the device.
 
     mode: "full" recomputes all of every block; "selective" by "block" does that for every `every`-th one, from the
     first on, by "op" for all of every block but matrix products and fused ops. Layers that can recompute parts of
     themselves (attribute `recompute`) do not in such a block: they would do so a third time, and hold what they keep.
+    "offload" recomputes nothing: what blocks keep lies on the device `host` until the backward pass.
     """
     if mode == "none":
+        return
+    if mode == "offload":
+        for block in model.blocks:
+            block.forward = _keeping_elsewhere(block, host)
         return
     by_op = mode == "selective" and selective_by == "op"
     stride = every if mode == "selective" and selective_by == "block" else 1
@@ -61,6 +67,35 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
         return checkpoint(forward, *args, **options, **kwargs)
 
     return recomputing_forward
+
+
+def _keeping_elsewhere(block: nn.Module, host: str) -> Callable[..., Any]:
+    """Returns the forward pass of a block that copies what it keeps to `host`, parameters and buffers excepted, which
+    lie on the device anyway. Copies to and from pinned memory wait in the stream of the device, not on the host."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def offloading_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Storages, as views of weights are kept, too, and those of a pass: sharded weights are gathered by now.
+        staying = {tensor.untyped_storage()._cdata for tensor in (*block.parameters(), *block.buffers())}
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+            if tensor.untyped_storage()._cdata in staying:
+                return tensor.device, tensor
+            # Strides stay: fused ops read in the backward pass what they wrote.
+            copy = torch.empty_like(tensor, device=host, pin_memory=tensor.is_cuda)
+            return tensor.device, copy.copy_(tensor, non_blocking=True)
+
+        def unpack(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+            device, tensor = packed
+            return tensor.to(device, non_blocking=True)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    return offloading_forward
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> None:

@@ -78,7 +78,7 @@ def memory_advice(text: str, config: RunConfig, world_size: int) -> str:
     if micro > 1:
         half = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
         first.append(f"set {shell_line('--micro-batch-size', half)} (the same batches in more passes)")
-    if config.engine.activation_checkpointing != "full":
+    if config.engine.activation_checkpointing not in ("full", "offload"):
         first.append("set --engine.activation-checkpointing full (slower, the same losses)")
     if not config.engine.shards_all:
         first.append("set --engine.name fsdp2, which shards weights, gradients and moments")

@@ -1,5 +1,7 @@
 """Recomputing, compiling and bf16 are put on a model without renaming anything in it."""
 
+import unittest.mock
+
 import pytest
 import scenarios
 import torch
@@ -14,6 +16,7 @@ MODES = [
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective", "selective_every": 2},
     {"activation_checkpointing": "selective", "selective_by": "op"},
+    {"activation_checkpointing": "offload"},
 ]
 
 
@@ -56,6 +59,48 @@ def test_what_is_recomputed():
     assert count("selective", every=2) == (products + 2 * 2, norms + 2)
     assert count("selective", every=3) == (products + 2 * 2, norms + 2)
     assert count("selective", selective_by="op") == (products, norms + 4)
+
+
+def test_what_blocks_keep_lies_elsewhere_and_weights_do_not_move():
+    """Each tensor that a block keeps is copied once to the host, as it lies in memory, and read from there."""
+    made, seen = torch.empty_like, []
+
+    def empty_like(tensor, *, device, pin_memory):
+        copy = made(tensor, device=device)
+        seen.append((tensor.untyped_storage()._cdata, copy, tensor.stride(), pin_memory))
+        return copy
+
+    model, plain = scenarios.Toy(layers=2), scenarios.Toy(layers=2)
+    for one in (model, plain):
+        scenarios.initialize(one)
+    checkpoint_activations(model, "offload")
+    with unittest.mock.patch.object(torch, "empty_like", empty_like):
+        loss = model(*scenarios.batch_of(0))
+    assert len(seen) == 2 * 10  # norm 3, products and gelu 3, the factors 2, exponentials 2
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    assert not weights & {storage for storage, *_ in seen}
+    assert all(copy.stride() == stride and not pinned for _, copy, stride, pinned in seen)
+    plain(*scenarios.batch_of(0)).backward()
+    loss.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    # The copies are what the backward pass reads.
+    model.zero_grad()
+    with unittest.mock.patch.object(torch, "empty_like", empty_like):
+        loss = model(*scenarios.batch_of(0))
+    for _, copy, *_ in seen:
+        copy.data.zero_()
+    loss.backward()
+    assert not model.blocks[0].down.weight.grad.any()
+
+
+def test_offloading_is_refused_where_it_does_not_fit():
+    for options, said in (
+        ({"compile": True}, "excludes engine.compile"),
+        ({"name": "deepspeed", "zero_stage": 3}, "does not work with DeepSpeed at engine.zero_stage = 3"),
+    ):
+        with pytest.raises(ValueError, match=f'engine.activation_checkpointing = "offload" {said}: use "full"'):
+            EngineConfig(activation_checkpointing="offload", **options)
 
 
 def test_this_projects_own_ops_are_saved():

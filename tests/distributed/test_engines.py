@@ -72,7 +72,9 @@ def test_every_optimizer_on_shards(references, ranks, engines):
 def test_every_engine_on_two_ranks(reference):
     by_op = {"activation_checkpointing": "selective", "selective_by": "op"}
     engines = {**ENGINES, "zero3, recomputed by op": {**ENGINES["zero3"], **by_op}}
-    runs = [(options, STEPS, 2) for options in engines.values()]
+    for name in ("fsdp2", "ddp", "zero2"):
+        engines[f"{name}, offloaded"] = {**ENGINES[name], "activation_checkpointing": "offload"}
+    runs = [(options, 4 if "offloaded" in name else STEPS, 2) for name, options in engines.items()]
     for rank, found in enumerate(run_distributed(scenarios.losses_of_all, 2, arguments=(runs,))):
         for name, run in zip(engines, found, strict=True):
             print(f"rank {rank}, {name}")

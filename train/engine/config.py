@@ -30,8 +30,9 @@ class EngineConfig:
     and all that is no matrix product stay float32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed over ranks in; over micro-batches always in float32."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in the backward pass: in no block, every block, or as `selective_by` says."""
+    activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    """Recompute activations in the backward pass: in no block, every block, or as `selective_by` says. offload:
+    recompute nothing, and keep what blocks need for it in (pinned) host memory."""
     selective_by: Literal["block", "op"] = "block"
     """selective: all of every `selective_every`-th block, or in every block all but matrix products and fused
     ops."""
@@ -69,6 +70,16 @@ class EngineConfig:
             raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
         if self.context > 1 and self.name == "deepspeed":
             raise ValueError(f'engine.context = {self.context} needs engine.name = "fsdp2" or "ddp", got "{self.name}"')
+        if self.activation_checkpointing == "offload":
+            advice = 'use "full" or "selective"'
+            if self.compile:
+                raise ValueError(f'engine.activation_checkpointing = "offload" excludes engine.compile: {advice}')
+            if self.name == "deepspeed" and self.zero_stage == 3:
+                # What a pass keeps would hold on to weights that were gathered for it.
+                raise ValueError(
+                    'engine.activation_checkpointing = "offload" does not work with DeepSpeed at engine.zero_stage = '
+                    f"3: {advice}, or stage 2"
+                )
         if self.compile and self.name == "deepspeed" and self.zero_stage == 3:
             # Its hooks on the modules inside a block would be compiled with them: gradients come out wrong.
             raise ValueError(

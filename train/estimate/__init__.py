@@ -31,6 +31,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.gradients = 0
+        self.on_host = 0  # all that was made on the device "meta", which stands for the host
         self.computed = 0
         self.timeline: list[tuple[int, int]] = []  # (live without gradients, gradients), bytes
         self._known: dict[int, Any] = {}
@@ -61,7 +62,10 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._watch(tensor.untyped_storage(), counts=True)
+                away = tensor.device.type == "meta"
+                if away and id(tensor.untyped_storage()) not in self._known:
+                    self.on_host += tensor.untyped_storage().nbytes()
+                self._watch(tensor.untyped_storage(), counts=not away)
         self.computed += _computes(function, result)
         self.timeline.append((self.live - self.gradients, self.gradients))
         return result
@@ -80,6 +84,7 @@ class StepMemory:
     kept: int  # activations that the forward pass leaves for the backward pass
     timeline: tuple[tuple[int, int], ...]  # (activations and temporaries, gradients) after each op
     computed: int  # ops that compute; a fused op counts as one
+    on_host: int  # activations that were sent to the host's memory, and are read from there
 
     def peak(self, *, standing: float = 0.0, share: float = 1.0) -> tuple[float, float]:
         """(gradients, activations and temporaries) in bytes at the moment when their sum is greatest. standing: bytes
@@ -87,7 +92,7 @@ class StepMemory:
         return max(((standing + grown * share, rest) for rest, grown in self.timeline), key=sum)
 
 
-Mode = Literal["none", "selective", "selective by op", "full"]
+Mode = Literal["none", "selective", "selective by op", "full", "offload"]
 
 
 def checkpointing_mode(config: RunConfig) -> Mode:
@@ -108,7 +113,7 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None, ga
         if gathers:
             round_weights(model)
         kind, by = ("selective", "op") if mode == "selective by op" else (mode, "block")
-        checkpoint_activations(model, kind, selective_by=by, every=engine.selective_every)
+        checkpoint_activations(model, kind, selective_by=by, every=engine.selective_every, host="meta")
         task = config.task()
         inputs = config.model.model_class.example_inputs(config.model, batch, config.data.seqlen)
         example = task.example_batch(inputs)
@@ -117,7 +122,7 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None, ga
                 loss = task.loss(model, example).total
             kept = meter.live
             loss.backward()
-    return StepMemory(kept=kept, timeline=tuple(meter.timeline), computed=meter.computed)
+    return StepMemory(kept, tuple(meter.timeline), meter.computed, meter.on_host)
 
 
 _simulated: dict[str, StepMemory] = {}
@@ -152,4 +157,4 @@ def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None, gath
         # Ops that loop over sequences make a longer record for more of them: only the greatest values can be compared.
         rest = extended(max(r for r, _ in half.timeline), max(r for r, _ in whole.timeline))
         timeline = ((rest, half.peak()[0]),)
-    return StepMemory(kept=extended(half.kept, whole.kept), timeline=timeline, computed=whole.computed)
+    return StepMemory(extended(half.kept, whole.kept), timeline, whole.computed, extended(half.on_host, whole.on_host))

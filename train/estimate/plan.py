@@ -37,6 +37,8 @@ class Plan:
     micro_batch_size: int
     parts: dict[str, float]  # bytes by what they hold; gathered weights are whole beside this rank's shards of them
     computed_ops: int  # of forward and backward passes in a step, each of which launches a kernel or more
+    on_host: dict[str, float]  # bytes that lie in the host's memory instead, by what they hold
+    copied: float  # bytes that a step copies to there and from there
 
     @property
     def parameters(self) -> int:
@@ -49,6 +51,13 @@ class Plan:
     @property
     def total_bytes(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def host_words(self) -> str:
+        """Says in words what lies in the host's memory; "" for nothing."""
+        total = sum(self.on_host.values()) / 2**30
+        parts = ", ".join(f"{size / 2**30:.2f} {name}" for name, size in self.on_host.items() if size)
+        return f"{total:.2f} GiB of the host's for each rank: {parts}" if parts else ""
 
     def batch_words(self, config: RunConfig) -> str:
         """Says in words what a step reads."""
@@ -161,6 +170,8 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
             "carried states": carried_bytes(config, model) / data_size,
         },
         computed_ops=accumulation * memory.computed,
+        on_host={"activations": memory.on_host},
+        copied=2 * accumulation * memory.on_host,
     )
 
 
@@ -217,6 +228,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",
         f"FLOPs per {plan.unit[:-1]}": f"{short_number(flops)} forward, {short_number(trained)} with backward",
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
+        **({"host memory": plan.host_words} if plan.host_words else {}),
         "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
         **({"sent": f"{sends} a step and rank"} if sends else {}),

@@ -82,6 +82,7 @@ class Estimate(NamedTuple):
     traffic: list[Collective]
     arithmetic: Arithmetic
     compute_seconds: float  # of a step
+    copy_seconds: float  # to the host's memory and back, which the arithmetic waits for
     traffic_seconds: float
     launch_seconds: float  # at least; of the host
     fits: bool
@@ -89,7 +90,7 @@ class Estimate(NamedTuple):
     @property
     def step_seconds(self) -> float:
         """Exchanges run beside the arithmetic, and the host launches both ahead of them: the slowest counts."""
-        return max(self.compute_seconds, self.traffic_seconds, self.launch_seconds)
+        return max(self.compute_seconds + self.copy_seconds, self.traffic_seconds, self.launch_seconds)
 
     @property
     def units_per_second(self) -> float:
@@ -127,7 +128,8 @@ def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float,
     # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
     launches = 0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6
     exchanging = sum(part.seconds(cluster) for part in traffic)
-    return Estimate(config, plan, mode, traffic, kind, compute, exchanging, launches, fits(plan, cluster))
+    copying = plan.copied / (cluster.host_gb_per_s * GB)
+    return Estimate(config, plan, mode, traffic, kind, compute, copying, exchanging, launches, fits(plan, cluster))
 
 
 def fits(plan: Plan, cluster: Cluster) -> bool:
@@ -225,7 +227,7 @@ class Cluster:
     network_gb_per_s: float = 50.0
     """Bytes that a GPU sends to other nodes, likewise; 50 is one 400 Gb/s adapter for each GPU."""
     host_gb_per_s: float = 25.0
-    """Copies from a GPU to its host's memory, which training waits for when it saves."""
+    """Copies between a GPU and its host's memory, which training waits for when it saves or offloads."""
     launch_microseconds: float = 5.0
     """Time in which the host launches a kernel from PyTorch; assumed, not measured."""
     mtbf_gpu_hours: float = MTBF_GPU_HOURS

@@ -124,6 +124,7 @@ def _describe(one: Estimate, cluster: Cluster, risk: Risk, reached: str, given: 
         "batch": f"{plan.batch_words(config)}; {plan.accumulation} x {plan.micro_batch_size} a rank",
         "engine": config.engine.words,
         "memory per rank": f"{plan.total_bytes / gib:.2f} of {cluster.memory_gb * 1e9 / gib:.0f} GiB: {memory}",
+        **({"host memory": f"{plan.host_words}; copies {duration(one.copy_seconds)}"} if plan.host_words else {}),
         **{
             part.what: f"{short_number(part.bytes)}B a step and rank over {part.ranks} ranks, "
             f"{'within nodes' if part.within_node else 'between nodes'}, {duration(part.seconds(cluster))}"

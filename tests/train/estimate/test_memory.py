@@ -123,6 +123,21 @@ def test_nothing_of_the_step_is_left_out(mode):
     assert 0 < readout <= 4 * (2 * rows * width + 321 * width) + 64 * rows
 
 
+def test_what_is_offloaded_lies_with_the_host(capsys):
+    """On the device nothing of a block stays between the passes, whatever their number; on the host all of it."""
+    config = small(activation_checkpointing="offload")
+    deep = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=4))
+    shallow = dataclasses.replace(config, model=dataclasses.replace(config.model, n_layers=2))
+    small_step, step = simulate_step(shallow, 2), simulate_step(deep, 2)
+    assert step.kept == small_step.kept < 0.2 * simulate_step(deep, 2, mode="none").kept
+    assert step.on_host == 2 * small_step.on_host > simulate_step(deep, 2, mode="none").kept - step.kept > 0
+    assert step_memory(deep, 7).on_host == pytest.approx(simulate_step(deep, 7).on_host, rel=0.02)
+    assert simulate_step(deep, 2, mode="full").on_host == 0
+    assert make_plan(deep, 1).on_host["activations"] == step_memory(deep, deep.micro_batch(1)).on_host
+    assert print_plan(deep) == 0
+    assert re.search(r"host memory +\d.* GiB of the host's for each rank: .* activations", capsys.readouterr().out)
+
+
 def test_larger_batches_follow_from_smaller_ones():
     config = small()
     for size in (1, 2, 7):
