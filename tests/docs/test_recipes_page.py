@@ -8,13 +8,16 @@ from paths import ROOT
 
 from matmix.launch.listings import grouped
 from matmix.model import count_parameters
-from matmix.train.recipe import load_config
+from matmix.train.recipe import load_phases
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
 VOCABULARY = {"mru_shakespeare": 69, "mru_shakespeare_char": 69, "mru_tinystories": 50257}
 """Of recipes that leave it to the data: ids of the tokenizer that the page names."""
+
+PUBLISHED = {"modernbert_like_base": 149, "bert_original_base": 110}
+"""Millions of parameters that the papers give."""
 
 
 def test_every_recipe_has_a_row_and_every_row_is_a_recipe():
@@ -38,7 +41,11 @@ def test_sizes_are_true():
     with Failures() as failures:
         for name in grouped()["matmix train NAME"]:
             with failures.of(name):
-                model = load_config(name).model
+                model = load_phases(name)[-1].model
                 if not model.vocab_size and model.model_class.inputs == "tokens":
                     model = dataclasses.replace(model, vocab_size=VOCABULARY.get(name, 2048))
-                assert ROWS[name].split(" | ")[1] == f"{count_parameters(model) / 1e6:.2f}M"
+                found = count_parameters(model) / 1e6
+                assert ROWS[name].split(" | ")[1] == f"{found:.2f}M"
+                if name in PUBLISHED:
+                    assert f"published: {PUBLISHED[name]}M" in ROWS[name]
+                    assert abs(found / PUBLISHED[name] - 1) < 0.01

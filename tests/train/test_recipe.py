@@ -7,7 +7,7 @@ from failures import each
 
 from matmix.train.entry import main
 from matmix.train.optim.config import RuleConfig
-from matmix.train.recipe import config_to_dict, differences, load_config, write_config
+from matmix.train.recipe import config_to_dict, differences, load_config, load_phases, write_config
 from matmix.train.recipe_files import bundled_recipes, find_recipe
 
 
@@ -23,9 +23,9 @@ def recipe(tmp_path):
 
 @each("name", list(bundled_recipes()))
 def test_bundled_recipes_are_valid_and_survive_a_round_trip(name, tmp_path):
-    config = load_config(name)
-    write_config(config, tmp_path / "config.toml")
-    assert load_config(str(tmp_path / "config.toml")) == config
+    for config in load_phases(name):
+        write_config(config, tmp_path / "config.toml")
+        assert load_config(str(tmp_path / "config.toml")) == config
 
 
 def test_a_byte_order_mark_is_no_part_of_a_recipe(recipe):
