@@ -14,7 +14,7 @@ from matmix.train.process.distributed import Distributed
 
 STEPS = 20
 HSDP = {"name": "fsdp2", "replicate": 2}
-OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]
+OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]  # muon has tests of its own
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,18 @@ def test_every_optimizer_on_shards(references, ranks, engines):
     for rank, found in enumerate(run_distributed(scenarios.losses_of_all, ranks, arguments=(arguments,))):
         for (name, one), run in zip(runs, found, strict=True):
             print(f"rank {rank}, {name}, {one}")
-            assert_same_run(run, references[one])
+            if one == "soap":  # where the norm behind them takes all gradient from some weights, they follow rounding
+                assert_same_run((run[0], {}), (references[one][0], {}))
+            else:
+                assert_same_run(run, references[one])
+
+
+def test_soap_on_shards_takes_the_same_steps_from_the_same_gradients():
+    """Its matrices bit for bit."""
+    for found in run_distributed(scenarios.same_gradients, 3, arguments=({"name": "fsdp2"}, 15, "soap")):
+        for name, (spread, whole) in found.items():
+            matrix = name.startswith("blocks.") and name.endswith(("up.weight", "down.weight"))
+            assert spread == (whole if matrix else pytest.approx(whole, abs=1e-6)), name
 
 
 def test_every_engine_on_two_ranks(reference):

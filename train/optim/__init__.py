@@ -13,6 +13,7 @@ OPTIMIZERS: dict[str, type[Optimizer] | str] = {
     "stable_adamw": "matmix.train.optim.stable_adamw:StableAdamW",
     "lion": "matmix.train.optim.lion:Lion",
     "adafactor": "matmix.train.optim.adafactor:Adafactor",
+    "soap": "matmix.train.optim.soap:SOAP",
 }
 """By the names that recipes say; as text where a run that uses others should not spend seconds on its library."""
 FALLBACK = "adamw"

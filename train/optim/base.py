@@ -145,6 +145,16 @@ def rows_here(tensor: torch.Tensor) -> tuple[int, int]:
     return (offset[0], offset[0] + shape[0]) if shape else (0, 1)
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as a whole, gathered from the ranks that hold its parts if it is sharded: by all of them."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def copy_rows_here(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copies a whole tensor into what this rank holds of `tensor`, sharded along rows or not."""
+    local_part(tensor).copy_(whole[slice(*rows_here(tensor))] if is_sharded(tensor) else whole)
+
+
 def sum_over_parts(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the sum of `values` over the ranks that hold other parts of `tensor`, if it is sharded: with the same
     bits on all of them, and so on all copies."""

@@ -60,16 +60,16 @@ class OptimizerConfig:
 
     name: str = "adamw"
     """adamw (arXiv 1711.05101), muon (2502.16982), stable_adamw (2304.13013), lion (2302.06675), adafactor
-    (1804.04235), or an optimizer of your own as "my_package.module:MyOptimizer". What it cannot take, such as vectors,
-    is left to adamw."""
+    (1804.04235), soap (2409.11321), or an optimizer of your own as "my_package.module:MyOptimizer". What it cannot
+    take, such as vectors, is left to adamw."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of this optimizer alone; on the command line as in '{momentum = 0.9}'."""
     lr: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw, stable_adamw: decay rates of the two moments."""
+    """adamw, stable_adamw, soap: decay rates of the two moments."""
     eps: float = 1e-8
-    """adamw, stable_adamw: added to the root of the second moment."""
+    """adamw, stable_adamw, soap: added to the root of the second moment."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings."""
     fully_decoupled: bool = False

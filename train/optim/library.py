@@ -18,12 +18,11 @@ class LibraryOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        groups, kept = self.param_groups, self.state
         self.whole: dict[torch.Tensor, torch.Tensor] = {}
         """By the gradient that the library is shown, the parameter that it is of."""
         shown: list[dict[str, Any]] = []
         entries: dict[torch.Tensor, State] = collections.defaultdict(dict)
-        for group in groups:
+        for group in self.param_groups:
             updated = [parameter for parameter in group["params"] if parameter.grad is not None]
             states = [self.state_of(parameter) for parameter in updated]
             step = max((int(state["step"]) for state in states if "step" in state), default=0)
@@ -34,12 +33,18 @@ class LibraryOptimizer(Optimizer):
                 entries[part] = {name: local_part(entry) for name, entry in state.items()}
             if parts:
                 shown.append({**group, "params": parts, "step": step})
-        self.param_groups, self.state = shown, entries
-        try:
-            self.library_step()
-        finally:
-            self.param_groups, self.state = groups, kept
+        self.run_library(shown, entries)
+        self.whole.clear()  # gradients would stay
         for group in shown:
             for part in group["params"]:
                 if "step" in entries[part]:
                     entries[part]["step"].fill_(group["step"])
+
+    def run_library(self, groups: list[dict[str, Any]], entries: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Runs the library's step on these groups and what is kept of their parameters, in place."""
+        before = self.param_groups, self.state
+        self.param_groups, self.state = groups, entries
+        try:
+            self.library_step()
+        finally:
+            self.param_groups, self.state = before

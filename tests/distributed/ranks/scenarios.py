@@ -27,8 +27,9 @@ from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
-from matmix.train.optim import optimizer_class
+from matmix.train.optim import FALLBACK, optimizer_class
 from matmix.train.optim.adamw import AdamW
+from matmix.train.optim.base import SeveralOptimizers, full_shape
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.process.distributed import Distributed, agree, complaint, from_rank_zero, gather_objects
 
@@ -123,8 +124,19 @@ def make_ruled_optimizer(model: nn.Module, kind: str = "adamw") -> torch.optim.O
         {"params": members[key], "clip_group": key[0], "clip": CLIPS.get(key[0], 0.0), **options[key]}
         for key in options
     ]
-    cls = optimizer_class(kind)
-    return cls.from_config(groups, OptimizerConfig(lr=1e-2), cls.Options())
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for group in groups:
+        taken: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in group["params"]:
+            own = kind if optimizer_class(kind).takes(name, full_shape(parameter)) else FALLBACK
+            taken.setdefault(own, []).append((name, parameter))
+        for own, params in taken.items():
+            parts.setdefault(own, []).append({**group, "params": params, "optimizer": own})
+    made = {
+        own: optimizer_class(own).from_config(its, OptimizerConfig(lr=1e-2), optimizer_class(own).Options())
+        for own, its in parts.items()
+    }
+    return made[kind] if len(made) == 1 else SeveralOptimizers(made, [one for its in parts.values() for one in its])
 
 
 def place() -> Distributed:
@@ -232,6 +244,25 @@ def losses_of(options: dict[str, Any], steps: int, accumulation: int, optimizer:
     history = run_steps(engine, 0, steps, accumulation=accumulation)
     norms = {f"norm of {name}": [float(norm)] for name, norm in engine.clip_norms.items()}
     return history, weights(engine) | norms
+
+
+def same_gradients(options: dict[str, Any], steps: int, optimizer: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Weights after steps with the same gradients, whole and over the ranks, by name."""
+    engine = make_engine(EngineConfig(**options), optimizer=optimizer)
+    whole = Toy()
+    initialize(whole)
+    alone = make_ruled_optimizer(whole, optimizer)
+    spread = dict(engine.module.named_parameters())
+    for step in range(steps):
+        torch.manual_seed(step)
+        for name, parameter in whole.named_parameters():
+            parameter.grad = torch.randn_like(parameter)
+            mesh, placements = spread[name].device_mesh, spread[name].placements
+            spread[name].grad = distribute_tensor(parameter.grad, mesh, placements, src_data_rank=None)
+        alone.step()
+        engine.optimizer.step()
+    found = weights(engine)
+    return {name: (found[name], one.flatten().tolist()) for name, one in whole.named_parameters()}
 
 
 def losses_of_all(runs: list[tuple]) -> list[Any]:

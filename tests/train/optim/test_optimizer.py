@@ -274,10 +274,10 @@ def test_layer_decay_lowers_the_rate_from_layer_to_layer():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_say_what_they_keep(name):
-    layer = torch.nn.Linear(3, 2)
-    optimizer = make_optimizer(layer, OptimizerConfig(name=name), 8)
-    kept = optimizer.entries(dict(layer.named_parameters()))
-    layer(torch.ones(3)).sum().backward()
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(3, 2)})
+    optimizer = make_optimizer(model, OptimizerConfig(name=name), 8)
+    kept = optimizer.entries(dict(model.named_parameters()))
+    model["blocks"](torch.ones(3)).sum().backward()
     optimizer.step()
     for name, parameter, group in optimizer.named_parameters():
         state = optimizer.state[parameter]
@@ -288,7 +288,7 @@ def test_optimizers_say_what_they_keep(name):
 
 
 RATE, DECAY, EPS = 0.1, 0.3, 1e-8
-"""Of the definitions below, which change a weight `w` at step `t`; `m` and `v` keep numbers from step to step."""
+"""Of the definitions below, which change a weight `w` at step `t`; `m`, `v` and `more` are kept from step to step."""
 
 
 def adam_moments(g, t, m, v, b1=0.9, b2=0.95):
@@ -296,24 +296,24 @@ def adam_moments(g, t, m, v, b1=0.9, b2=0.95):
     return m / (1 - b1**t), v / (1 - b2**t)
 
 
-def adamw(w, g, t, m, v):
+def adamw(w, g, t, m, v, more):
     mean, square = adam_moments(g, t, m, v)
     return w * (1 - RATE * DECAY) - RATE * mean / (square.sqrt() + EPS)
 
 
-def stable_adamw(w, g, t, m, v):
+def stable_adamw(w, g, t, m, v, more):
     mean, square = adam_moments(g, t, m, v)
     rate = RATE / max(1, (g**2 / square.clamp(min=EPS**2)).mean().sqrt())
     return w * (1 - rate * DECAY) - rate * mean / (square.sqrt() + EPS)
 
 
-def lion(w, g, t, m, v):
+def lion(w, g, t, m, v, more):
     update = (0.9 * m + 0.1 * g).sign()
     m[:] = 0.99 * m + 0.01 * g
     return w * (1 - RATE * DECAY) - RATE * update
 
 
-def adafactor(w, g, t, m, v):
+def adafactor(w, g, t, m, v, more):
     v[:] = v * (1 - t**-0.8) + g**2 * t**-0.8
     rows, columns = v.mean(-1, keepdim=True), v.mean(-2, keepdim=True)
     update = g / (rows * columns / rows.mean(-2, keepdim=True)).sqrt()
@@ -321,24 +321,46 @@ def adafactor(w, g, t, m, v):
     return w * (1 - RATE * DECAY) - rate * update
 
 
-DEFINITIONS = {one.__name__: one for one in (adamw, stable_adamw, lion, adafactor)}
+def soap(w, g, t, m, v, more):
+    """With new bases after every second update. The first gradient changes no weight."""
+    for side, square in (("left", g @ g.T), ("right", g.T @ g)):
+        more[side] = 0.95 * more.get(side, 0) + 0.05 * square
+    if t > 1:
+        left, right = more["left", "basis"], more["right", "basis"]
+        m[:], v[:] = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (left.T @ g @ right) ** 2
+        mean, square = left.T @ m @ right / (1 - 0.9 ** (t - 1)), v / (1 - 0.95 ** (t - 1))
+        w = w - RATE * left @ (mean / (square.sqrt() + EPS * (1 - 0.95 ** (t - 1)) ** -0.5)) @ right.T
+        w = w * (1 - RATE * DECAY)
+    for axis, side in enumerate(("left", "right")):
+        if t == 1:
+            more[side, "basis"] = torch.linalg.eigh(more[side])[1].flip(1)
+        elif t % 2:
+            basis, statistics = more[side, "basis"], more[side]
+            order = (basis * (statistics @ basis)).sum(0).argsort(descending=True)
+            v[:] = v.index_select(axis, order)
+            more[side, "basis"] = torch.linalg.qr((statistics @ basis)[:, order])[0]
+    return w
+
+
+DEFINITIONS = {one.__name__: one for one in (adamw, stable_adamw, lion, adafactor, soap)}
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_steps_are_their_definitions(name):
     generator = torch.Generator().manual_seed(0)
-
-    def draw() -> torch.Tensor:
-        return torch.randn(5, 3, generator=generator, dtype=torch.float64)
-
-    layer = torch.nn.Linear(3, 5, bias=False, dtype=torch.float64)
-    optimizer = make_optimizer(layer, OptimizerConfig(name=name, lr=RATE, weight_decay=DECAY), 8)
-    expected, m, v = layer.weight.detach().clone(), torch.zeros(5, 3).double(), torch.zeros(5, 3).double()
-    for step in range(1, 5):
-        layer.weight.grad = draw() * step
-        expected = DEFINITIONS[name](expected, layer.weight.grad.clone(), step, m, v)
+    rows, columns = (4, 4) if name == "soap" else (5, 3)  # bases of what has no rank are any
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(columns, rows, bias=False, dtype=torch.float64)})
+    weight, options = model["blocks"].weight, {"precondition_frequency": 2} if name == "soap" else {}
+    config = OptimizerConfig(name=name, lr=RATE, weight_decay=DECAY, options=options)
+    optimizer = make_optimizer(model, config, 8)
+    expected, more = weight.detach().clone(), {}
+    m, v = torch.zeros_like(expected), torch.zeros_like(expected)
+    for step in range(1, 7):
+        weight.grad = torch.randn(rows, columns, generator=generator, dtype=torch.float64) * step
+        expected = DEFINITIONS[name](expected, weight.grad.clone(), step, m, v, more)
         optimizer.step()
-        torch.testing.assert_close(layer.weight.detach(), expected, rtol=1e-12, atol=1e-12)
+        tolerance = 1e-6 if name == "soap" else 1e-12  # new bases are made in float32
+        torch.testing.assert_close(weight.detach(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_adafactor_is_torch_s():
