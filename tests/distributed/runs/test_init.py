@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from matmix.train.config import InitConfig
+from matmix.train.entry import main
 from matmix.train.init import source_of
 from matmix.use.exporting import export_run
 
@@ -76,6 +77,30 @@ def test_phases_begin_on_several_ranks(dataset, tmp_path):
     phases = [str(recipe), "--data.path", dataset, "--data.workers", "0", *model, "--run-dir", str(tmp_path / "phases")]
     assert run_distributed(init_scenario.train_phases, 2, arguments=(phases,), timeout=200) == [0, 0]
     assert len(losses(tmp_path / "phases" / "phase-2")) == 1
+
+
+@pytest.mark.slow
+def test_a_ramp_that_one_rank_began_goes_on_on_several_in_the_middle(dataset, tmp_path):
+    recipe = tmp_path / "ramp.toml"
+    head = "steps = 4\nglobal_batch_size = 8\ndevice = 'cpu'\nlogging.every = 1\n"
+    recipe.write_text(f"{head}[ramp]\ntokens = 96\nseqlen = [8]\nglobal_batch_size = [4]\n")
+    model = ["--model.layers", "attention", "--model.d-model", "16", "--model.n-layers", "1", "--data.seqlen", "16"]
+    model += [
+        "--model.mixers.attention.headdim",
+        "8",
+        "--evaluation.batches",
+        "1",
+        "--evaluation.ablation-batches",
+        "0",
+    ]
+    common = [str(recipe), "--data.path", dataset, "--data.workers", "0", *model, "--run-dir"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main([*common, str(whole)]) == 0
+    assert main([*common, str(parts), "--stop-step", "2"]) == 0
+    assert run_distributed(init_scenario.train_phases, 2, arguments=([*common, str(parts)],), timeout=200) == [0, 0]
+    for phase, steps in (("phase-1", 3), ("phase-2", 1)):
+        assert len(losses(parts / phase)) == steps
+        assert losses(parts / phase) == pytest.approx(losses(whole / phase), rel=2e-4)
 
 
 def test_a_rank_reads_those_parts_of_a_sharded_run_that_it_needs(dataset, tmp_path):
