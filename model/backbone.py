@@ -1,7 +1,7 @@
 """The base class of all architectures: it packs padded inputs, runs the blocks and applies the output projection."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,9 @@ class Backbone(Called, Architecture):
 
     context: Context | None = None
     """The ranks that rows are cut over; None = whole rows."""
+
+    readout_norm: ClassVar[str | None] = None
+    """The name of the layer, a norm or the identity, whose output goes to the output projection and nowhere else."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()

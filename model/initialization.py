@@ -6,8 +6,9 @@ DeepSpeed, with or without torch.compile, and layers that differ from each other
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,26 +62,34 @@ def clean_parameter_name(name: str) -> str:
     return ".".join(parts)
 
 
-def initialize(model: nn.Module, seed: int) -> None:
+def initialize(model: nn.Module, seed: int, factors: Mapping[str, float] = MappingProxyType({})) -> None:
     """Fill every parameter of `model` in place.
 
     A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to
     that module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0,
-    other matrices N(0, `init_std`), with the `init_std` of the model's config or 0.02. Parameters may be sharded
-    (DTensor): no communication takes place.
+    other matrices N(0, `init_std`), with the `init_std` of the model's config or 0.02. factors: on the values of some
+    parameters, by name. Parameters may be sharded (DTensor): no communication takes place.
     """
-    rules: dict[str, InitRule] = {}
-    std = getattr(getattr(model, "config", None), "init_std", INIT_STD)
-    for module_name, module in model.named_modules():
-        for name, rule in getattr(module, "init_rules", {}).items():
-            rules.setdefault(clean_parameter_name(f"{module_name}.{name}" if module_name else name), rule)
+    rules = init_rules_of(model)
     with torch.no_grad():
-        for module_name, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                full_name = clean_parameter_name(f"{module_name}.{name}" if module_name else name)
-                rule = rules.get(full_name) or default_init_rule(module, name, std)
-                values = rule(parameter.shape, parameter_generator(seed, full_name))
-                copy_into_parameter(parameter, values)
+        for name, parameter in model.named_parameters():
+            name = clean_parameter_name(name)
+            values = rules[name](parameter.shape, parameter_generator(seed, name))
+            copy_into_parameter(parameter, values * factors[name] if name in factors else values)
+
+
+def init_rules_of(model: nn.Module) -> dict[str, InitRule]:
+    """Returns the rule that each parameter of `model` is drawn by, as `initialize` has it."""
+    std = getattr(getattr(model, "config", None), "init_std", INIT_STD)
+    stated: dict[str, InitRule] = {}
+    usual: dict[str, InitRule] = {}
+    for prefix, module in model.named_modules():
+        before = f"{prefix}." if prefix else ""
+        for name, rule in getattr(module, "init_rules", {}).items():
+            stated.setdefault(clean_parameter_name(before + name), rule)
+        for name, _ in module.named_parameters(recurse=False):
+            usual[clean_parameter_name(before + name)] = default_init_rule(module, name, std)
+    return {name: stated.get(name, rule) for name, rule in usual.items()}
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

@@ -34,6 +34,7 @@ from matmix.train.meters.collectives import Stragglers
 from matmix.train.meters.speed import Goodput, Monitor, Speedometer, first_start
 from matmix.train.optim.config import rate_share
 from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_groups, rule_record
+from matmix.train.optim.width import initial_factors
 from matmix.train.process import logs, stop
 from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
 from matmix.train.process.health import check_health
@@ -87,7 +88,8 @@ class Trainer:
         self.say_what_begins(distributed)
         self.engine: Engine = build_engine(config.engine, distributed, self.mesh)
         options = {"config": config.optimizer, "seqlen": config.positions, "ema": config.ema}
-        seeded = functools.partial(initialize, seed=config.seed)
+        factors = initial_factors(config.model, config.optimizer.mup_base_width)
+        seeded = functools.partial(initialize, seed=config.seed, factors=factors)
         self.engine.prepare(model, seeded, functools.partial(make_optimizer, **options))
         self.lock = RunLock(self.run.path)
         self.log_file: logging.Handler | None = None  # on rank 0, while it holds the lock

@@ -103,6 +103,7 @@ class Encoder(EncoderTrunk):
     """Embeddings -> blocks -> final norm (pre-norm) -> masked-LM head -> logits by the tied or a separate matrix."""
 
     head_parameters = ("head.", "output.")
+    readout_norm = "head.norm"
     growing_parameters = MappingProxyType(
         {**EncoderTrunk.growing_parameters, "head.bias": "vocab_size", "output.weight": "vocab_size"}
     )

@@ -18,6 +18,7 @@ class LanguageModel(Backbone):
     """Word embeddings -> blocks -> final norm (pre-norm models) -> logits by the tied or a separate matrix."""
 
     causal = True
+    readout_norm = "norm"
     growing_parameters = MappingProxyType({"embedding.weight": "vocab_size", "output.weight": "vocab_size"})
 
     def __init__(self, config: ModelConfig):

@@ -327,6 +327,11 @@ class Mixer(Called):
         that is no linear map. What is left out is one, or has another number of dimensions than 2."""
         return {}
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Returns of parameters outside of linear layers, by name, the number of terms in the sums that they stand in
+        and a factor on these, if one of them grows with d_model: by it rates are made smaller for wider models."""
+        return {}
+
     @classmethod
     def block_rank(cls, config: Any) -> int | None:
         """Returns the largest rank that blocks of M strictly below or above the diagonal can have; None is no bound."""

@@ -153,6 +153,13 @@ class MRU(Mixer):
             rules, rule = {}, ParameterRule(lr=(2 / seqlen) ** 0.5 / self.order, clip=(seqlen / 2) ** 0.5, blocks=())
         return rules | {name: rule for name, _ in self.named_parameters() if name.startswith("in_proj.")}
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        if self.config.chosen("input") == "dense":
+            return {}
+        # mru-lm writes its muP factors into the model, with other rates than AdamW's in mind.
+        chunk, order = self.state_up.shape[1], self.order
+        return {"state_up": (chunk, self.element_scale), "state_down": (order, self.output_scale)}
+
     @staticmethod
     def head_count(d_model: int, config: MRUConfig) -> int:
         """The number of states per token."""

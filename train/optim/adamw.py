@@ -12,6 +12,7 @@ from matmix.train.optim.config import OptimizerConfig
 class AdamW(Optimizer, torch.optim.AdamW):
     """torch's, fused where the device allows it."""
 
+    steps_like_adamw = True
     # As torch wraps it, it imports torch's compiler, which takes a second at the start of every run.
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 

@@ -35,6 +35,9 @@ class Optimizer(torch.optim.Optimizer):
     of_linear_maps: ClassVar[bool] = False
     """True where it updates linear maps as wholes: it is given no matrix of which its mixer says that it is none, and
     updates apart what "blocks" of a group says to stand one below the other in each of its parameters."""
+    steps_like_adamw: ClassVar[bool] = False
+    """True where an element's steps have about the size of the rate, whatever the sizes of gradients and weights are:
+    what the rules of `optimizer.mup_base_width` are made for."""
     sent_bytes: int = 0
     """Bytes of an element that ranks send to the one that updates it; as many are sent back."""
     Options: ClassVar[type] = NoOptions

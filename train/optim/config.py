@@ -81,6 +81,9 @@ class OptimizerConfig:
     layer_decay: float = 1.0
     """Factor on the learning rate from each layer to the one below it (arXiv 1801.06146): output and final norm have
     the full rate, the embeddings the lowest; 1 = all the same."""
+    mup_base_width: int = 0
+    """The d_model for which rates and initial values are meant; in wider and narrower models they follow the width by
+    muP (arXiv 2203.03466), with adamw, stable_adamw and lion. 0 = they are the same at any width."""
     freeze: tuple[str, ...] = ()
     """Patterns of names of parameters that are not trained, such as "embeddings.*"."""
     rule: tuple[RuleConfig, ...] = ()
@@ -92,7 +95,7 @@ class OptimizerConfig:
         sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(sound, f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
-        require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0)
+        require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0, mup_base_width=0)
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")
 
 

@@ -18,6 +18,7 @@ from matmix.train.optim import FALLBACK, Optimizer, optimizer_class
 from matmix.train.optim.averaging import keep_average
 from matmix.train.optim.base import OTHERS, SeveralOptimizers, full_shape
 from matmix.train.optim.config import RULE, EmaConfig, OptimizerConfig
+from matmix.train.optim.width import width_factors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,7 @@ class _Treatment:
 
     weight_decay: float | None  # None = the run's
     lr: float = 1.0
+    width: float = 1.0  # further factor on the rate, and one over it on weight decay
     clip: float | None = None  # None = with the others
     optimizer: str | None = None  # None = the run's
     blocks: tuple[int, ...] | None = None
@@ -96,6 +98,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
         # Without a rate nothing moves; clipped apart, their gradients do not scale those of the others.
         said = {"lr": 0.0, "clip": math.inf, "weight_decay": 0.0}
         treatments[name].take("optimizer.freeze", ("frozen", None), said)
+    for name, factors in width_factors(model.config, config.mup_base_width).items() if config.mup_base_width else ():
+        if name in treatments and factors.lr != 1:
+            treatments[name].take("optimizer.mup_base_width", ("", None), {"width": factors.lr})
     for name, own in treatments.items():
         if own.weight_decay and len(shapes[name]) < 2:
             raise ValueError(
@@ -108,6 +113,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
                 problem = f"the optimizer {own.optimizer} cannot update {name}, of shape {tuple(shapes[name])}"
                 raise ValueError(f"{own.said_by['optimizer']}: {problem}; let its pattern match others")
             own.optimizer = FALLBACK
+        elif config.mup_base_width and not kind.steps_like_adamw:
+            problem = f"its factors are for adamw, stable_adamw and lion, not for {own.optimizer or config.name}"
+            raise ValueError(f"optimizer.mup_base_width = {config.mup_base_width}: {problem}; set it to 0")
     return _grouped(treatments, config)
 
 
@@ -147,23 +155,23 @@ def _nearest(pattern: str, names: Iterable[str]) -> list[str]:
 def _grouped(treatments: Mapping[str, _Treatment], config: OptimizerConfig) -> list[ParameterGroup]:
     """Returns the groups: what is treated by default, decayed and not, then the others as their parameters come."""
     labels = _labels(own.clipped_with for own in treatments.values())
-    usual = (1.0, None, OTHERS, None, config.name), (1.0, 0.0, OTHERS, None, config.name)
-    members: dict[tuple[float, float | None, str, float | None, str], list[str]] = {key: [] for key in usual}
+    usual = (1.0, 1.0, None, OTHERS, None, config.name), (1.0, 1.0, 0.0, OTHERS, None, config.name)
+    members: dict[tuple[float, float, float | None, str, float | None, str], list[str]] = {key: [] for key in usual}
     for name, own in treatments.items():
-        key = (own.lr, own.weight_decay, labels[own.clipped_with], own.clip, own.optimizer or config.name)
+        key = (own.lr, own.width, own.weight_decay, labels[own.clipped_with], own.clip, own.optimizer or config.name)
         members.setdefault(key, []).append(name)
     return [
         ParameterGroup(
             names=tuple(names),
-            lr=lr,
-            weight_decay=config.weight_decay if weight_decay is None else weight_decay,
+            lr=lr * width,
+            weight_decay=(config.weight_decay if weight_decay is None else weight_decay) / width,
             clip_group=label,
             clip=config.max_grad_norm if clip is None else clip,
             optimizer=optimizer,
             sources=tuple(dict.fromkeys(source for name in names for source in treatments[name].sources)),
             blocks=tuple(treatments[name].blocks for name in names),
         )
-        for (lr, weight_decay, label, clip, optimizer), names in members.items()
+        for (lr, width, weight_decay, label, clip, optimizer), names in members.items()
         if names
     ]
 

@@ -21,6 +21,7 @@ class LionOptions:
 class Lion(LibraryOptimizer, pytorch_optimizer.Lion):
     """pytorch-optimizer's."""
 
+    steps_like_adamw = True
     Options = LionOptions
     library_step = inspect.unwrap(pytorch_optimizer.Lion.step)
 

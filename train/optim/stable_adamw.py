@@ -16,6 +16,7 @@ class StableAdamW(LibraryOptimizer, pytorch_optimizer.StableAdamW):
     """pytorch-optimizer's, with root mean squares of whole tensors where they are sharded."""
 
     elementwise = False
+    steps_like_adamw = True
     library_step = inspect.unwrap(pytorch_optimizer.StableAdamW.step)
 
     @classmethod

@@ -91,6 +91,9 @@ class RWKV7(Mixer):
             "ln_x.weight": constant_init(1.0),
         }
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        return {name: (len(getattr(self, name)), 1.0) for name in self.rounded}
+
     @staticmethod
     def ranks(d_model: int, config: RWKV7Config) -> tuple[int, int, int]:
         """Hidden widths for decays, learning rates and gate; automatic ones as in the authors' code."""
