@@ -305,6 +305,27 @@ TRAINING = [
         "train/optim/test_optimizer.py::test_fully_decoupled_decay_does_not_depend_on_the_peak_rate",
     ),
     Fault(
+        "StableAdamW takes the root mean square of a shard",
+        "train/optim/stable_adamw.py",
+        "sum_over_parts(grad.square().div_(exp_avg_sq.clip(min=eps)).sum(), whole)",
+        "grad.square().div_(exp_avg_sq.clip(min=eps)).sum()",
+        "distributed/test_engines.py::test_every_optimizer_on_shards",
+    ),
+    Fault(
+        "Adafactor takes the means of a shard's columns",
+        "train/optim/adafactor.py",
+        "sum_over_parts(torch.cat([one.flatten() for one in sums]), parameter).split",
+        "torch.cat([one.flatten() for one in sums]).split",
+        "distributed/test_engines.py::test_every_optimizer_on_shards",
+    ),
+    Fault(
+        "SOAP's first bases follow rounding where a gradient has no rank",
+        "train/optim/soap.py",
+        "rest.copy_(torch.linalg.qr(rest @ rest[:count].T)[0])",
+        "rest.copy_(rest)",
+        "distributed/test_engines.py::test_every_optimizer_on_shards",
+    ),
+    Fault(
         "Muon makes the parts of a projection orthogonal as one matrix",
         "train/optim/muon.py",
         "blocks.append(rows or (len(parameter),))",

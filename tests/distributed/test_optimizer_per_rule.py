@@ -92,8 +92,9 @@ def test_muon_resumes_bit_for_bit(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_muon_travels_between_engines_and_numbers_of_ranks(dataset, tmp_path):
-    travel(dataset, tmp_path, "muon", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("name", ["muon", "adafactor", "soap"])
+def test_optimizers_of_matrices_travel_between_engines_and_numbers_of_ranks(name, dataset, tmp_path):
+    travel(dataset, tmp_path, name, ["fsdp2", "ddp"])
     for engine in ("fsdp2", "ddp"):
         assert losses(tmp_path / f"{engine}-converted") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from matmix.train.errors import require, require_at_least
 from matmix.train.optim.base import Optimizer, State, local_part, rows_here, sum_over_parts
 
 
@@ -16,6 +17,10 @@ class AdafactorOptions:
     """After step t the newest squares are the share t ** beta2_decay of the second moments."""
     d: float = 1.0
     """A step whose root mean square is above it is scaled down to it."""
+
+    def __post_init__(self) -> None:
+        require(self.beta2_decay <= 0, f"optimizer.options.beta2_decay must be at most 0, got {self.beta2_decay}")
+        require_at_least(self, "optimizer.options.", d=1)
 
 
 class Adafactor(Optimizer, torch.optim.Adafactor):

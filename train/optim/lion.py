@@ -6,6 +6,7 @@ import inspect
 import pytorch_optimizer
 import torch
 
+from matmix.train.errors import require
 from matmix.train.optim.base import State
 from matmix.train.optim.library import LibraryOptimizer
 
@@ -16,6 +17,10 @@ class LionOptions:
 
     betas: tuple[float, float] = (0.9, 0.99)
     """Share of the momentum in what a step takes the signs of, and decay rate of the momentum."""
+
+    def __post_init__(self) -> None:
+        sound = all(0 <= beta < 1 for beta in self.betas)
+        require(sound, f"optimizer.options.betas must be two numbers in [0, 1), got {self.betas}")
 
 
 class Lion(LibraryOptimizer, pytorch_optimizer.Lion):

@@ -8,6 +8,7 @@ from typing import Any, Self
 import pytorch_optimizer
 import torch
 
+from matmix.train.errors import require, require_at_least
 from matmix.train.optim.base import State, copy_rows_here, whole_tensor
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.library import LibraryOptimizer
@@ -29,6 +30,11 @@ class SOAPOptions:
     """Steps between two updates of the bases."""
     max_precondition_dim: int = 10_000
     """A side of more rows or columns is left in its own basis."""
+
+    def __post_init__(self) -> None:
+        beta = self.shampoo_beta
+        require(0 <= beta < 1, f"optimizer.options.shampoo_beta must lie in [0, 1), got {beta}")
+        require_at_least(self, "optimizer.options.", precondition_frequency=1, max_precondition_dim=1)
 
 
 class SOAP(LibraryOptimizer, pytorch_optimizer.SOAP):

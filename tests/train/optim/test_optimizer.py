@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
+from failures import each
 
 from matmix.model import build_model
 from matmix.model.config import ModelConfig
@@ -361,6 +362,22 @@ def test_steps_are_their_definitions(name):
         optimizer.step()
         tolerance = 1e-6 if name == "soap" else 1e-12  # new bases are made in float32
         torch.testing.assert_close(weight.detach(), expected, rtol=tolerance, atol=tolerance)
+
+
+@each(
+    "name, options, words",
+    [
+        ("lion", {"betas": [0.9, 1.0]}, r"optimizer.options.betas must be two numbers in \[0, 1\)"),
+        ("adafactor", {"beta2_decay": 0.8}, "optimizer.options.beta2_decay must be at most 0, got 0.8"),
+        ("adafactor", {"d": 0.5}, "optimizer.options.d must be >= 1"),
+        ("soap", {"shampoo_beta": 1.0}, "optimizer.options.shampoo_beta must lie in"),
+        ("soap", {"precondition_frequency": 0}, "optimizer.options.precondition_frequency must be >= 1"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(name, options, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(name=name, options=options), 8)
+    assert "\n" not in str(error.value)
 
 
 def test_adafactor_is_torch_s():
