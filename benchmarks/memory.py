@@ -30,12 +30,14 @@ MODES: dict[str, tuple[str, ...]] = {
     "selective": (_CHECKPOINTING, "selective"),
     "selective by op": (_CHECKPOINTING, "selective", "--engine.selective-by", "op"),
     "full": (_CHECKPOINTING, "full"),
+    "offload": (_CHECKPOINTING, "offload"),
 }
 ENGINES: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--engine.name", "fsdp2"),
     "ddp": ("--engine.name", "ddp"),
     **{f"zero{n}": ("--engine.name", "deepspeed", "--engine.zero-stage", str(n)) for n in (1, 2, 3)},
 }
+ENGINES |= {f"zero{n}, offload": (*ENGINES[f"zero{n}"], "--engine.offload", "True") for n in (1, 2, 3)}
 _IMPORTED_LATE = ("torch._dynamo", "torch.distributed.tensor")
 """What torch imports once a model is prepared or recomputed: some 100 MB that are not the model's."""
 
@@ -86,7 +88,8 @@ def compare(title: str, arguments: list[str], ranks: int = 1) -> Comparison:
     # On a CPU memory that is reserved and never written takes nothing; ZeRO 3 writes its gradients into the buffer.
     written = FLOAT * plan.parameters if config.engine.zero_stage == 3 else 0
     unwritten = max(0.0, plan.parts["buffers"] - written)
-    return Comparison(title, plan.total_bytes - unwritten, measure(arguments, ranks))
+    planned = plan.total_bytes + sum(plan.on_host.values()) - unwritten  # here a device's memory is the host's
+    return Comparison(title, planned, measure(arguments, ranks))
 
 
 def measure(arguments: list[str], ranks: int = 1) -> int:

@@ -101,6 +101,9 @@ def test_offloading_is_refused_where_it_does_not_fit():
     ):
         with pytest.raises(ValueError, match=f'engine.activation_checkpointing = "offload" {said}: use "full"'):
             EngineConfig(activation_checkpointing="offload", **options)
+    for options, got in (({}, '"fsdp2"'), ({"name": "deepspeed", "zero_stage": 0}, '"deepspeed", stage 0')):
+        with pytest.raises(ValueError, match=f'engine.offload needs engine.name = "deepspeed" at .*, got {got}$'):
+            EngineConfig(offload=True, **options)
 
 
 def test_this_projects_own_ops_are_saved():

@@ -5,7 +5,7 @@ import math
 import pytest
 import scenarios
 from harness import run_distributed
-from scenarios import ENGINES, GLOBAL_BATCH
+from scenarios import ENGINES, GLOBAL_BATCH, OFFLOADED
 
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
@@ -84,12 +84,31 @@ def test_every_engine_on_two_ranks(reference):
     by_op = {"activation_checkpointing": "selective", "selective_by": "op"}
     engines = {**ENGINES, "zero3, recomputed by op": {**ENGINES["zero3"], **by_op}}
     for name in ("fsdp2", "ddp", "zero2"):
-        engines[f"{name}, offloaded"] = {**ENGINES[name], "activation_checkpointing": "offload"}
-    runs = [(options, 4 if "offloaded" in name else STEPS, 2) for name, options in engines.items()]
+        engines[f"{name}, activations offloaded"] = {**ENGINES[name], "activation_checkpointing": "offload"}
+    engines["zero2, offload"] = OFFLOADED["zero2, offload"]
+    runs = [(options, 4 if "offload" in name else STEPS, 2) for name, options in engines.items()]
     for rank, found in enumerate(run_distributed(scenarios.losses_of_all, 2, arguments=(runs,))):
         for name, run in zip(engines, found, strict=True):
             print(f"rank {rank}, {name}")
             assert_same_run(run, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_where_the_optimizer_runs_changes_nothing(ranks):
+    """The same steps, in the sums of which ZeRO-Offload rounds otherwise, with bad ones that leave no trace."""
+    runs = [
+        ({**ENGINES, **OFFLOADED}[f"zero{n}{o}"], STEPS, a)
+        for n in (1, 2, 3)
+        for a in (1, 2)
+        for o in ("", ", offload")
+    ]
+    for found in run_distributed(scenarios.losses_of_all, ranks, arguments=(runs,)):
+        for plain, offloaded in zip(found[::2], found[1::2], strict=True):
+            assert_same_run(offloaded, plain, 5e-6)
+    for found in run_distributed(scenarios.poison_and_discard_all, ranks, arguments=(list(OFFLOADED),)):
+        for name, (clean, history) in found.items():
+            assert history == clean, name
 
 
 @pytest.mark.slow

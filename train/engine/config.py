@@ -25,6 +25,9 @@ class EngineConfig:
     pass."""
     zero_stage: Literal[0, 1, 2, 3] = 2
     """deepspeed: 0 = copies, 1 = moments sharded, 2 = and gradients, 3 = and weights."""
+    offload: bool = False
+    """deepspeed, stages 1 to 3: keep moments, and the weights and gradients that they update, in (pinned) host memory,
+    where the host's processor updates them (ZeRO-Offload)."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products in bf16 (autocast), and fsdp2, ddp and ZeRO 3 gather the matrices in bf16; weights, moments
     and all that is no matrix product stay float32."""
@@ -62,6 +65,7 @@ class EngineConfig:
         name = f"{self.name} stage {self.zero_stage}" if self.name == "deepspeed" else self.name
         by = f" by {self.selective_by}" if self.activation_checkpointing == "selective" else ""
         sums = ", sums in bf16" if self.reduce_dtype == "bf16" else ""
+        name += ", offloaded" if self.offload else ""
         return f"{name}, {self.precision}{sums}, activation checkpointing {self.activation_checkpointing}{by}"
 
     def __post_init__(self) -> None:
@@ -70,6 +74,11 @@ class EngineConfig:
             raise ValueError(f'engine.replicate = {self.replicate} needs engine.name = "fsdp2", got "{self.name}"')
         if self.context > 1 and self.name == "deepspeed":
             raise ValueError(f'engine.context = {self.context} needs engine.name = "fsdp2" or "ddp", got "{self.name}"')
+        if self.offload and (self.name != "deepspeed" or not self.zero_stage):
+            got = f'"{self.name}"' + ", stage 0" * (self.name == "deepspeed")
+            raise ValueError(
+                f'engine.offload needs engine.name = "deepspeed" at engine.zero_stage = 1, 2 or 3, got {got}'
+            )
         if self.activation_checkpointing == "offload":
             advice = 'use "full" or "selective"'
             if self.compile:

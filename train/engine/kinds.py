@@ -113,6 +113,8 @@ class Held:
     standing: float = 0.0  # gradients that stay between micro-batches
     share: float = 1.0  # of a complete gradient
     whole: float = 0.0  # gradients that are whole for a while before ranks sum them
+    on_host: Mapping[str, float] = dataclasses.field(default_factory=dict)  # in the host's memory instead
+    copied: float = 0.0  # to there and from there in a step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ def check_optimizer(engine: EngineConfig, optimizer: Optimizer) -> None:
 def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """Returns what a rank holds of a model."""
     if engine.kind == "deepspeed" and engine.zero_stage:
-        return _held_by_zero(engine.zero_stage, ranks, sizes)
+        zero = _held_by_zero(engine.zero_stage, ranks, sizes)
+        return _offloaded(zero, engine.zero_stage, sizes.parameters / ranks, sizes) if engine.offload else zero
     again, whole, rounded = sizes.accumulation > 1, sizes.parameters, 16 if engine.sends_rounded else 32
     if ranks == 1 or engine.kind == "deepspeed":  # everything
         return Held(whole, sizes.moments, standing=whole * again, share=float(not again))
@@ -165,6 +168,26 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
         return Held(2 * part, moments, gathered, BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
     standing = whole if stage == 1 else part
     return Held(whole + part, moments, buffers=BUCKET, standing=standing, share=0.0, whole=part)
+
+
+def _offloaded(zero: Held, stage: int, part: float, sizes: Sizes) -> Held:
+    """What ZeRO-Offload makes of what a rank holds. The host updates a copy of its part of the weights, which stages 1
+    and 2 copy once more to send it; its gradients go there with each micro-batch, and back to add the next one's."""
+    again = stage == 3 or (stage == 2 and sizes.accumulation > 1)
+    buffer = 0 if stage == 3 else max(weight.elements for weight in sizes.weights)  # here and there
+    return dataclasses.replace(
+        zero,
+        weights=zero.weights - part,
+        moments=0.0,
+        buffers=zero.buffers + buffer,
+        standing=0.0 if stage == 3 else zero.standing,
+        on_host={
+            "weights": part * (1 if stage == 3 else 2),
+            "moments": zero.moments,
+            "gradients": part * (1 + again) + buffer,
+        },
+        copied=2 * part * (1 if stage == 1 else sizes.accumulation),
+    )
 
 
 def _gathered_by_zero(sizes: Sizes) -> Iterator[tuple[Weight, int]]:

@@ -97,9 +97,11 @@ class ZeroEngine(Engine):
                 "reduce_bucket_size": BUCKET,
                 "stage3_param_persistence_threshold": SMALL,
                 "stage3_max_reuse_distance": REUSE,
+                **({"offload_optimizer": {"device": "cpu", "pin_memory": True}} if self.config.offload else {}),
                 **ZERO_OPTIONS,
             },
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # which would be compiled, and none of the optimizers here
             "steps_per_print": None,
             "checkpoint": {"tag_validation": "Ignore"},
         }
@@ -210,14 +212,20 @@ class PartitionedEngine(ZeroEngine):
     def _clip_apart(self, limits: dict[str, float]) -> torch.Tensor:
         """Clips each clipping group, over all ranks, before DeepSpeed's own step, and returns the norm of all gradients
         before; if that is not finite, DeepSpeed sees it as well and drops the step."""
-        optimizer = self.optimizer
+        optimizer, home = self.optimizer, torch.device("cpu") if self.config.offload else self.device
         gradients: dict[str, list[torch.Tensor]] = {name: [] for name in limits}
-        squares = {name: torch.zeros((), device=self.device) for name in limits}
+        squares = {name: torch.zeros((), device=home) for name in limits}
+        if self.config.offload and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # gradients are still on their way to the host
         for index, part in enumerate(optimizer.fp16_groups if self.third else optimizer.params_in_partition):
             name = self._group(index).get("clip_group", OTHERS)
-            tensors = optimizer.averaged_gradients[index]
-            gradients[name] += tensors
-            norm = optimizer.get_grad_norm_direct(tensors, part)  # over all ranks; -1 where it is not finite
+            # The norm is over all ranks, -1 where it is not finite.
+            if self.config.offload:
+                gradients[name].append(self.flat[index].grad)
+                norm = optimizer.complete_grad_norm_calculation_for_cpu_offload(part).to(home)
+            else:
+                gradients[name] += (tensors := optimizer.averaged_gradients[index])
+                norm = optimizer.get_grad_norm_direct(tensors, part)
             squares[name] += torch.where(norm < 0, math.inf, norm.square())
         norms = torch.stack(list(squares.values())).sqrt()
         norm, _, self.clip_norms = clip_groups(gradients, norms, limits)

@@ -170,8 +170,8 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
             "carried states": carried_bytes(config, model) / data_size,
         },
         computed_ops=accumulation * memory.computed,
-        on_host={"activations": memory.on_host},
-        copied=2 * accumulation * memory.on_host,
+        on_host={"activations": memory.on_host, **{what: FLOAT * size for what, size in held.on_host.items()}},
+        copied=2 * accumulation * memory.on_host + FLOAT * held.copied,
     )
 
 

@@ -152,7 +152,9 @@ def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfi
         engines.append(("ddp", 1))
     micros = [size for size in range(1, rows + 1) if rows % size == 0 and size * config.positions % context == 0][-6:]
     return [
-        replace(config, engine=replace(config.engine, name=name, replicate=replicas), micro_batch_size=micro)
+        replace(
+            config, engine=replace(config.engine, name=name, replicate=replicas, offload=False), micro_batch_size=micro
+        )
         for (name, replicas), micro in itertools.product(engines, micros)
     ]
 
@@ -164,7 +166,9 @@ def in_contexts(config: RunConfig, ranks: int) -> Iterator[RunConfig]:
     context = config.engine.context
     while (context := 2 * context) <= ranks:
         try:
-            yield replace(config, engine=replace(config.engine, name="fsdp2", replicate=1, context=context))
+            yield replace(
+                config, engine=replace(config.engine, name="fsdp2", replicate=1, context=context, offload=False)
+            )
         except ValueError:
             return
 
@@ -193,6 +197,7 @@ def options_of(one: Estimate, config: RunConfig) -> list[str]:
     changes = {
         "engine.name": (old.name, engine.name),
         "engine.replicate": (old.replicate, engine.replicate),
+        "engine.offload": (old.offload, engine.offload),
         "engine.context": (old.context, engine.context),
         "micro-batch-size": (config.micro_batch_size, one.plan.micro_batch_size),
         "engine.activation-checkpointing": (old.activation_checkpointing, mode),

@@ -3,7 +3,7 @@
 import pytest
 import scenarios
 from harness import run_distributed
-from scenarios import ENGINES
+from scenarios import ENGINES, OFFLOADED
 
 from matmix.train.optim import OPTIMIZERS
 
@@ -20,6 +20,14 @@ def test_same_ranks_bit_for_bit(tmp_path):
         for name, (history, resumed) in rank.items():
             assert resumed == history[STOP:], name
             assert len(resumed) == STEPS - STOP
+
+
+@pytest.mark.slow
+def test_offloaded_states_bit_for_bit(tmp_path):
+    options = {"dropout": 0.3, "stop": STOP, "steps": STEPS, "accumulation": 2}
+    for rank in run_distributed(scenarios.stop_and_resume_all, 2, arguments=([*OFFLOADED], str(tmp_path), options)):
+        for name, (history, resumed) in rank.items():
+            assert resumed == history[STOP:], name
 
 
 @pytest.mark.slow

@@ -234,6 +234,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp": {"name": "ddp"},
     **{f"zero{stage}": {"name": "deepspeed", "zero_stage": stage} for stage in range(4)},
 }
+OFFLOADED = {f"zero{n}, offload": {"name": "deepspeed", "zero_stage": n, "offload": True} for n in (1, 2, 3)}
 
 
 def losses_of(options: dict[str, Any], steps: int, accumulation: int, optimizer: str = "adamw") -> Any:
@@ -241,6 +242,8 @@ def losses_of(options: dict[str, Any], steps: int, accumulation: int, optimizer:
     parameters."""
     partition_everything()
     engine = make_engine(EngineConfig(**options), optimizer=optimizer)
+    if options.get("offload"):  # on a CPU nothing else shows it
+        assert getattr(engine.optimizer, "cpu_offload", False) or engine.optimizer.offload_optimizer
     history = run_steps(engine, 0, steps, accumulation=accumulation)
     norms = {f"norm of {name}": [float(norm)] for name, norm in engine.clip_norms.items()}
     return history, weights(engine) | norms
@@ -280,9 +283,9 @@ def partition_everything() -> None:
 
 
 def engine_of(case: str, dropout: float = 0.0) -> Engine:
-    """case: a name of `ENGINES`, and maybe an optimizer, as in "fsdp2 by lion"."""
+    """case: a name of `ENGINES` or `OFFLOADED`, and maybe an optimizer, as in "fsdp2 by lion"."""
     name, _, optimizer = case.partition(" by ")
-    return make_engine(EngineConfig(**ENGINES[name]), dropout=dropout, optimizer=optimizer or "adamw")
+    return make_engine(EngineConfig(**{**ENGINES, **OFFLOADED}[name]), dropout=dropout, optimizer=optimizer or "adamw")
 
 
 def stop_and_resume(case: str, directory: str, *, dropout: float, stop: int, steps: int, accumulation: int) -> Any:
@@ -326,7 +329,7 @@ def resume_all(names: list[str], directory: str, stop: int, steps: int, accumula
 def poison_and_discard(name: str) -> Any:
     """A run with bad steps and dropped gradients in between; compared with one without them."""
     partition_everything()
-    config = EngineConfig(**ENGINES[name])
+    config = EngineConfig(**{**ENGINES, **OFFLOADED}[name])
     clean = run_steps(make_engine(config), 0, 4, accumulation=2)
     engine = make_engine(config)
     history = run_steps(engine, 0, 2, accumulation=2)
@@ -408,13 +411,15 @@ def resume_with_another_layout(directory: str) -> dict[Any, Any]:
     partition_everything()
     found = {}
     pairs = [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("zero0", "zero3"), ("zero1", "zero2"), ("zero2", "zero0")]
-    for saved, resumed in [*pairs, ("zero3", "zero1")]:
+    pairs += [("zero3", "zero1"), ("zero2", "zero2, offload"), ("zero1, offload", "zero3, offload")]
+    engines = {**ENGINES, **OFFLOADED}
+    for saved, resumed in [*pairs, ("zero3, offload", "zero1")]:
         manager = CheckpointManager(Path(directory) / f"{saved}-{resumed}")
-        engine = make_engine(EngineConfig(**ENGINES[saved]))
+        engine = make_engine(EngineConfig(**engines[saved]))
         run_steps(engine, 0, 2, accumulation=1)
         manager.save(2, engine, {})
         expected = run_steps(engine, 2, 4, accumulation=1)
-        again = make_engine(EngineConfig(**ENGINES[resumed]))
+        again = make_engine(EngineConfig(**engines[resumed]))
         manager.load(manager.path(2), again)
         found[saved, resumed] = expected, run_steps(again, 2, 4, accumulation=1)
     return found

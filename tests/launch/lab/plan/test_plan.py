@@ -92,6 +92,29 @@ def test_what_is_sent_in_bf16():
     assert sums == {**rounded, "reduce-scatter of gradients": exact["reduce-scatter of gradients"] / 2}
 
 
+def test_what_zero_offloads_lies_with_the_host():
+    """Moments, gradients and copies of a rank's part of the weights; the rest stays what it was."""
+    zero = ["--engine.name", "deepspeed", "--engine.zero-stage"]
+    for stage, copies in ((1, 2), (2, 2), (3, 1)):
+        options = [[*zero, str(stage)], [*zero, str(stage), "--engine.offload", "True"]]
+        plain, offloaded = (make_plan(config(*words), 4) for words in options)
+        assert not plain.host_words
+        assert plain.copied == offloaded.parts["moments"] == 0
+        part = plain.parameters  # in bytes: a quarter of the elements
+        assert offloaded.on_host["moments"] == plain.parts["moments"]
+        assert offloaded.on_host["weights"] == copies * part
+        assert offloaded.parts["weights"] == plain.parts["weights"] - part
+        assert offloaded.total_bytes < plain.total_bytes - plain.parts["moments"] - part / 2
+        assert offloaded.copied >= 2 * part
+        one = estimate(config(*options[1]), 4, H100, 0.4)
+        assert one.step_seconds >= one.copy_seconds == offloaded.copied / (H100.host_gb_per_s * 1e9) > 0
+        # Suggestions are engines that offload nothing.
+        assert (
+            shlex.join(options_of(suggest(one.config, 4, H100, 0.4)[0], one.config)).count("--engine.offload False")
+            == 1
+        )
+
+
 def test_a_context_shares_activations_and_sends_states():
     long = ("--data.seqlen", "4096", "--model.max-seqlen", "4096", "--engine.precision", "bf16")
     plans = {n: make_plan(config(*long, "--engine.context", str(n), "--micro-batch-size", "1"), 4) for n in (1, 2, 4)}
