@@ -78,6 +78,7 @@ def test_parts_are_what_the_definition_makes_of_whole_rows(cases, ranks, dtype):
     check(cases(), ranks, dtype)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kind", "ranks"), [nightly(kind, 2 + at % 2) for at, kind in enumerate(KINDS)])
 def test_any_form_of_any_documents(kind, ranks):
     check(every(kind), ranks, torch.float32)

@@ -57,7 +57,8 @@ def check_parts(
         parts = run(calls)
     else:
         on_rank = run_interpreted_parts if interpreted else run_parts
-        parts = run_distributed(on_rank, ranks, arguments=(calls,), interpreted=interpreted)
+        patience = 1500 if interpreted else 300  # a hundred cases in the interpreter take minutes
+        parts = run_distributed(on_rank, ranks, arguments=(calls,), interpreted=interpreted, timeout=patience)
     errors = {}
     for at, (label, (outputs, gradients)) in enumerate(whole.items()):
         for number, wanted in enumerate(outputs):
