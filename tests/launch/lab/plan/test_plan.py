@@ -104,7 +104,7 @@ def test_what_zero_offloads_lies_with_the_host():
         assert offloaded.on_host["moments"] == plain.parts["moments"]
         assert offloaded.on_host["weights"] == copies * part
         assert offloaded.parts["weights"] == plain.parts["weights"] - part
-        assert offloaded.total_bytes < plain.total_bytes - plain.parts["moments"] - part / 2
+        assert offloaded.total_bytes < plain.total_bytes - plain.parts["moments"]
         assert offloaded.copied >= 2 * part
         one = estimate(config(*options[1]), 4, H100, 0.4)
         assert one.step_seconds >= one.copy_seconds == offloaded.copied / (H100.host_gb_per_s * 1e9) > 0
