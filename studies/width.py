@@ -21,6 +21,7 @@ from matmix.model.config import MixerOptions
 from matmix.model.mixers import MIXERS
 from matmix.studies.mru.runs import run
 from matmix.train.arguments import parse_arguments
+from matmix.train.config import RunConfig
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.optim.groups import make_optimizer
 from matmix.train.optim.width import initial_factors
@@ -64,6 +65,13 @@ def coordinates(mixer: str, width: int, base_width: int, *, steps: int = 4, lr: 
     return dict(zip([*(f"stream {index}" for index in range(config.n_layers + 1)), "logits"], changes, strict=True))
 
 
+def quickstart(base_width: int, width: int, rate: float, data: str, steps: int) -> RunConfig:
+    """Returns the quickstart's config with another width and rate, and a quarter of its batches."""
+    own = {"model.d_model": width, "optimizer.lr": rate, "optimizer.mup_base_width": base_width, "steps": steps}
+    small = {"global_batch_size": 8, "data.seqlen": 64, "evaluation.ablation_batches": 0, "evaluation.batches": 50}
+    return load_config("mru_shakespeare", {**own, **small, "data.path": data, "evaluation.every": 0})
+
+
 def picture(found: dict[str, dict[str, dict[int, dict[str, float]]]], steps: int) -> bytes:
     """Draws mixer -> "with" and "without" -> width -> `coordinates`; returns a PNG."""
     figure, grid = panels((3.2 * len(found), 5.6), 2, len(found), sharex=True, sharey=True)
@@ -93,9 +101,9 @@ class Study:
         OMP_NUM_THREADS=1 python -P -m matmix.studies.width rates
 
     Parts: `coordinates`, which draws the mean change of activations in a few steps over the width, with muP and
-    without, into `mup_coordinates.png`; `rates`, the quickstart at every width and rate, with muP and without, whose
-    validation losses it prints and keeps in `mup_rates.json`: what is there is not run again, nor is the base width
-    with muP, which is the one without.
+    without, into `mup_coordinates.png`; `rates`, the quickstart at every width and rate, with muP and without, at
+    batches of 8 times 64 tokens, whose validation losses it prints and keeps in `mup_rates.json`. What is there is not
+    run again, nor is the base width with muP, which is the one without.
     """
 
     part: tyro.conf.Positional[Literal["coordinates", "rates"]]
@@ -104,10 +112,10 @@ class Study:
     """Of `coordinates`."""
     widths: tuple[int, ...] = ()
     """Those of the models; none given = 64, 128, 256 and 512, of `rates` 64 and 256."""
-    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2)
+    rates: tuple[float, ...] = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
     """Learning rates of `rates`."""
     steps: int = 0
-    """Steps of a run; 0 = 4, of `rates` 300."""
+    """Steps of a run; 0 = 4, of `rates` 200."""
     data: str = "datasets/shakespeare_char"
     """The prepared data of `rates`."""
     out: Path = Path("docs/pictures")
@@ -141,9 +149,7 @@ class Study:
         for base, width, rate in itertools.product((0, BASE), widths, self.rates):
             key = f"{WAYS[base]} muP, width {width}, rate {rate:g}"
             if key not in losses and not (base == width and f"{WAYS[0]}{key.removeprefix(WAYS[base])}" in losses):
-                options = {"model.d_model": width, "optimizer.lr": rate, "optimizer.mup_base_width": base}
-                options |= {"data.path": self.data, "steps": self.steps or 300, "evaluation.every": 0}
-                losses[key] = run(load_config("mru_shakespeare", options))["loss"]
+                losses[key] = run(quickstart(base, width, rate, self.data, self.steps or 200))["loss"]
                 write_atomic(path, json.dumps(losses, indent=1) + "\n")
                 print(f"{key}: {losses[key]}", flush=True)
 

@@ -234,8 +234,8 @@ DATA = [
     Fault(
         "a resumed loader begins one sequence later",
         "data/loading/loader.py",
-        'self.samples = state["samples"]',
-        'self.samples = state["samples"] + 1',
+        "self.samples = samples",
+        "self.samples = samples + 1",
         "data/loading/test_loader.py::test_resume_in_the_middle_of_an_epoch",
     ),
     Fault(
@@ -331,6 +331,13 @@ TRAINING = [
         "blocks.append(rows or (len(parameter),))",
         "blocks.append((len(parameter),))",
         "train/optim/test_muon.py::test_blocks_are_orthogonal_each_by_itself",
+    ),
+    Fault(
+        "muP leaves out the factor that the MRU puts on what it reads",
+        "model/mixers/mru.py",
+        '"state_down": (order, self.output_scale)}',
+        '"state_down": (order, 1.0)}',
+        "train/optim/test_width.py::test_the_mru_has_the_factors_of_its_matrices_and_of_the_factors_within_it",
     ),
     Fault(
         "one rank makes all matrices orthogonal",
