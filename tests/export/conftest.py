@@ -62,6 +62,11 @@ def head_exports(tmp_path_factory, tokenizer) -> Path:
     return work
 
 
+@pytest.fixture
+def exported():
+    return export_random
+
+
 def export_random(folder: Path, config, tokenizer, max_shard_bytes: int = 20_000, **options) -> torch.nn.Module:
     """Writes `export/` and `texts.json`; returns the model."""
     model = random_model(config)

@@ -20,6 +20,7 @@ from matmix.model.config import used_mixers
 from matmix.model.interop.export import bundle as bundling
 from matmix.model.interop.export.bundle import bundle
 from matmix.model.interop.export.directory import write_code
+from matmix.model.mixers.attention.softmax_attention import AttentionConfig, LocalAttentionConfig
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -120,6 +121,31 @@ def test_fresh_models_start_as_training_starts_them(exports):
             assert parameter.numel() >= 64
             assert 0.7 < parameter.std() / other.std() < 1.4, name
             assert parameter.mean().abs() < 0.5 * other.std(), name
+
+
+@pytest.mark.parametrize("name", ["mixed", "hydra"])
+def test_options_of_blocks_go_along(name, exported, tokenizer, tmp_path):
+    """Gates, norms, windows, shared keys and capped logits, also in answers, which grow beyond a window."""
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+
+    mixers = dataclasses.replace(
+        MODELS[name].mixers,
+        attention=AttentionConfig(headdim=8, kv_heads=2, qk_norm=True),
+        local_attention=LocalAttentionConfig(headdim=8, kv_heads=1, window=3),
+    )
+    options = {"mlp_gate": True, "norm_kind": "rms", "embedding_norm": "layers", "head_bias": False}
+    layers = ("attention", "local_attention")
+    config = dataclasses.replace(MODELS[name], layers=layers, mixers=mixers, logit_softcap=2.0, **options)
+    model, ids = exported(tmp_path / f"modern_{name}", config, tokenizer), torch.arange(8, 20)[None]
+    auto_class = AutoModelForCausalLM if config.causal else AutoModelForMaskedLM
+    there = auto_class.from_pretrained(tmp_path / f"modern_{name}" / "export", trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(there(ids).logits, model(ids))
+        assert model(ids).abs().max() < 2
+        if config.causal:
+            settings = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+            answers = [there.generate(ids, use_cache=cached, **settings) for cached in (True, False)]
+            assert torch.equal(*answers)
 
 
 # ---- the bundler on a toy project
