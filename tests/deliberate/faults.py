@@ -375,6 +375,20 @@ TRAINING = [
         "train/test_loop.py::test_a_nan_step_is_skipped_and_counted",
     ),
     Fault(
+        "what a block keeps stays on the device though it was copied to the host",
+        "train/activation.py",
+        "return tensor.device, copy.copy_(tensor, non_blocking=True)",
+        "copy.copy_(tensor, non_blocking=True)\n            return tensor.device, tensor",
+        "distributed/test_activation.py::test_what_blocks_keep_lies_elsewhere_and_weights_do_not_move",
+    ),
+    Fault(
+        "gradients that DeepSpeed has offloaded are not clipped by groups",
+        "train/engine/zero.py",
+        "gradients[name].append(self.flat[index].grad)",
+        "gradients[name].append(self.flat[index].grad.clone())",
+        "distributed/test_engines.py::test_every_engine_on_two_ranks",
+    ),
+    Fault(
         "the all-reduce of gradients is left out",
         "train/engine/fsdp.py",
         "self.module.set_requires_gradient_sync(last)",

@@ -17,6 +17,7 @@ from saved_weights import read_weights
 from matmix.train.checkpoint.files import find_problem
 from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.checkpoint.manifest import list_checkpoints
+from matmix.train.engine.base import HostMemory
 from matmix.train.engine.config import EngineConfig
 
 SLOW = (
@@ -108,6 +109,25 @@ def test_no_memory_for_a_copy(tmp_path, monkeypatch, told):
     assert engine.host.size > 0
     assert manager.latest_valid() == tmp_path / "step-00000002"
     assert len(told) == 1
+
+
+def test_copies_from_a_gpu_are_pinned_and_made_once(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    made, pinned = torch.empty, []
+
+    def empty(*sizes, pin_memory, **options):
+        pinned.append(pin_memory)
+        return made(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    host, state = HostMemory(), {"moment": torch.ones(3).as_subclass(OnGpu), "step": torch.ones(())}
+    first = host.copy(state)["moment"]
+    state["moment"].mul_(2)
+    assert host.copy(state)["moment"].data_ptr() == first.data_ptr()
+    assert first.tolist() == [2, 2, 2]
+    assert pinned == [True, False]
 
 
 def out_of_memory(*_args, **_kwargs):
