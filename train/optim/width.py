@@ -51,7 +51,7 @@ def width_factors(config: ModelConfig, base_width: int) -> dict[str, WidthFactor
         else:
             (terms, scale), (base_terms, base_scale) = sums.get(name, (1, 1)), theirs.get(name, (1, 1))
             rate = base_terms / terms * (base_scale / scale)
-            is_readout = not name.startswith("blocks.") and len(parameter) == len(there[name])
+            is_readout = not name.startswith("blocks.") and parameter.shape[:1] == there[name].shape[:1]
             size = base_terms / terms if is_readout else math.sqrt(base_terms / terms)
             drawn, base_drawn = _spread(rules[name]), _spread(base_rules[name])
             found = WidthFactors(rate, base_drawn / drawn * size * (base_scale / scale))
