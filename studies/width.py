@@ -65,9 +65,15 @@ def coordinates(mixer: str, width: int, base_width: int, *, steps: int = 4, lr: 
     return dict(zip([*(f"stream {index}" for index in range(config.n_layers + 1)), "logits"], changes, strict=True))
 
 
-def quickstart(base_width: int, width: int, rate: float, data: str, steps: int) -> RunConfig:
-    """Returns the quickstart's config with another width and rate, and a quarter of its batches."""
-    own = {"model.d_model": width, "optimizer.lr": rate, "optimizer.mup_base_width": base_width, "steps": steps}
+def quickstart(mixer: str, base_width: int, width: int, rate: float, data: str, steps: int) -> RunConfig:
+    """Returns the quickstart's config with another mixer, width and rate, and a quarter of its batches."""
+    own = {
+        "model.layers": [mixer],
+        "model.d_model": width,
+        "optimizer.lr": rate,
+        "optimizer.mup_base_width": base_width,
+        "steps": steps,
+    }
     small = {"global_batch_size": 8, "data.seqlen": 64, "evaluation.ablation_batches": 0, "evaluation.batches": 50}
     return load_config("mru_shakespeare", {**own, **small, "data.path": data, "evaluation.every": 0})
 
@@ -108,8 +114,8 @@ class Study:
 
     part: tyro.conf.Positional[Literal["coordinates", "rates"]]
     """The part of the study."""
-    mixers: tuple[str, ...] = ("attention", "mru", "hydra", "lion_s")
-    """Of `coordinates`."""
+    mixers: tuple[str, ...] = ()
+    """Those of the models; none given = attention, mru, hydra and lion_s, of `rates` mru and attention."""
     widths: tuple[int, ...] = ()
     """Those of the models; none given = 64, 128, 256 and 512, of `rates` 64 and 256."""
     rates: tuple[float, ...] = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
@@ -133,7 +139,7 @@ class Study:
                 way: {width: coordinates(mixer, width, base, steps=steps) for width in widths}
                 for base, way in WAYS.items()
             }
-            for mixer in self.mixers
+            for mixer in self.mixers or ("attention", "mru", "hydra", "lion_s")
         }
         for (mixer, ways), way in itertools.product(found.items(), WAYS.values()):
             growth = {name: ways[way][widths[-1]][name] / ways[way][widths[0]][name] for name in ways[way][widths[0]]}
@@ -146,10 +152,12 @@ class Study:
         path = self.out / "mup_rates.json"
         losses: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         widths = self.widths or (64, 256)
-        for base, width, rate in itertools.product((0, BASE), widths, self.rates):
-            key = f"{WAYS[base]} muP, width {width}, rate {rate:g}"
-            if key not in losses and not (base == width and f"{WAYS[0]}{key.removeprefix(WAYS[base])}" in losses):
-                losses[key] = run(quickstart(base, width, rate, self.data, self.steps or 200))["loss"]
+        for mixer, base, width, rate in itertools.product(
+            self.mixers or ("mru", "attention"), WAYS, widths, self.rates
+        ):
+            key = f"{mixer}, width {width}, rate {rate:g}, {WAYS[base]} muP"
+            if key not in losses and base != width:
+                losses[key] = run(quickstart(mixer, base, width, rate, self.data, self.steps or 200))["loss"]
                 write_atomic(path, json.dumps(losses, indent=1) + "\n")
                 print(f"{key}: {losses[key]}", flush=True)
 
