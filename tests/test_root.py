@@ -63,6 +63,7 @@ def test_a_package_kernels_that_is_installed_is_found_in_the_root(tmp_path):
 _LOAD = "from transformers import AutoModel, PreTrainedModel, Trainer, __version__; print(__version__)"
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_in_the_root():
     assert _run_in_root(_LOAD).startswith("4.")
 

@@ -55,7 +55,7 @@ def references():
     ("ranks", "engines"),
     [
         (2, {"ddp": OTHERS, "fsdp2": OTHERS, "zero0": ["stable_adamw"], "zero2": ["lion"]}),
-        (3, {"fsdp2": OTHERS}),
+        pytest.param(3, {"fsdp2": OTHERS}, marks=pytest.mark.slow),
         pytest.param(4, {"hsdp": OTHERS}, marks=pytest.mark.slow),
     ],
 )

@@ -46,6 +46,7 @@ def known(monkeypatch):
     monkeypatch.setitem(TASKS, "first_token", FirstToken)
 
 
+@pytest.mark.slow
 def test_a_classifier_goes_the_whole_way(known, dataset, tmp_path, capsys):
     run = tmp_path / "run"
     run_recipe("debug_hydra", dataset, run, *OPTIONS, "--steps", "4", "--stop-step", "2")

@@ -43,6 +43,7 @@ def test_memory_runs_out(make_run):
     assert [step for step, *_ in run.curve()] == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_run_directory(make_run, one_rank):
     run = make_run()
     first = run.start(faults=[_pause(13)])

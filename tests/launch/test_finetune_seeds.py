@@ -33,6 +33,7 @@ def command(dataset, tmp_path_factory):
     return [str(folder / "encoder"), "sequence_classification", *files, *fast]
 
 
+@pytest.mark.slow
 def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, capsys):
     home = tmp_path / "runs"
     words = [*command, "--run-dir", str(home)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from stories import tells
 
 from matmix.train.process.exits import EXIT_FAILED, EXIT_USER
@@ -84,6 +85,7 @@ def mute(stage):
     stage.cluster.wait_for_end(run.job)
 
 
+@pytest.mark.slow
 @tells(mute)
 def test_a_node_that_does_not_answer_is_named(told):
     info = told.cluster.info(told.job)

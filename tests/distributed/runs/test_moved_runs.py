@@ -3,6 +3,7 @@ same."""
 
 from pathlib import Path
 
+import pytest
 import run_scenarios
 from harness import run_distributed
 from runs import records
@@ -15,6 +16,7 @@ ENGINES = {
 COMMON = ["--device", "cpu", "--steps", "5", "--checkpoint.every", "3", "--logging.every", "1", "--gc-every", "0"]
 
 
+@pytest.mark.slow
 def test_every_engine_saves_where_the_run_is_now(dataset, tmp_path):
     runs = {name: tmp_path / name / "run" for name in ENGINES}
     common = [*COMMON, "--data.path", dataset, "--evaluation.every", "0", "--logging.progress", "False"]

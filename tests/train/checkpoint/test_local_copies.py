@@ -100,6 +100,7 @@ def test_a_kill_costs_the_steps_since_the_copy(start, straight, at_once, tmp_pat
     assert not (tmp_path / "run" / local_copies.RECORD).exists()
 
 
+@pytest.mark.slow
 def test_kills_before_the_first_checkpoint_and_before_the_next_copy(start, straight, at_once, tmp_path):
     assert "node-local" not in start(kill=3)
     for _ in range(2):

@@ -128,6 +128,7 @@ def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, t
     assert losses(local_folder(url)) == losses(straight)
 
 
+@pytest.mark.slow
 def test_a_node_whose_folder_is_moved_uploads_what_it_has_and_ends(store, url, dataset, tmp_path, monkeypatch):
     true = loop.Trainer.compute_step
 
