@@ -42,10 +42,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, self.state_of(parameter), group)
+        for parameter, state, group in self.with_gradients():
+            self._update(parameter, state, group)
 
     def _update(self, parameter: torch.Tensor, state: State, group: dict[str, Any]) -> None:
         state["step"] += 1

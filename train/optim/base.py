@@ -72,6 +72,13 @@ class Optimizer(torch.optim.Optimizer):
             self.state[parameter] = self.new_state(parameter)
         return self.state[parameter]
 
+    def with_gradients(self) -> Iterator[tuple[torch.Tensor, State, dict[str, Any]]]:
+        """Yields each parameter that has a gradient, what is kept of it, and its group; for use in `step`."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield parameter, self.state_of(parameter), group
+
     # -- for engines, checkpoints and estimates ----------------------------------------------------------
 
     def part_of(self, group: Mapping[str, Any]) -> Optimizer:
