@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from matmix.train.optim.groups import make_optimizer
 from matmix.train.process.distributed import Distributed
 from matmix.train.recipe import load_config
 
-TURN = 5
-"""Steps of one turn."""
+WARM_UP = 5
+"""Steps of each kind that do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,13 @@ class Costs:
     used, what comparing the copies of a replicated model takes, and the data loader against what the steps consume.
 
     The bare loop has the same model, optimizer, batch shapes and loss, and nothing else: no engine, callbacks,
-    counting, schedule, NaN guard or data loading (its batches lie in memory). Both run in one process, in turns of a
-    few steps, so that whatever else the machine does hits both alike; the ratio of the medians is reported.
+    counting, schedule, NaN guard or data loading (its batches lie in memory). Both run in one process and take turns,
+    so that whatever else the machine does hits both alike. A step of each, one after the other, is a pair; the overhead
+    is the median of the pairs' differences, over the bare loop's median, with an interval of 95 % confidence.
     """
 
     recipe: Recipe = ""
-    steps: int = 60
+    steps: int = 200
     """Steps of each kind."""
     json: Path | None = None
     """Also write the numbers here."""
@@ -57,7 +58,9 @@ class Costs:
         step, data = numbers["trainer_seconds_per_step"], measure_data(config, 200)
         numbers |= {"data_tokens_per_second": data, "data_over_training": data / numbers["tokens_per_second"]}
         print(f"trainer  {step * 1e3:8.2f} ms a step")
-        print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step; overhead {numbers['overhead']:+.1%}")
+        interval = f"{numbers['overhead_low']:+.2%} to {numbers['overhead_high']:+.2%} (95 %, {self.steps} pairs)"
+        print(f"bare     {numbers['bare_seconds_per_step'] * 1e3:8.2f} ms a step")
+        print(f"overhead {numbers['overhead']:+8.2%}, {interval}")
         print(f"training {numbers['tokens_per_second']:10,.0f} tokens/s")
         if "context_seconds" in numbers:
             every, context = config.evaluation.every or config.steps, numbers["context_seconds"]
@@ -88,7 +91,8 @@ def _trainer(config: RunConfig) -> Iterator[tuple[Trainer, Callable[[Callable[[]
 
 
 def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
-    """Returns median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share."""
+    """Returns median seconds of a trainer's step and of a bare step, and the trainer's overhead as a share, with its
+    interval of confidence."""
     with _trainer(config) as (trainer, seconds):
         config, device = trainer.config, trainer.engine.device
         trainer.call("on_start")
@@ -107,15 +111,34 @@ def measure_overhead(config: RunConfig, steps: int) -> dict[str, float]:
             optimizer.step()
             optimizer.zero_grad()
 
-        times: dict[Callable, list[float]] = {partial(trainer.train_step, batches): [], bare_step: []}
-        for turn, (step, own) in itertools.product(range(max(steps // TURN, 2) + 1), times.items()):
-            turned = [seconds(step) for _ in range(TURN)]
-            own += turned if turn else []  # the first turn warms up
+        def trainer_step() -> None:
+            trainer.train_step(batches)
+
+        pairs = []
+        for number in range(WARM_UP + steps):
+            # Whichever comes second finds caches as the other left them.
+            order = (trainer_step, bare_step) if number % 2 else (bare_step, trainer_step)
+            pairs.append({step: seconds(step) for step in order})
         trainer.call("on_end")
-    ours, bare = map(statistics.median, times.values())
-    tokens = config.global_batch_size * config.data.seqlen
-    numbers = {"trainer_seconds_per_step": ours, "bare_seconds_per_step": bare}
-    return numbers | {"overhead": ours / bare - 1, "tokens_per_second": tokens / ours}
+    ours, bare = ([pair[step] for pair in pairs[WARM_UP:]] for step in (trainer_step, bare_step))
+    low, middle, high = median_interval([one - other for one, other in zip(ours, bare, strict=True)])
+    step = statistics.median(bare)
+    return {
+        "trainer_seconds_per_step": statistics.median(ours),
+        "bare_seconds_per_step": step,
+        "overhead": middle / step,
+        "overhead_low": low / step,
+        "overhead_high": high / step,
+        "tokens_per_second": config.global_batch_size * config.data.seqlen / statistics.median(ours),
+    }
+
+
+def median_interval(values: list[float]) -> tuple[float, float, float]:
+    """Returns the median of independent values, between the order statistics that hold theirs with a confidence of 95 %
+    (the normal approximation of the binomial)."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = math.floor(len(values) / 2 - half), math.ceil(len(values) / 2 + half)
+    return ordered[max(low, 0)], statistics.median(ordered), ordered[min(high, len(values) - 1)]
 
 
 def measure_context(config: RunConfig) -> dict[str, float]:

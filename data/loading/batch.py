@@ -10,6 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from matmix.data.loading.masking import IGNORED
 
+SMALL = 1 << 18
+"""Bytes up to which a tensor goes from a reading process to the training process within the message: shared memory
+takes a file descriptor, for which they connect with each other."""
+
 
 @dataclass(slots=True)
 class Batch:
@@ -56,15 +60,25 @@ class Batch:
         """The inputs of a batch of tokens: int64 (B, L)."""
         return self.inputs
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._map(lambda one: one.numpy() if one.is_cpu and one.nbytes <= SMALL else one).values(),)
+
+    def values(self) -> dict[str, Any]:
+        """Returns its fields by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **tree_map_only(torch.Tensor, change, values))
+        return replace(self, **tree_map_only(torch.Tensor, change, self.values()))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         return self._map(lambda tensor: tensor.pin_memory())
+
+
+def _unpickled(values: dict[str, Any]) -> Batch:
+    return Batch(**tree_map_only(np.ndarray, torch.from_numpy, values))
 
 
 def row_batch(inputs: np.ndarray, labels: np.ndarray, *, n_tokens: int, causal: bool) -> Batch:

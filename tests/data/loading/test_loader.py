@@ -5,7 +5,9 @@ import hashlib
 import itertools
 import json
 import os
+import pickle
 import shutil
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from failures import each
 
 from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
-from matmix.data.loading.batch import Batch
+from matmix.data.loading.batch import SMALL, Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.data.modalities import build_loader
@@ -594,3 +596,17 @@ def test_benchmark(small, capsys):
     assert benchmark(["reading", str(small), "--seconds", "0.2", "--data.seqlen", "24", "--masked"]) == 0
     rate = float(capsys.readouterr().out.split(" tokens/s with 1 worker(s)")[0].replace(",", ""))
     assert rate > 100
+
+
+def test_batches_reach_the_training_process_with_the_same_bits() -> None:
+    wide = torch.arange(SMALL // 4, dtype=torch.int64).view(2, -1)  # goes by shared memory
+    batch = Batch(wide, wide[:, :3], cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), extra={"x": torch.ones(2, 3)})
+    taken = pickle.loads(ForkingPickler.dumps(batch))
+    for sent, got in ((batch.inputs, taken.inputs), (batch.labels, taken.labels), (batch.extra["x"], taken.extra["x"])):
+        assert sent.dtype == got.dtype
+        assert torch.equal(sent, got)
+    assert torch.equal(batch.cu_seqlens, taken.cu_seqlens)
+    assert taken.attention_mask is None
+    assert taken.inputs.is_shared()
+    assert not taken.labels.is_shared()
+    taken.labels += 1  # and can be written to
