@@ -326,6 +326,13 @@ TRAINING = [
         "distributed/test_engines.py::test_every_optimizer_on_shards",
     ),
     Fault(
+        "moments of 8 bits are rounded down",
+        "train/optim/adamw_8bit.py",
+        "(code + (flat >= self.above.index_select(0, code))).view_as(numbers)",
+        "code.view_as(numbers)",
+        "train/optim/test_optimizer.py::test_eight_bits_are_torchao_s",
+    ),
+    Fault(
         "Muon makes the parts of a projection orthogonal as one matrix",
         "train/optim/muon.py",
         "blocks.append(rows or (len(parameter),))",

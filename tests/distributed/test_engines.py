@@ -14,7 +14,8 @@ from matmix.train.process.distributed import Distributed
 
 STEPS = 20
 HSDP = {"name": "fsdp2", "replicate": 2}
-OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]  # muon has tests of its own
+OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit", "muon")]  # muon has tests of its own
+OTHERS.append("small_blocks:AdamW8bit")
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +73,16 @@ def test_every_optimizer_on_shards(references, ranks, engines):
                 assert_same_run(run, references[one])
 
 
-def test_soap_on_shards_takes_the_same_steps_from_the_same_gradients():
-    """Its matrices bit for bit."""
-    for found in run_distributed(scenarios.same_gradients, 3, arguments=({"name": "fsdp2"}, 15, "soap")):
-        for name, (spread, whole) in found.items():
-            matrix = name.startswith("blocks.") and name.endswith(("up.weight", "down.weight"))
-            assert spread == (whole if matrix else pytest.approx(whole, abs=1e-6)), name
+@pytest.mark.parametrize("name", ["soap", "small_blocks:AdamW8bit"])
+def test_other_numbers_of_ranks_take_the_same_steps_from_the_same_gradients(name, tmp_path):
+    """Matrices, and what is kept of them, bit for bit: on three ranks, and where one goes on from there."""
+    three = run_distributed(scenarios.same_gradients, 3, arguments=({"name": "fsdp2"}, 0, 15, name, str(tmp_path)))
+    one = scenarios.same_gradients({"name": "fsdp2"}, 15, 20, name, str(tmp_path))
+    for found in [*three, one]:
+        for key, (spread, whole) in found.items():
+            matrix = key.startswith("blocks.") and ("up.weight" in key or "down.weight" in key)
+            assert spread == (whole if matrix else pytest.approx(whole, abs=1e-6)), key
+    assert ("blocks.0.up.weight.exp_avg_scale" in one) == (name != "soap")
 
 
 def test_every_engine_on_two_ranks(reference):

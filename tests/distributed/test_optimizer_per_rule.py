@@ -177,6 +177,18 @@ def test_plans_count_what_it_keeps(capsys):
     sums = [math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes.values() if len(shape) > 1]
     vectors = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 1)
     assert adafactor.parts["moments"] == 4 * (sum(sums) + vectors / 2)  # the sums are on both ranks
+    wide = load_config("debug_mru", [*recipe, "adamw_8bit", "--model.d-model", "80"])
+    model = build_model(wide.model, device="cpu")
+    optimizer = make_optimizer(model, wide.optimizer, 32)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = [one.nbytes for _, entries in optimizer.named_state() for one in entries.values() if one.dim()]
+    assert [make_plan(wide, ranks).parts["moments"] for ranks in (1, 2)] == [sum(held), sum(held) / 2]
+    assert sum(held) < 0.4 * 4 * 2 * sum(parameter.numel() for parameter in model.parameters())
+    refused = [*recipe, "adamw_8bit", "--model.d-model", "80", "--engine.name", "deepspeed", "--engine.zero-stage", "1"]
+    with pytest.raises(ValueError, match="AdamW8bit does not update each element by itself"):
+        make_plan(load_config("debug_mru", refused), 2)
     print_plan(config)
     said = capsys.readouterr().out
     assert "momentum, which keeps momentum, learning rate" in said

@@ -92,14 +92,15 @@ class ShardedFiles(CheckpointFiles):
 
     def files_for(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
         """Returns the names of the files with what this rank holds of a model and its optimizer. tensors: parameters
-        and buffers, sharded or not; an entry of another shape than its parameter's is held whole."""
+        and buffers, sharded or not; an entry of another shape than its parameter's is held whole, unless it was written
+        in parts."""
         files = set()
         for key, entry in self.entries.items():
             name = key.removeprefix(MODEL)
             if key.startswith(OPTIMIZER):
                 name = key.removeprefix(OPTIMIZER).rpartition(".")[0]
-            rows = 0, math.prod(entry.shape[:1])
-            if entry.shape == tuple(tensors[name].shape):
+            rows, shape = (0, math.prod(entry.shape[:1])), tuple(tensors[name].shape)
+            if entry.shape == shape or (entry.shape[:1] == shape[:1] and len(self.chunks[key]) > 1):
                 rows = rows_here(tensors[name])
             files |= {f"{SUBDIRECTORY}/{chunk.file}" for chunk in self._chunks_of(key, *rows)}
         return files

@@ -131,10 +131,11 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
     check_optimizer(config.engine, optimizer)
     parameters = dict(model.named_parameters())
+    cut = {name: optimizer.part_of(group).cut for name, _, group in optimizer.named_parameters()}
     kept = [
-        (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape)
+        (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape or entry in cut[name])
         for name, state in optimizer.entries(parameters).items()
-        for tensor in state.values()
+        for entry, tensor in state.items()
         if tensor.dim()
     ]
     sizes = Sizes(

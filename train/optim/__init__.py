@@ -9,6 +9,7 @@ __all__ = ["FALLBACK", "OPTIMIZERS", "Optimizer", "optimizer_class"]
 
 OPTIMIZERS: dict[str, type[Optimizer] | str] = {
     "adamw": AdamW,
+    "adamw_8bit": "matmix.train.optim.adamw_8bit:AdamW8bit",
     "muon": Muon,
     "stable_adamw": "matmix.train.optim.stable_adamw:StableAdamW",
     "lion": "matmix.train.optim.lion:Lion",

@@ -38,6 +38,9 @@ class Optimizer(torch.optim.Optimizer):
     steps_like_adamw: ClassVar[bool] = False
     """True where an element's steps have about the size of the rate, whatever the sizes of gradients and weights are:
     what the rules of `optimizer.mup_base_width` are made for."""
+    cut: ClassVar[frozenset[str]] = frozenset()
+    """Entries of other shapes than their parameter's of which ranks hold rows as they do of it; others of other shapes
+    all ranks hold whole."""
     sent_bytes: int = 0
     """Bytes of an element that ranks send to the one that updates it; as many are sent back."""
     Options: ClassVar[type] = NoOptions

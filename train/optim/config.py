@@ -59,17 +59,17 @@ class OptimizerConfig:
     states; vectors (norms, biases) have none."""
 
     name: str = "adamw"
-    """adamw (arXiv 1711.05101), muon (2502.16982), stable_adamw (2304.13013), lion (2302.06675), adafactor
-    (1804.04235), soap (2409.11321), or an optimizer of your own as "my_package.module:MyOptimizer". What it cannot
-    take, such as vectors, is left to adamw."""
+    """adamw (arXiv 1711.05101), adamw_8bit (2110.02861), muon (2502.16982), stable_adamw (2304.13013), lion
+    (2302.06675), adafactor (1804.04235), soap (2409.11321), or an optimizer of your own as
+    "my_package.module:MyOptimizer". What it cannot take, such as vectors, is left to adamw."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of this optimizer alone; on the command line as in '{momentum = 0.9}'."""
     lr: float = 3e-4
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """adamw, stable_adamw, soap: decay rates of the two moments."""
+    """adamw, adamw_8bit, stable_adamw, soap: decay rates of the two moments."""
     eps: float = 1e-8
-    """adamw, stable_adamw, soap: added to the root of the second moment."""
+    """adamw, adamw_8bit, stable_adamw, soap: added to the root of the second moment."""
     weight_decay: float = 0.1
     """Weight decay of matrices and embeddings."""
     fully_decoupled: bool = False
@@ -83,7 +83,7 @@ class OptimizerConfig:
     the full rate, the embeddings the lowest; 1 = all the same."""
     mup_base_width: int = 0
     """The d_model for which rates and initial values are meant; in wider and narrower models they follow the width by
-    muP (arXiv 2203.03466), with adamw, stable_adamw and lion. 0 = they are the same at any width."""
+    muP (arXiv 2203.03466), with adamw, adamw_8bit, stable_adamw and lion. 0 = they are the same at any width."""
     freeze: tuple[str, ...] = ()
     """Patterns of names of parameters that are not trained, such as "embeddings.*"."""
     rule: tuple[RuleConfig, ...] = ()

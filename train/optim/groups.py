@@ -114,7 +114,9 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
                 raise ValueError(f"{own.said_by['optimizer']}: {problem}; let its pattern match others")
             own.optimizer = FALLBACK
         elif config.mup_base_width and not kind.steps_like_adamw:
-            problem = f"its factors are for adamw, stable_adamw and lion, not for {own.optimizer or config.name}"
+            problem = (
+                f"its factors are for adamw, adamw_8bit, stable_adamw and lion, not for {own.optimizer or config.name}"
+            )
             raise ValueError(f"optimizer.mup_base_width = {config.mup_base_width}: {problem}; set it to 0")
     return _grouped(treatments, config)
 

@@ -8,7 +8,8 @@ from scenarios import ENGINES, OFFLOADED
 from matmix.train.optim import OPTIMIZERS
 
 STOP, STEPS = 3, 6
-OTHERS = [f"fsdp2 by {name}" for name in OPTIMIZERS if name not in ("adamw", "muon")]
+OTHERS = [f"fsdp2 by {name}" for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit", "muon")]
+OTHERS += [f"{engine} by small_blocks:AdamW8bit" for engine in ("fsdp2", "zero0")]
 
 
 def test_same_ranks_bit_for_bit(tmp_path):

@@ -29,7 +29,7 @@ from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
 from matmix.train.optim import FALLBACK, optimizer_class
 from matmix.train.optim.adamw import AdamW
-from matmix.train.optim.base import SeveralOptimizers, full_shape
+from matmix.train.optim.base import SeveralOptimizers, full_shape, whole_tensor
 from matmix.train.optim.config import OptimizerConfig
 from matmix.train.process.distributed import Distributed, agree, complaint, from_rank_zero, gather_objects
 
@@ -249,23 +249,36 @@ def losses_of(options: dict[str, Any], steps: int, accumulation: int, optimizer:
     return history, weights(engine) | norms
 
 
-def same_gradients(options: dict[str, Any], steps: int, optimizer: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Weights after steps with the same gradients, whole and over the ranks, by name."""
-    engine = make_engine(EngineConfig(**options), optimizer=optimizer)
+def same_gradients(
+    options: dict[str, Any], first: int, last: int, optimizer: str, directory: str
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Weights, and what the optimizer keeps of them, after steps with the same gradients, over the ranks and whole, by
+    name. Over the ranks they go on from the checkpoint of step `first`, and end with one."""
+    engine, manager = make_engine(EngineConfig(**options), optimizer=optimizer), CheckpointManager(Path(directory))
+    if first:
+        manager.load(manager.path(first), engine)
     whole = Toy()
     initialize(whole)
     alone = make_ruled_optimizer(whole, optimizer)
     spread = dict(engine.module.named_parameters())
-    for step in range(steps):
+    for step in range(last):
         torch.manual_seed(step)
         for name, parameter in whole.named_parameters():
-            parameter.grad = torch.randn_like(parameter)
-            mesh, placements = spread[name].device_mesh, spread[name].placements
-            spread[name].grad = distribute_tensor(parameter.grad, mesh, placements, src_data_rank=None)
+            own, parameter.grad = spread[name], torch.randn_like(parameter)
+            own.grad = parameter.grad.clone()
+            if isinstance(own, DTensor):
+                own.grad = distribute_tensor(parameter.grad, own.device_mesh, own.placements, src_data_rank=None)
         alone.step()
-        engine.optimizer.step()
-    found = weights(engine)
-    return {name: (found[name], one.flatten().tolist()) for name, one in whole.named_parameters()}
+        if step >= first:
+            engine.optimizer.step()
+    manager.save(last, engine, {})
+    found = {}
+    for name, one in whole.named_parameters():
+        ours, theirs = engine.optimizer.state[spread[name]], alone.state[one]
+        pairs = {name: (spread[name], one), **{f"{name}.{entry}": (ours[entry], theirs[entry]) for entry in theirs}}
+        for key, pair in pairs.items():
+            found[key] = tuple(whole_tensor(tensor.detach()).flatten().tolist() for tensor in pair)
+    return found
 
 
 def losses_of_all(runs: list[tuple]) -> list[Any]:

@@ -1,7 +1,9 @@
 """Which parameters are updated how: by their shapes, by what mixers say, by rules of the recipe."""
 
 import dataclasses
+import importlib
 import math
+import sys
 
 import pytest
 import torch
@@ -275,10 +277,11 @@ def test_layer_decay_lowers_the_rate_from_layer_to_layer():
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_say_what_they_keep(name):
-    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(3, 2)})
+    model = torch.nn.ModuleDict({"blocks": torch.nn.Linear(64, 64)})
     optimizer = make_optimizer(model, OptimizerConfig(name=name), 8)
+    assert optimizer.part_of(optimizer.param_groups[0]) is optimizer.parts.get(name, optimizer)
     kept = optimizer.entries(dict(model.named_parameters()))
-    model["blocks"](torch.ones(3)).sum().backward()
+    model["blocks"](torch.ones(64)).sum().backward()
     optimizer.step()
     for name, parameter, group in optimizer.named_parameters():
         state = optimizer.state[parameter]
@@ -378,6 +381,73 @@ def test_options_that_cannot_be_are_one_line(name, options, words):
     with pytest.raises(ValueError, match=words) as error:
         make_optimizer(torch.nn.Linear(2, 2), OptimizerConfig(name=name, options=options), 8)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def adamw_8bit():
+    """The module, whose library takes seconds to import."""
+    return importlib.import_module("matmix.train.optim.adamw_8bit")
+
+
+@pytest.mark.parametrize("shape", [(30, 512), (16, 1, 256)])
+def test_eight_bits_are_torchao_s(shape, adamw_8bit, monkeypatch):
+    """Bit for bit, some rows at a time, where its blocks end with rows."""
+    from torchao.optim import AdamW8bit
+
+    monkeypatch.setattr(adamw_8bit, "AT_ONCE", 2000)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # which takes half a minute
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, math.prod(shape)).view(shape)) for _ in range(2))
+    config = OptimizerConfig(name="adamw_8bit", lr=0.01, betas=(0.9, 0.97), weight_decay=0.1)
+    optimizer = make_optimizer(torch.nn.ParameterDict({"weight": ours}), config, 8)
+    reference = AdamW8bit([theirs], 0.01, config.betas, weight_decay=0.1)
+    for step in range(20):
+        ours.grad = torch.randn(shape) * torch.rand(shape) ** 3 * 2**step
+        theirs.grad = ours.grad.clone()
+        for one in (optimizer, reference):
+            one.step()
+    assert torch.equal(ours, theirs)
+    found, expected = optimizer.state[ours], reference.state[theirs]
+    for name, scales in adamw_8bit.SCALES.items():
+        assert torch.equal(found[name], expected[name].codes)
+        assert torch.equal(found[scales].flatten(), expected[name].scale)
+        assert found[name].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_are_torchao_s(is_signed, adamw_8bit):
+    """At each border between two codes, on both sides of it, and between."""
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    codes = adamw_8bit.Codes.of_map(is_signed, torch.device("cpu"))
+    borders = torch.cat([codes.above[:-1], codes.values, torch.linspace(-1, 1, 1 << 17), torch.tensor([0.0, -0.0])])
+    numbers = torch.cat([borders, *(torch.nextafter(borders, torch.tensor(end)) for end in (-1.0, 1.0))])
+    expected = quantize_8bit_with_qmap(numbers, codes.values)
+    assert torch.equal(codes.nearest(numbers), expected.int())
+    assert len(expected.unique()) == 256
+
+
+def test_eight_bits_are_for_what_has_blocks():
+    """Within rows; a rule may leave more to AdamW, and give it no more."""
+    shapes = {"heads": (64, 64), "short": (1000, 63), "small": (63, 64), "prime": (100, 257), "split": (20, 2, 160)}
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    rule = RuleConfig(match="heads", optimizer="adamw")
+    for rules, taken in (((), ["heads", "split"]), ((rule,), ["split"])):
+        groups = parameter_groups(model, OptimizerConfig(name="adamw_8bit", rule=rules), 8)
+        assert [name for group in groups for name in group.names if group.optimizer == "adamw_8bit"] == taken
+    kept = make_optimizer(model, OptimizerConfig(name="adamw_8bit"), 8).entries(dict(model.items()))
+    assert kept["split"]["exp_avg_scale"].shape == (20, 2)  # of 160 elements each
+    rule = RuleConfig(match="prime", optimizer="adamw_8bit")
+    with pytest.raises(
+        ValueError, match=r'rule "prime": the optimizer adamw_8bit cannot update prime, of shape \(100,'
+    ):
+        parameter_groups(model, OptimizerConfig(rule=(rule,)), 8)
+
+
+def test_without_torchao_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "matmix.train.optim.adamw_8bit")
+    monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
+    with pytest.raises(ValueError, match=r"^optimizer adamw_8bit needs torchao \(.*pip install -e '\.\[lowbit\]'$"):
+        parameter_groups(torch.nn.Linear(2, 2), OptimizerConfig(name="adamw_8bit"), 8)
 
 
 def test_adafactor_is_torch_s():
