@@ -56,9 +56,8 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
     path, values, run_dir = _read_recipe(recipe)
     if _PHASES in values or _RAMP in values:
         table = f"[[{_PHASES}]]" if _PHASES in values else f"[{_RAMP}]"
-        raise ValueError(
-            f"{path} has several phases ({table}), which only {shell_line('matmix', 'train', recipe)} trains"
-        )
+        takes = f"{shell_line('matmix', 'train', recipe)} and matmix launch take"
+        raise ValueError(f"{path} has several phases ({table}), which {takes}; other commands take the folder of one")
     where = str(path)
     if isinstance(overrides, Mapping):
         if "steps" in overrides:  # in place of the recipe's epochs, as on the command line
@@ -214,6 +213,24 @@ def write_config(config: RunConfig, path: Path) -> None:
     write_atomic(path, tomli_w.dumps(config_to_dict(config)))
 
 
+def write_phases(phases: Sequence[RunConfig], path: Path) -> None:
+    """Writes what `load_phases` returned, such that it returns the same from the file, wherever `path` is."""
+    if len(phases) == 1:
+        write_config(phases[0], path)
+        return
+    tables = [config_to_dict(config) for config in phases]
+    for number, table in enumerate(tables):
+        del table["run_dir"]
+        if number:
+            del table["init"]["from"]
+    write_atomic(path, tomli_w.dumps({"run_dir": run_dir_of(phases), _PHASES: tables}))
+
+
+def run_dir_of(phases: Sequence[RunConfig]) -> str:
+    """Returns the run directory of a recipe, which holds those of its phases where it has several."""
+    return phases[0].run_dir.rpartition("/")[0] if len(phases) > 1 else phases[0].run_dir
+
+
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Completes the plain values of a config that another version may have written: options that it did not know get
     their defaults, those that are no more are left out."""
@@ -245,5 +262,14 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
     """Lists every field that differs, sorted; old: as `config_to_dict` gives it. One that the data fill in where it is
     empty differs only from another value."""
-    rows = [row for row in differing(old, config_to_dict(new)) if all(row[1:]) or row[0] not in _FILLED_IN]
+    values = config_to_dict(new)
+    same = {"init.from"} if _phase_before(old) == _phase_before(values) != "" else set()
+    rows = [row for row in differing(old, values) if row[0] not in same and (all(row[1:]) or row[0] not in _FILLED_IN)]
     return sorted(rows, key=lambda row: row[0].split("."))
+
+
+def _phase_before(values: Mapping[str, Any]) -> str:
+    """Returns the name of the phase that a run begins with, which lies beside it wherever both are; "" for other
+    runs."""
+    home, _, name = values["init"]["from"].rpartition("/")
+    return name if name.startswith(f"{_PHASES}-") and home == values["run_dir"].rpartition("/")[0] else ""

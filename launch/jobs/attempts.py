@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 from matmix.data.artifacts import read_json_lines
 from matmix.launch.jobs.launches import append_line, read_url
 from matmix.train.process.exits import EXIT_FAILED, EXIT_HUNG, EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED, EXIT_USER
-from matmix.train.run.outcome import job_of, local_folder, newest_saved, read_last_step, read_outcomes
+from matmix.train.run.outcome import (
+    job_of,
+    local_folder,
+    newest_saved,
+    outcomes_folder,
+    read_last_step,
+    read_outcomes,
+)
 
 # Exit codes of this command; anything else means that it failed itself.
 AGAIN, FINISHED, ENOUGH = 0, 10, 11
@@ -38,6 +45,7 @@ class PastAttempt:
     attempt: str
     code: int | None = None  # None: nobody saw it end
     reason: str = ""  # one line
+    phase: int = 0  # the last that was begun, of a recipe with several; step and saved_step are its own
     step: int | None = None  # the last that was begun
     saved_step: int | None = None  # of the newest checkpoint
     signalled: bool = False  # the launcher told it to stop
@@ -54,6 +62,11 @@ class PastAttempt:
     @property
     def failed(self) -> bool:
         return not self.finished and not self.stopped
+
+    @property
+    def place(self) -> str:
+        """The step that was begun last, in words."""
+        return f"step {self.step}{f' of phase {self.phase}' if self.phase else ''}"
 
 
 class Decision(NamedTuple):
@@ -91,7 +104,7 @@ def decide(attempts: Sequence[PastAttempt], max_requeues: int = DEFAULT_MAX_REQU
     if last.code == EXIT_INTERRUPTED or (last.code == EXIT_USER and last.step is None):
         return Decision(False, f"{why}: starting again would not help")
     if _fails_again(attempts):
-        return Decision(False, f"step {last.step} failed twice in a row ({why}): starting again would not help")
+        return Decision(False, f"{last.place} failed twice in a row ({why}): starting again would not help")
     failures = _in_a_row(attempts, lambda attempt: attempt.failed)
     if failures > max_requeues:
         times = f"{failures} times in a row" if failures > 1 else "once"
@@ -104,18 +117,19 @@ def _fails_again(attempts: Sequence[PastAttempt]) -> bool:
     *earlier, last = attempts
     for attempt in reversed(earlier if last.step is not None else []):
         if attempt.failed:
-            return attempt.step == last.step
-        if attempt.step is not None and attempt.step > last.step:
+            return (attempt.phase, attempt.step) == (last.phase, last.step)
+        if attempt.step is not None and (attempt.phase, attempt.step) > (last.phase, last.step):
             break
     return False
 
 
 def _in_a_row(attempts: Sequence[PastAttempt], counts: Callable[[PastAttempt], bool]) -> int:
     """Counts attempts since (and with) the last one that saved a later step than any attempt before it."""
-    furthest, counted = -1, 0
+    furthest, counted = (0, -1), 0
     for attempt in attempts:
-        if attempt.saved_step is not None and attempt.saved_step > furthest:
-            furthest, counted = attempt.saved_step, 0
+        saved = attempt.phase, -1 if attempt.saved_step is None else attempt.saved_step
+        if saved > furthest:
+            furthest, counted = saved, 0
         counted += counts(attempt)
     return counted
 
@@ -139,7 +153,11 @@ def read_attempts(run: Path) -> list[PastAttempt]:
 
 def _collect(run: Path, name: str, code: int | None, *, signalled: bool = False) -> PastAttempt:
     """Reads what the ranks of an attempt wrote about its end, or takes `code` where they wrote nothing."""
-    run = local_folder(read_url(run) or run, 0)  # where rank 0 writes
+    # Where rank 0 writes: the folder of the last phase that the attempt has begun.
+    folders = {number: local_folder(read_url(path) or path, 0) for number, path in {0: run, **phases_of(run)}.items()}
+    begun = [number for number, path in folders.items() if any(outcomes_folder(path).glob(f"{name}.*"))]
+    phase = max(begun, default=0)
+    run = folders[phase]
     outcomes = read_outcomes(run, name)
     saved = [outcome.saved_step for outcome in outcomes.values() if outcome.saved_step is not None]
     reason = describe(code)
@@ -149,11 +167,23 @@ def _collect(run: Path, name: str, code: int | None, *, signalled: bool = False)
         rank = min(outcomes, key=lambda rank: (outcomes[rank].code != EXIT_USER, outcomes[rank].time))
         if 0 in outcomes and outcomes[0].code in (EXIT_OK, EXIT_STOPPED):
             rank = 0
-        code, reason = outcomes[rank].code, outcomes[rank].reason
+        # A phase that ended well is the end of the run only if that of the processes says so.
+        if not (phase and outcomes[rank].code == EXIT_OK != code):
+            code, reason = outcomes[rank].code, outcomes[rank].reason
         if rank:
             reason = f"rank {rank} on {outcomes[rank].host}: {reason}"
-    step, saved_step = read_last_step(run, name), max(saved) if saved else newest_saved(run)
-    return PastAttempt(attempt=name, code=code, reason=reason, step=step, saved_step=saved_step, signalled=signalled)
+    facts = {
+        "phase": phase,
+        "step": read_last_step(run, name),
+        "saved_step": max(saved) if saved else newest_saved(run),
+    }
+    return PastAttempt(attempt=name, code=code, reason=reason, signalled=signalled, **facts)
+
+
+def phases_of(run: Path) -> dict[int, Path]:
+    """Returns the folders of a launched run's phases by number, in order; {} where its recipe has none."""
+    numbers = {path.name.removeprefix("phase-"): path for path in run.glob("phase-*")}
+    return {int(number): numbers[number] for number in sorted(filter(str.isdigit, numbers), key=int)}
 
 
 def mark_cancelled(run: Path, job: str) -> None:

@@ -17,6 +17,7 @@ from matmix.launch.jobs import attempts
 from matmix.launch.jobs.launches import Job, find_home, read_jobs, read_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.train.recipe_files import read_toml
+from matmix.train.run.outcome import local_folder, outcomes_folder
 from matmix.train.words import duration
 
 _RUN = "Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."
@@ -83,7 +84,7 @@ def _status(home: Path) -> list[str]:
         return lines + [f"  {line}" for line in _run_lines(home, active=active)]
     names = [str(run.relative_to(home)) for run in runs]
     for run, name in zip(runs, names, strict=True):
-        done = progress(records_folder(run), active=active)
+        done = progress(records_folder(begun_phases(run)[-1]), active=active)
         # Of a run that is going on or has finished, its progress says enough.
         ended = [last for last in attempts.read_attempts(run)[-1:] if not last.finished and last.code is not None]
         last_word = "".join(f"; last attempt: {attempt.reason}" for attempt in ended)
@@ -118,13 +119,16 @@ def _run_lines(run: Path, *, active: bool) -> list[str]:
 
     lines = []
     shown = attempts.read_attempts(run)[-5:]
-    at, place = records_folder(run), read_url(run) or run
+    *earlier, current = begun_phases(run)
+    at, place = records_folder(current), read_url(current) or current
     for attempt in shown:
-        step = f", began step {attempt.step}" if attempt.step is not None else ""
+        step = f", began {attempt.place}" if attempt.step is not None else ""
         running = active and attempt is shown[-1] and attempt.code is None
         ended = "running" if running else attempt.reason or attempts.describe(attempt.code)
         lines.append(f"attempt      {attempt.attempt}: {ended}{step}")
-    lines += [f"progress     {progress(at, active=active)}", *time_lines(last_record(at))]
+    lines += [f"{phase.name:<12} {progress(records_folder(phase), active=False)}" for phase in earlier]
+    title = "progress" if current == run else current.name
+    lines += [f"{title:<12} {progress(at, active=active)}", *time_lines(last_record(at))]
     if (at / "config.toml").is_file():
         listing = list_checkpoints(at / "checkpoints")
         newest = listing.resumed
@@ -132,6 +136,17 @@ def _run_lines(run: Path, *, active: bool) -> list[str]:
         lines += [f"             damaged: {facts.problem}" for facts in listing.damaged]
     lines.append(f"logs         {run / 'logs'}, metrics {place}/metrics.jsonl")
     return lines
+
+
+def begun_phases(run: Path) -> list[Path]:
+    """Returns the folders of the phases of a run that have begun, at least of the first; that of the run if it has
+    none."""
+
+    def has_begun(phase: Path) -> bool:
+        return outcomes_folder(local_folder(read_url(phase) or phase, 0)).is_dir()
+
+    first, *others = attempts.phases_of(run).values() or [run]
+    return [first, *filter(has_begun, others)]
 
 
 def records_folder(run: Path) -> Path:

@@ -46,13 +46,13 @@ class _Ranks:
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
-    def read_config(self, rest: Sequence[str], ranks: int) -> RunConfig:
+    def read_phases(self, rest: Sequence[str], ranks: int) -> list[RunConfig]:
         from matmix.launch.jobs.slurm.submit import checked  # imports torch, and --help should not
         from matmix.train.config import RunConfig
-        from matmix.train.recipe import load_config
+        from matmix.train.recipe import load_phases
 
         check_overrides(self, rest, RunConfig)
-        return checked(load_config(self.recipe, rest), ranks)
+        return checked(load_phases(self.recipe, rest), ranks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,12 @@ class Local(_Ranks):
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         """Checks the config, writes RUN/launch/<id>/ and runs it. Raises ValueError for the user's mistakes."""
-        from matmix.train.recipe import write_config  # imports torch, and --help should not
+        from matmix.launch.jobs.slurm.submit import note_run  # imports torch, and --help should not
+        from matmix.train.recipe import run_dir_of, write_phases
 
         check_counts(self, "nproc")
-        config = self.read_config(rest, self.nproc)
-        home = launches.launch_home(config.run_dir)
+        phases = self.read_phases(rest, self.nproc)
+        home = launches.launch_home(run_dir_of(phases))
         launch, command = launches.new_launch_id(home), list(typed)
         job = Job(kind="local", launch=launch, command=command, nproc=self.nproc, max_restarts=self.max_restarts)
         folder = home / "launch" / launch
@@ -79,8 +80,8 @@ class Local(_Ranks):
             _show(self.nproc, rank_command([str(folder / "config.toml")]))
             return 0
         launches.take_snapshot(folder)
-        write_config(config, folder / "config.toml")
-        launches.note_url(home, config.run_dir)
+        write_phases(phases, folder / "config.toml")
+        note_run(home, phases)
         return run_local(home, job)
 
 
@@ -133,16 +134,18 @@ class Torchrun(_Ranks):
 
     def run(self, rest: list[str], typed: Sequence[str]) -> int:
         """Runs this node's part; signals make the ranks save. Returns the exit code of the rank that failed first."""
+        from matmix.train.recipe import run_dir_of  # imports torch, and --help should not
+
         check_counts(self, "nproc", "nnodes")
         host, port = parse_endpoint(self.rdzv)
-        config = self.read_config(rest, self.nnodes * self.nproc)
+        run_dir = run_dir_of(self.read_phases(rest, self.nnodes * self.nproc))
         if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
             raise ValueError(f"--node-rank must lie between 0 and {self.nnodes - 1}, got {self.node_rank}")
         # To show the command needs no network.
         local_addr = self.local_addr or ("ADDRESS-OF-THIS-NODE" if self.dry_run else address_here(host))
         arguments = [self.recipe, *rest]
         alone = self.nnodes == 1  # there is nobody to meet: neither an agent nor a store on the network is needed
-        words = [*self.words(host, port, local_addr, config.run_dir), *arguments]
+        words = [*self.words(host, port, local_addr, run_dir), *arguments]
         if alone:
             _show(self.nproc, rank_command(arguments))
         else:

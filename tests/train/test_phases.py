@@ -11,7 +11,7 @@ from runs import losses, records, weights
 from matmix.train.entry import main
 from matmix.train.loop import train
 from matmix.train.optim.config import ScheduleConfig, rate_share
-from matmix.train.recipe import load_config, load_phases
+from matmix.train.recipe import load_config, load_phases, run_dir_of, write_phases
 from matmix.train.run.directory import RunDirectory
 
 TEXT = """
@@ -82,6 +82,10 @@ def test_a_phase_begins_with_the_weights_of_the_one_before_and_a_killed_one_is_r
     expected = weights(run / "phase-2")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts / "phase-2").items())
 
+    run.rename(tmp_path / "moved")
+    assert main([path, "--run-dir", str(tmp_path / "moved"), "--steps", "4"]) == 0
+    assert [len(losses(tmp_path / f"moved/phase-{number}")) for number in (1, 2)] == [3, 4]
+
 
 @each(
     "text, message",
@@ -105,7 +109,9 @@ def test_help_shows_the_fields_of_the_first_phase(recipe, capsys):
 
 
 def test_other_commands_refuse_phases(recipe):
-    with pytest.raises(ValueError, match=r"has several phases \(\[\[phase\]\]\), which only matmix train .* trains$"):
+    with pytest.raises(
+        ValueError, match=r"has several phases \(\[\[phase\]\]\), which matmix train .* and matmix launch take;"
+    ):
         load_config(recipe())
 
 
@@ -136,6 +142,16 @@ def test_a_ramp_is_phases_that_go_on_in_tokens(recipe):
     assert [one.objective.masking.probability for one in phases] == [0.3, 0.15, 0.3]
     assert {one.schedule.steps for one in phases} == {12}
     assert [(one.init.step, one.init.resume) for one in phases] == [(0, False), (6, True), (8, True)]
+
+
+def test_phases_that_are_written_are_read_as_they_were(recipe, tmp_path):
+    """As a launch keeps them, for jobs that begin later."""
+    branch = "init.resume = true\nsteps = 5\nschedule = { name = 'wsd', decay = 2, decay_shape = '1-sqrt' }\n"
+    for make in (lambda: recipe("[[phase]]\n" + branch), lambda: ramp(recipe), lambda: "debug_hydra"):
+        phases = load_phases(make(), ["--init.from", "runs/before", "--run-dir", "runs/mine"])
+        write_phases(phases, tmp_path / "written.toml")
+        assert load_phases(str(tmp_path / "written.toml")) == phases
+        assert run_dir_of(phases) == "runs/mine"
 
 
 def test_a_ramp_reads_the_text_once_and_is_resumed_in_the_middle(recipe, tmp_path):

@@ -23,7 +23,7 @@ from matmix.launch.prepare import Prepare
 from matmix.train.arguments import read_verb
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
-from matmix.train.recipe import load_config, write_config
+from matmix.train.recipe import load_phases, run_dir_of, write_phases
 from matmix.train.run.directory import RunDirectory
 
 PREPARE_USAGE = "matmix launch slurm --prepare --parts N INPUT ... --out DIR"
@@ -79,55 +79,70 @@ def plan_launch(
 ) -> Submission:
     """Checks everything that can be checked before the job runs; writes nothing. Raises FileNotFoundError for a missing
     recipe and ValueError (one line) for settings that cannot work."""
-    base = load_config(recipe, overrides)
-    home = launch_home(base.run_dir)
+    base = load_phases(recipe, overrides)
+    home = launch_home(run_dir_of(base))
     if points and (home / "config.toml").is_file():
         raise ValueError(f"{home} is a run; give the sweep a --run-dir of its own, which will hold its runs")
-    configs = []
-    for point in points:
-        swept = load_config(recipe, [*overrides, *point.overrides])
-        configs.append(dataclasses.replace(swept, run_dir=f"{base.run_dir.rstrip('/')}/{point.name}"))
-    return plan_configs(home, configs or [base], options, command, is_sweep=bool(points))
+    within = run_dir_of(base).rstrip("/")
+    swept = [
+        load_phases(recipe, [*overrides, *point.overrides, "--run-dir", f"{within}/{point.name}"]) for point in points
+    ]
+    return plan_runs(home, swept or [base], options, command, is_sweep=bool(points))
 
 
-def plan_configs(
-    home: Path, configs: Sequence[RunConfig], options: SlurmOptions, command: Sequence[str], *, is_sweep: bool
+def plan_runs(
+    home: Path, runs: Sequence[Sequence[RunConfig]], options: SlurmOptions, command: Sequence[str], *, is_sweep: bool
 ) -> Submission:
-    """Plans complete configs: one run, or the tasks of an array, whose run directories lie below `home`."""
-    configs = [checked(config, options.nodes * options.ranks_per_node) for config in configs]
-    runs = [launches.run_folder(home, config.run_dir) for config in configs] if is_sweep else []
-    job = Job(kind="slurm", launch=launches.new_launch_id(home), command=list(command), tasks=len(runs))
-    datasets = [part for config in configs for part in (config.data, config.data.images)]
+    """Plans one run, or the tasks of an array, whose run directories lie below `home`; runs: the complete configs of
+    the phases of each."""
+    runs = [checked(phases, options.nodes * options.ranks_per_node) for phases in runs]
+    folders = [launches.run_folder(home, run_dir_of(phases)) for phases in runs] if is_sweep else []
+    job = Job(kind="slurm", launch=launches.new_launch_id(home), command=list(command), tasks=len(folders))
+    datasets = [part for phases in runs for config in phases for part in (config.data, config.data.images)]
     needed = [home, *(path for part in datasets for path in (part.path, part.validation_path))]
-    array = f"0-{len(runs) - 1}" if runs else ""
-    own = {"run": home, "runs": runs, "tasks_per_node": options.ranks_per_node}
+    array = f"0-{len(folders) - 1}" if folders else ""
+    own = {"run": home, "runs": folders, "tasks_per_node": options.ranks_per_node}
 
     def write_configs(folder: Path) -> None:
-        write_config(configs[0], folder / "config.toml")
-        for number, (run, config) in enumerate(zip(runs or [home], configs, strict=True)):
-            launches.note_url(run, config.run_dir)
-            if runs:
+        write_phases(runs[0], folder / "config.toml")
+        for number, (run, phases) in enumerate(zip(folders or [home], runs, strict=True)):
+            note_run(run, phases)
+            if folders:
                 (task := folder / "tasks" / str(number)).mkdir(parents=True)
-                write_config(config, task / "config.toml")
+                write_phases(phases, task / "config.toml")
 
     script = render_job("train.sbatch", home, job, options, needed, array, **own)
     return Submission(home=home, job=job, scripts={SCRIPT: script}, write_inputs=write_configs)
 
 
-def checked(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns the config with an absolute run directory. Raises ValueError for a global batch that does not divide over
-    the ranks, and for a run directory that belongs to another config."""
-    if words := config.micro_batch_words(config.data_size(ranks)):
+def checked(phases: Sequence[RunConfig], ranks: int) -> list[RunConfig]:
+    """Returns a recipe's phases with absolute run directories. Raises ValueError for a global batch that does not
+    divide over the ranks, and for a run directory that belongs to another config."""
+    said = dict.fromkeys(config.micro_batch_words(config.data_size(ranks)) for config in phases)
+    for words in filter(None, said):
         print(words, file=sys.stderr, flush=True)
-    if "://" in config.run_dir:
-        return config
-    config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)))
-    run = RunDirectory(config.run_dir)
-    if run.config_path.is_file():
-        # Where it is 0, the run has taken it from its data.
-        vocab_size = config.model.vocab_size or run.read_config().model.vocab_size
-        run.check(dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size)))
-    return config
+    if "://" in phases[0].run_dir:
+        return list(phases)
+    placed: list[RunConfig] = []
+    for config in phases:
+        init = dataclasses.replace(config.init, from_=placed[-1].run_dir) if placed else config.init
+        config = dataclasses.replace(config, run_dir=str(launch_home(config.run_dir)), init=init)
+        placed.append(config)
+        run = RunDirectory(config.run_dir)
+        if run.config_path.is_file():
+            # Where it is 0, the run has taken it from its data.
+            vocab_size = config.model.vocab_size or run.read_config().model.vocab_size
+            run.check(dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size)))
+    return placed
+
+
+def note_run(home: Path, phases: Sequence[RunConfig]) -> None:
+    """Notes where a run is, and makes the folders of its phases, so that each holds how its starts ended."""
+    launches.note_url(home, run_dir_of(phases))
+    for config in phases if len(phases) > 1 else ():
+        own = home / config.run_dir.rpartition("/")[2]
+        (own / "launch").mkdir(parents=True, exist_ok=True)
+        launches.note_url(own, config.run_dir)
 
 
 # -- preparations ------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Compare:
         """Submits the runs that are not finished as an array, a task each; returns the exit code."""
         from matmix.launch.jobs.launches import launch_home
         from matmix.launch.jobs.slurm.options import slurm_options
-        from matmix.launch.jobs.slurm.submit import plan_configs
+        from matmix.launch.jobs.slurm.submit import plan_runs
         from matmix.launch.lab.compare.config import keep_recipe
 
         waiting = [task.config for task in tasks if not task.is_finished()]
@@ -138,7 +138,8 @@ class Compare:
             print("Nothing to submit: all runs are finished")
             return EXIT_OK
         home = launch_home(str(comparison.home))
-        scripts = plan_configs(home, waiting, slurm_options(self.profile, self.slurm_options), typed, is_sweep=True)
+        runs = [[config] for config in waiting]
+        scripts = plan_runs(home, runs, slurm_options(self.profile, self.slurm_options), typed, is_sweep=True)
         if self.dry_run:
             print(*scripts.scripts.values(), end="")
             return EXIT_OK

@@ -125,6 +125,26 @@ def test_an_attempt_that_nobody_saw_end_is_a_failure(tmp_path, capsys):
     assert "step 5 failed twice" in capsys.readouterr().out
 
 
+def test_an_attempt_of_several_phases_is_where_its_last_one_is(tmp_path, capsys):
+    first, second = tmp_path / "phase-1", tmp_path / "phase-2"
+    facts = {"code": 0, "reason": "Finished at step 90", "saved_step": 90}
+    write_outcome(first, "7.0", **facts)
+    step_path(first, "7.0").write_text("90\n")
+    # Killed between two phases: that the first has finished is not the end.
+    assert end([str(tmp_path), "--attempt", "7.0", "--code", "137"]) == AGAIN
+    for number in (1, 2):
+        write_outcome(second, f"7.{number}", rank=1, reason="disk full", saved_step=4)
+        step_path(second, f"7.{number}").write_text("5\n")
+    assert end([str(tmp_path), "--attempt", "7.1", "--code", "1"]) == AGAIN
+    assert "restart 1 of at most 3" in capsys.readouterr().out.splitlines()[-1]  # a later phase is further
+    assert end([str(tmp_path), "--attempt", "7.2", "--code", "1"]) == ENOUGH
+    assert "step 5 of phase 2 failed twice in a row (rank 1 on node1: disk full)" in capsys.readouterr().out
+    places = [(attempt.phase, attempt.step, attempt.saved_step) for attempt in read_attempts(tmp_path)]
+    assert places == [(1, 90, 90), (2, 5, 4), (2, 5, 4)]
+    write_outcome(second, "8.0", **facts)
+    assert end([str(tmp_path), "--attempt", "8.0", "--code", "0"]) == FINISHED
+
+
 def test_another_job_begins_anew(tmp_path):
     for number in range(3):
         assert end([str(tmp_path), "--attempt", f"7.{number}", "--code", "1", "--max-requeues", "3"]) == AGAIN

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,14 +16,16 @@ import pytest
 from matmix.launch.cli import main
 from matmix.launch.jobs.attempts import read_attempts
 from matmix.train.process.exits import EXIT_STOPPED
+from matmix.train.recipe_files import find_recipe
 
 
 class Local:
-    """A running `matmix launch local debug_mru --nproc 2`, its output in a file."""
+    """A running `matmix launch local RECIPE --nproc 2`, its output in a file."""
 
-    def __init__(self, dataset: str, folder: Path, *overrides: str) -> None:
+    def __init__(self, dataset: str, folder: Path, *overrides: str, recipe: str = "debug_mru") -> None:
         self.run, self.output = folder / "run", folder / "output.txt"
-        words = ["-m", "matmix.launch.cli", "launch", "local", "debug_mru", "--nproc", "2", "--device", "cpu"]
+        self.records = self.run / "metrics.jsonl"
+        words = ["-m", "matmix.launch.cli", "launch", "local", recipe, "--nproc", "2", "--device", "cpu"]
         words += ["--data.path", dataset, "--run-dir", str(self.run), "--logging.every", "1", *overrides]
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
@@ -40,8 +43,7 @@ class Local:
             time.sleep(0.1)
 
     def step(self) -> int:
-        path = self.run / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines = self.records.read_text().splitlines() if self.records.is_file() else []
         return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def ranks(self) -> list[psutil.Process]:
@@ -107,6 +109,38 @@ def test_ranks_listen_on_this_host_alone_and_sigterm_leaves_a_checkpoint(local, 
     assert f"step-{attempt.saved_step:08d}" in shown
     assert main(["launch", "cancel", str(local.run)]) == 0
     assert "not running" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_phases_go_on_in_the_one_where_a_rank_was_killed(dataset, tmp_path, capsys):
+    recipe = tmp_path / "phases.toml"
+    recipe.write_text(
+        find_recipe("debug_mru").read_text() + "\n[[phase]]\nsteps = 5\n[[phase]]\nsteps = 100000\ninit.resume = true\n"
+    )
+    local = Local(dataset, tmp_path, *LONG[2:], recipe=str(recipe))
+    local.records = local.run / "phase-2" / "metrics.jsonl"
+    try:
+        local.wait_for_step(13)
+        psutil.Process(local.ranks()[-1].pid).kill()
+        local.wait_for_step(25)
+        assert main(["launch", "cancel", str(local.run), "--grace", "120"]) == 0
+        assert local.process.wait(timeout=60) == EXIT_STOPPED, local.text()
+    finally:
+        local.end()
+    first, second = read_attempts(local.run)
+    assert (first.phase, second.phase) == (2, 2)
+    assert first.failed
+    assert second.stopped
+    steps = [json.loads(line)["step"] for line in local.records.read_text().splitlines()]
+    assert steps == list(range(6, second.saved_step + 1))
+    assert "Traceback" not in local.text()
+    capsys.readouterr()
+    assert main(["launch", "status", str(local.run)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\n  phase-1 +step 5 of 5, loss .*, finished, validation loss", shown)
+    assert re.search(rf"\n  phase-2 +step {second.saved_step} of \d+, loss", shown)
+    assert f"phase-2/checkpoints/step-{second.saved_step:08d}\n" in shown
+    assert f"began step {second.saved_step} of phase 2\n" in shown
 
 
 def gone(processes: list[psutil.Process]) -> bool:

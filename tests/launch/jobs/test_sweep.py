@@ -7,7 +7,7 @@ from matmix.launch.jobs.launches import launch_home
 from matmix.launch.jobs.slurm.options import SlurmOptions
 from matmix.launch.jobs.slurm.submit import plan_launch
 from matmix.launch.jobs.sweep import parse_sweep
-from matmix.train.recipe import load_config
+from matmix.train.recipe import load_config, load_phases
 
 
 def test_the_product_in_order():
@@ -71,6 +71,26 @@ def test_each_task_has_a_config_and_a_directory_of_its_own(tmp_path):
         assert config.run_dir == str(home / f"lr={rate},seed=5")
         assert config.run_dir in script
     assert (home / "logs").is_dir()
+
+
+def test_phases_are_one_job_and_a_sweep_of_them_one_array(tmp_path):
+    home, options = tmp_path / "run", SlurmOptions(tasks_per_node=2)
+    rates = parse_sweep(["model.n_layers=1,2"])
+    alone, swept = (
+        plan_launch("hydra_modern_base", ["--run-dir", str(home)], some, options, []) for some in ([], rates)
+    )
+    assert f"\nrun={home}\n" in alone.scripts["job.sbatch"]
+    alone.write()
+    assert load_phases(str(alone.folder / "config.toml")) == load_phases("hydra_modern_base", ["--run-dir", str(home)])
+    assert sorted(path.name for path in home.iterdir()) == ["launch", "logs", "phase-1", "phase-2", "phase-3"]
+
+    swept.write()
+    for number in range(2):
+        phases = load_phases(str(swept.folder / f"tasks/{number}/config.toml"))
+        folders = [f"{home}/n_layers={number + 1}/phase-{phase}" for phase in (1, 2, 3)]
+        assert [one.run_dir for one in phases] == folders
+        assert [one.init.from_ for one in phases] == ["", *folders[:2]]
+        assert {one.model.n_layers for one in phases} == {number + 1}
 
 
 def test_a_run_is_no_place_for_a_sweep(tmp_path):

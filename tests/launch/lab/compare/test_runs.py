@@ -17,7 +17,7 @@ from matmix.launch.cli import main
 from matmix.launch.jobs.control import runs_of
 from matmix.launch.jobs.launches import Job
 from matmix.launch.jobs.slurm.options import SlurmOptions
-from matmix.launch.jobs.slurm.submit import plan_configs
+from matmix.launch.jobs.slurm.submit import plan_runs
 from matmix.launch.lab.compare import speed
 from matmix.launch.lab.compare.config import read_comparison, tasks_of
 from matmix.launch.lab.compare.report import collect, write_report
@@ -335,7 +335,7 @@ def test_the_runs_as_a_job_array(recipe, dataset, tmp_path, monkeypatch, capsys)
     assert not home.exists()
 
     # What the tasks of the array are given, and where its status is looked for.
-    plan = plan_configs(home, [task.config for task in tasks], SlurmOptions(tasks_per_node=2), command, is_sweep=True)
+    plan = plan_runs(home, [[task.config] for task in tasks], SlurmOptions(tasks_per_node=2), command, is_sweep=True)
     plan.write()
     for number, task in enumerate(tasks):
         assert load_config(str(plan.folder / "tasks" / str(number) / "config.toml")) == task.config
