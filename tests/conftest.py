@@ -14,6 +14,7 @@ import triton_on_cpu
 from hypothesis import HealthCheck, settings
 from messages import Heard
 
+gc.disable()  # until all tests are collected: there is no garbage among imports
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
@@ -44,6 +45,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.collect()  # all garbage is looked for once there is a quarter more than this one finds: next to nothing
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

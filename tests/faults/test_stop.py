@@ -166,7 +166,7 @@ runpy.run_module("matmix.train", run_name="__main__", alter_sys=True)
 def test_during_imports(make_run, one_rank, tmp_path):
     run = make_run()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _SLOW_IMPORT, str(tmp_path), run.recipe, *run.overrides],
+        [sys.executable, "-P", "-c", _SLOW_IMPORT, str(tmp_path), *run.command, *run.overrides],
         env={**os.environ, "MATMIX_ATTEMPT": "first", "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
         stderr=subprocess.PIPE,
         text=True,
@@ -188,7 +188,7 @@ def test_during_compilation_to_every_process_of_the_run(make_run, tmp_path):
     settings = ("--engine.compile", "True", "--steps", "2", "--checkpoint.every", "0", "--evaluation.every", "0")
     run, reference = make_run(*settings), make_run(*settings)
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "matmix.train", run.recipe, *run.overrides],
+        [sys.executable, "-P", "-m", "matmix.train", *run.command, *run.overrides],
         env={
             **os.environ,
             "MATMIX_ATTEMPT": "first",
