@@ -1,8 +1,10 @@
-"""Changes to the blocks of a model that save memory, time or start-up time and do not change its numbers. Each replaces
-`forward` on the instance: names in checkpoints stay the same, and hooks that an engine puts on a block (gathering its
-weights) run outside of what is replaced."""
+"""Changes to the blocks of a model that save memory, time or start-up time and, but for rounding, not its numbers. Each
+replaces `forward` on the instance, fp8 in layers within: names in checkpoints stay the same, and hooks that an engine
+puts on a block (gathering its weights) run outside of what is replaced."""
 
+import dataclasses
 import functools
+import importlib.util
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from matmix.train.process.node_folders import use_caches
 _ATEN = torch.ops.aten
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 # What is worth its memory: outputs of matrix products of weights and of attention, and of this project's own ops.
-_SAVED_OPS = {_ATEN.mm.default, _ATEN.addmm.default}
+_SAVED_OPS = {_ATEN.mm.default, _ATEN.addmm.default, _ATEN._scaled_mm.default}
 _SAVED_OPS |= {getattr(_ATEN, f"_scaled_dot_product_{kind}").default for kind in _ATTENTION}
 
 
@@ -117,3 +119,62 @@ def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
     dt_bias, D) see the float32 value, which a cast of all parameters to bf16 would round to 8 bits.
     """
     model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
+
+
+# -- fp8 -----------------------------------------------------------------------------------------------------------
+
+
+def check_float8(recipe: str, device: torch.device) -> None:
+    """Raises ValueError (one line) where matrix products cannot be computed in fp8."""
+    wanted = f'engine.fp8 = "{recipe}" needs'
+    gpus = "a GPU that multiplies numbers of fp8 (from NVIDIA L4, L40 and H100, and from AMD MI300 on)"
+    if device.type != "cuda":
+        raise ValueError(f"{wanted} {gpus}, and this run is on a {device.type.upper()}; leave engine.fp8 out")
+    if torch.cuda.get_device_capability(device) < ((9, 4) if torch.version.hip else (8, 9)):
+        raise ValueError(f"{wanted} {gpus}, and this is {torch.cuda.get_device_name(device)}; leave engine.fp8 out")
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"{wanted} torchao: install the extra with pip install -e '.[lowbit]'")
+
+
+def float8_maps(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Returns the names of the linear maps in `model.blocks` whose products can be in fp8, and of the others: whose
+    sizes are not multiples of 16, as GPUs want, which have a class of their own, such as gates, or which their mixer
+    names in `not_float8`. Raises ValueError (one line) where no product can."""
+    found: tuple[list[str], list[str]] = [], []
+    kept = set()
+    for prefix, module in model.blocks.named_modules(prefix="blocks"):
+        kept |= {f"{prefix}.{name}" for name in getattr(module, "not_float8", ())}
+        if isinstance(module, nn.Linear):
+            fits = type(module) is nn.Linear and prefix not in kept and not any(n % 16 for n in module.weight.shape)
+            found[not fits].append(prefix)
+    if not found[0]:
+        raise ValueError(
+            "engine.fp8: no linear map in the layers of this model can be computed in fp8, which takes sizes that are "
+            "multiples of 16; leave it out"
+        )
+    return found
+
+
+def compute_in_float8(model: nn.Module, recipe: str, *, emulate: bool = False) -> None:
+    """Lets torchao compute the products of the first of `float8_maps`, in both passes. Parameters stay what they are.
+    It comes before all other changes.
+
+    recipe: "tensorwise" or "rowwise". emulate: round to fp8 and multiply in float32, on any device. Raises as
+    `float8_maps`.
+    """
+    names, _ = float8_maps(model)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    # Products for a weight's gradient sum over tokens, of which there may be any number.
+    options = {"pad_inner_dim": True, "emulate": emulate}
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
+    for name in names:
+        module = model.get_submodule(name)
+        module.rounded = ("weight",)  # ranks may still send them in bf16
+        module.forward = _of_contiguous(module.forward)
+
+
+def _of_contiguous(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """torchao cannot reshape others whose rows have a scale each."""
+    return lambda x: forward(x.contiguous())

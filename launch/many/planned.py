@@ -84,7 +84,7 @@ _MAY_DIFFER = (
     *("data.cache_dir", "data.cache_gigabytes", "data.images.path", "data.images.validation_path"),
     "evaluation.ablation_batches",
 )
-_MAY_NOT_DIFFER = ("engine.precision",)
+_MAY_NOT_DIFFER = ("engine.precision", "engine.fp8")
 
 
 def matters(key: str) -> bool:

@@ -218,6 +218,9 @@ class Mixer(Called):
     """It mixes parts of rows while other ranks hold the others, unless `why_no_context` says more."""
     carries: ClassVar[bool] = False
     """`forward_with_state` takes packed documents, so that in training states can enter rows."""
+    not_float8: ClassVar[tuple[str, ...]] = ()
+    """Linear maps within that stay in bf16 where others are computed in fp8: what they give must be more exact, or an
+    operation takes their weights without calling them."""
     not_decayed: ClassVar[tuple[str, ...]] = ()
     """Parameters, where the mixer has them, that the base class's `parameter_rules` keeps from weight decay."""
     context: Context | None = None

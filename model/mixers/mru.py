@@ -101,6 +101,7 @@ class MRU(Mixer):
     takes_context = True
     static_step = True
     carries = True
+    not_float8 = ("in_proj",)  # products of state matrices gather the errors of all tokens
     # Layer norms square what comes from the states: what follows is NaN before states are infinite.
     monitor_limits: ClassVar[dict[str, float]] = {"log_norm_max": math.log(torch.finfo(torch.float32).max) / 2}
 

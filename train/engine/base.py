@@ -15,7 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from matmix.data.loading.batch import Batch
 from matmix.kernels.context import Context
-from matmix.train.activation import checkpoint_activations, compile_blocks, compute_in_bfloat16
+from matmix.train.activation import (
+    checkpoint_activations,
+    compile_blocks,
+    compute_in_bfloat16,
+    compute_in_float8,
+)
 from matmix.train.engine.clipping import clip_groups, clip_limits, gradients_by_clip_group, norms_of
 from matmix.train.engine.config import EngineConfig
 from matmix.train.engine.full_state import MODEL, FullState, fill, state_to_fill
@@ -134,15 +139,19 @@ class Engine(abc.ABC):
         config = self.config
         if config.context > 1:
             model.cut_rows(Context.of(self.mesh.group("context")))
+        if config.fp8:
+            compute_in_float8(model, config.fp8)
+        # Scales of rows would be others where a compiled block runs again, rounded in other places (pytorch#150859).
+        as_eager = {"options": {"emulate_precision_casts": True}} if config.fp8 == "rowwise" else {}
         mode, selective_by = config.activation_checkpointing, config.selective_by
         # Compiled together, what a whole block sends again would be in its backward graph, in an order that ranks need
         # not share; a compiled block that runs again sends in its own.
         apart = config.compile and config.context > 1 and selective_by == "block"
         if apart:
-            compile_blocks(model)
+            compile_blocks(model, **as_eager)
         checkpoint_activations(model, mode, selective_by=selective_by, every=config.selective_every)
         if config.compile and not apart:
-            compile_blocks(model)
+            compile_blocks(model, **as_eager)
         if config.precision == "bf16":
             compute_in_bfloat16(model, self.device)
         self.module = model

@@ -31,6 +31,9 @@ class EngineConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16: matrix products in bf16 (autocast), and fsdp2, ddp and ZeRO 3 gather the matrices in bf16; weights, moments
     and all that is no matrix product stay float32."""
+    fp8: Literal["", "tensorwise", "rowwise"] = ""
+    """Matrix products of the linear maps in blocks in fp8, by torchao's recipe of this name: one scale for a tensor, or
+    one for each row. For GPUs that have such products, with precision bf16, which all others keep."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """What gradients are summed over ranks in; over micro-batches always in float32."""
     activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
@@ -66,7 +69,8 @@ class EngineConfig:
         by = f" by {self.selective_by}" if self.activation_checkpointing == "selective" else ""
         sums = ", sums in bf16" if self.reduce_dtype == "bf16" else ""
         name += ", offloaded" if self.offload else ""
-        return f"{name}, {self.precision}{sums}, activation checkpointing {self.activation_checkpointing}{by}"
+        precision = f"{self.precision}, fp8 {self.fp8}" if self.fp8 else self.precision
+        return f"{name}, {precision}{sums}, activation checkpointing {self.activation_checkpointing}{by}"
 
     def __post_init__(self) -> None:
         require_at_least(self, "engine.", replicate=1, context=1, selective_every=1)
@@ -78,6 +82,14 @@ class EngineConfig:
             got = f'"{self.name}"' + ", stage 0" * (self.name == "deepspeed")
             raise ValueError(
                 f'engine.offload needs engine.name = "deepspeed" at engine.zero_stage = 1, 2 or 3, got {got}'
+            )
+        if self.fp8 and self.precision != "bf16":
+            raise ValueError(f'engine.fp8 = "{self.fp8}" needs engine.precision = "bf16", got "{self.precision}"')
+        if self.fp8 and self.name == "deepspeed" and self.zero_stage == 3:
+            # Each product would hold on to the weight that was gathered for it, until its backward pass.
+            raise ValueError(
+                f'engine.fp8 = "{self.fp8}" does not work with DeepSpeed at engine.zero_stage = 3; use stage 2, or '
+                'engine.name = "fsdp2"'
             )
         if self.activation_checkpointing == "offload":
             advice = 'use "full" or "selective"'

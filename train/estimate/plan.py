@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from matmix.model import build_model
 from matmix.model.precision import rounded_parameters
+from matmix.train.activation import float8_maps
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import Exchange, Sizes, Weight, check_optimizer, sent
 from matmix.train.engine.kinds import held as held_on_rank
@@ -130,6 +131,8 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     accumulation = config.global_batch_size // (micro * data_size)
     optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
     check_optimizer(config.engine, optimizer)
+    if config.engine.fp8:
+        float8_maps(model)  # raises where there is none
     parameters = dict(model.named_parameters())
     cut = {name: optimizer.part_of(group).cut for name, _, group in optimizer.named_parameters()}
     kept = [
@@ -232,6 +235,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         **({"host memory": plan.host_words} if plan.host_words else {}),
         "batch": f"{plan.batch_words(config)}; {pieces}",
         "engine": config.engine.words,
+        **({"fp8": _float8_words(config)} if config.engine.fp8 else {}),
         **({"sent": f"{sends} a step and rank"} if sends else {}),
         "begins with": beginning,
         "steps": (f"{before:,} to " if before else "") + f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
@@ -243,6 +247,13 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     for name, text in rows.items():
         print(f"{name:<16}  {text}")
     return 0
+
+
+def _float8_words(config: RunConfig) -> str:
+    """Which linear maps of the layers are computed in fp8, and which are not."""
+    maps, others = float8_maps(build_model(with_vocabulary(config).model, device="meta"))
+    rest = f"; not {', '.join(short_names(others))}" if others else ""
+    return f"{len(maps)} of {len(maps) + len(others)} linear maps of the layers: {', '.join(short_names(maps))}{rest}"
 
 
 def _group_lines(config: RunConfig) -> list[str]:

@@ -58,6 +58,7 @@ class ScanBlock(Mixer):
     Config = ScanBlockConfig
     rank_option = "d_state"
     takes_context = True
+    not_float8 = ("fc_D",)
     not_decayed = ("A_log", "dt_bias", "D", "init_states")
 
     directions: ClassVar[int]

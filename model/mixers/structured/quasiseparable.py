@@ -36,6 +36,7 @@ class Quasiseparable(MatrixMixer):
 
     Config = QuasiseparableConfig
     rank_option = "d_state"
+    not_float8 = ("matrix_mixer.fc_D",)
     not_decayed = ("matrix_mixer.A_log", "matrix_mixer.dt_bias", "matrix_mixer.D")
     data_dependent = True  # the diagonal is, in either form
     skip = False

@@ -41,4 +41,4 @@ def test_one_process_does_its_first_step_without_what_it_has_no_use_for(dataset,
     assert "torch.optim" in imported
     # Together they take longer than all that is imported besides torch itself.
     late = {"torch._dynamo", "sympy", "torch.distributed.tensor", "torch.distributed.checkpoint", "matplotlib"}
-    assert not (late | {"pytorch_optimizer"}) & imported
+    assert not (late | {"pytorch_optimizer", "torchao"}) & imported
