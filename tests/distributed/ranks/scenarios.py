@@ -10,6 +10,7 @@ import errno
 import functools
 import math
 import os
+import re
 import resource
 import zlib
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine.base import Engine
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.sharded_files import ShardedFiles
 from matmix.train.optim import FALLBACK, optimizer_class
 from matmix.train.optim.adamw import AdamW
 from matmix.train.optim.base import SeveralOptimizers, full_shape, whole_tensor
@@ -272,6 +274,8 @@ def same_gradients(
         if step >= first:
             engine.optimizer.step()
     manager.save(last, engine, {})
+    files = ShardedFiles(manager.path(last), engine.layout()).files_for(dict(engine.named_tensors()))
+    assert {int(re.search(r"__(\d+)_", file)[1]) for file in files} == {0, engine.rank}, "it wants what others hold"
     found = {}
     for name, one in whole.named_parameters():
         ours, theirs = engine.optimizer.state[spread[name]], alone.state[one]
