@@ -154,6 +154,7 @@ def _serve(calls: Connection, rank: int, world_size: int, port: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.fsync = os.fstat  # as in the tests' own process
     environment, folder = dict(os.environ), Path.cwd()
     failure = None
     try:
