@@ -18,8 +18,8 @@ gc.disable()  # until all tests are collected: there is no garbage among imports
 # One thread per process, here and in those that tests start: they run in parallel, and runs that have to be the same
 # bit for bit are only so with as many threads.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-# No test pulls the plug. Waiting for the disk, a hundred times in a small run, took longer than its steps; processes that
-# tests start do.
+# No test pulls the plug, and waiting for the disk took longer than the steps of a small run; processes that tests start
+# do wait.
 os.fsync = os.fstat
 # One width of the terminal: help pages wrap, and lay boxes side by side, as it says.
 os.environ["COLUMNS"] = "100"

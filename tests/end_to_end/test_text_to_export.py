@@ -69,6 +69,7 @@ def test_prepare_train_resume_generate_export(recipe, shards, tmp_path, monkeypa
     assert [line for line in both.splitlines() if "---" in line] == [f"--- {n} of 2: {prompt}" for n in (1, 2)]
 
 
+@pytest.mark.slow  # by day `matmix launch local` starts two ranks
 def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
     options = ["--model.dropout", "0", "--steps", "4"]
     run_recipe("debug_hydra", dataset, tmp_path / "one", *options)

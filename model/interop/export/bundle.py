@@ -7,6 +7,7 @@ which two modules define, which bears the name of its module in the second.
 """
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import itertools
@@ -85,7 +86,7 @@ class ModuleSource:
         self.definitions: dict[str, Definition] = {}
         self.imports: dict[str, Place] = {}
         """Name here -> what it stands for, of the project and of libraries."""
-        lines, body = text.splitlines(), ast.parse(text).body
+        lines, body = text.splitlines(), _parsed(text).body
         for node, following in itertools.zip_longest(body, body[1:]):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 self.imports |= _imported(node)
@@ -99,7 +100,7 @@ class ModuleSource:
 
     def mentions(self, definition: Definition) -> Iterator[tuple[ast.Name, Place]]:
         """Yields the names in a definition, as parsed from its own text, that stand for something at top level."""
-        nodes = list(ast.walk(ast.parse(definition.text)))
+        nodes = list(ast.walk(_parsed(definition.text)))
         known = {name: (self.name, name) for name in self.definitions} | self.imports
         for node in filter(_is_of_project, nodes):
             known |= _imported(node)
@@ -228,7 +229,7 @@ class _Bundle:
         """Returns the text of a definition with the names of the bundle, without imports of the project."""
         named = ((node, self.names[self.find(place)]) for node, place in self.source(module).mentions(definition))
         edits = [(node, name) for node, name in named if name != node.id]
-        tree = ast.parse(definition.text)
+        tree = _parsed(definition.text)
         arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         clash = arguments & {node.id for node, _ in edits}
         assert not clash, f"{module}: {clash} are arguments of {definition.names[0]} and names at top level"
@@ -254,6 +255,12 @@ class _Bundle:
                 grouped.setdefault(origin, []).append(attribute if name == attribute else f"{attribute} as {name}")
         froms = [f"from {module} import {', '.join(sorted(grouped[module]))}" for module in sorted(grouped)]
         return "\n".join([*sorted(plain), *sorted(froms, key=lambda line: line.startswith("from ."))])
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """Returns the tree of a source, which is read only. Exports have most definitions in common."""
+    return ast.parse(text)
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> dict[str, Place]:

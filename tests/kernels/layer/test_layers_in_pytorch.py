@@ -8,6 +8,7 @@ import pytest
 import torch
 from compare import packed
 from layers import layer_inputs
+from nightly import nightly
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -40,7 +41,8 @@ def samples(device):
     }
 
 
-NAMES = ["hydra", "ssd", "lion", "lion without gates"]
+# By day each operation once.
+NAMES = [nightly("hydra"), "ssd", "lion", nightly("lion without gates")]
 
 
 class Record(TorchDispatchMode):

@@ -64,7 +64,7 @@ def all_poisoned(poisoned, monkeypatch):
 
 
 # The others differ from one of these by an option, which short sequences see every time too.
-OFTEN = ("hydra", "hydra, groups, states, limits", "hydra, each head its own vectors", "sum of two scans", "ssd")
+OFTEN = ("hydra", "hydra, groups, states, limits", "ssd")
 
 
 @pytest.mark.parametrize(

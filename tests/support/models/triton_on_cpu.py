@@ -110,11 +110,10 @@ def _make_types_cheap(monkeypatch, core, interpreter) -> None:
     def make_tensor(self, handle, type):
         if (like := vars(type).get("tensor")) is None:
             plain_tensor(self, handle, type)
-            if type.is_block():
-                vars(type)["tensor"] = self.shape, self.numel
+            vars(type)["tensor"] = self.shape, self.numel, self.dtype
         else:
-            self.handle, self.type, self.dtype = handle, type, type.element_ty
-            self.shape, self.numel = like
+            self.handle, self.type = handle, type
+            self.shape, self.numel, self.dtype = like
 
     monkeypatch.setattr(core.tensor, "__init__", make_tensor)
 
