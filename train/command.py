@@ -46,15 +46,15 @@ def train_phases(phases: Sequence[RunConfig], *, dry_run: bool = False) -> int:
         at_work = agree(lambda: list(map(has_begun, phases)), here=rank_and_world_size()[0] == 0)[0]
         first = max((number for number, begun in enumerate(at_work) if begun), default=0)
         for config in phases[first:]:
-            code, finished = _train(config)
+            code, finished = _train(config, is_last=config is phases[-1])
             if not finished:
                 return code
     return code
 
 
-def _train(config: RunConfig) -> tuple[int, bool]:
+def _train(config: RunConfig, *, is_last: bool = True) -> tuple[int, bool]:
     """Trains, and records how it ended, however it ends (except by SIGKILL and the like). Returns the exit code,
-    and whether the run has finished."""
+    and whether the run has finished. is_last: no phase follows."""
     rank = int(os.environ.get("RANK", "0"))
     attempt = Attempt(RunDirectory(config.run_dir).path, rank)
     try:
@@ -71,7 +71,7 @@ def _train(config: RunConfig) -> tuple[int, bool]:
         if isinstance(error, BrokenPipeError):
             raise RunFailure(f"nobody reads this process's output any more ({text})") from error
         raise
-    words = _closing_words(config, result)
+    words = _closing_words(config, result, is_last=is_last)
     code = EXIT_OK
     if not result.saved:
         code = EXIT_FAILED
@@ -85,7 +85,7 @@ def _train(config: RunConfig) -> tuple[int, bool]:
     return code, result.saved and result.finished
 
 
-def _closing_words(config: RunConfig, result: Result) -> str:
+def _closing_words(config: RunConfig, result: Result, *, is_last: bool) -> str:
     step = f"step {result.step} of {config.steps}"
     if not result.saved:
         return (
@@ -115,6 +115,8 @@ def _closing_words(config: RunConfig, result: Result) -> str:
     lines += earlier_best(run.path, [*known, *averaged_metrics(known)], metrics)
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
+    if not is_last:
+        return "\n".join(lines)
     export = shell_line("matmix", "export", config.run_dir, "--out", "DIR")
     if config.model.model_class.inputs == "images":
         lines.append(f"Next: {shell_line('matmix', 'classify', config.run_dir, 'IMAGE')}, or {export}")

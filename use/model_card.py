@@ -45,12 +45,13 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
         if manifest is not None:
             held = (f"{split} {modality.split_words(info)}" for split, info in manifest.splits.items())
             rows["documents" + (f" of {name}" if len(names) > 1 else "")] = "; ".join(held)
+    clipped = f"clipped at {norm:g}" if (norm := config.optimizer.max_grad_norm) else "not clipped"
     rows |= {
+        "begins with": _beginning(config),
         f"{unit} seen": f"{counted['tokens']:,}",
         "batch": f"{batch} {sequences} {config.data.seqlen:,} tokens" if unit == "tokens" else f"{batch} {unit}",
         "objective": config.objective.name,
-        "optimizer": f"{config.optimizer.name}, weight decay "
-        f"{config.optimizer.weight_decay:g}, gradients clipped at {config.optimizer.max_grad_norm:g}",
+        "optimizer": f"{config.optimizer.name}, weight decay {config.optimizer.weight_decay:g}, gradients {clipped}",
         "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "precision": config.engine.precision,
         "seed": str(config.seed),
@@ -68,6 +69,14 @@ def notes_on(trained: Trained, controls: Sequence[str] = ()) -> str:
         heading = f"| | validation loss, {config.task().loss_metric.unit or 'nats'} |"
         table = "\n".join([table, "", heading, "|---|---|", *lines, *([] if known else ["", NONE_KNOWN])])
     return table
+
+
+def _beginning(config: RunConfig) -> str:
+    """Says whose weights the run began with, where it was another's: its name, not where it lay."""
+    init, names = config.init, config.init.from_.rstrip("/").split("/")
+    name = "/".join(names[-2:] if names[-1].startswith("phase-") else names[-1:])
+    step = f"step {init.step:,} of " if init.step else ""
+    return f"{'all' if init.goes_on else 'the weights'} of {step}{name}" if name else ""
 
 
 def _weights(trained: Trained) -> str:

@@ -48,6 +48,7 @@ def test_weights_are_those_of_one_process(ranks, whole):
         assert all(0 < own < STEPS * MAPS for own in counts), counts
         copies = ranks if options["name"] == "ddp" else options.get("replicate", 1)
         assert sum(one.held for one in of_ranks) == copies * whole.held
+        assert max(one.buffers for one in of_ranks) == pytest.approx(of_ranks[0].planned, rel=0.2)
         sizes = Sizes(weights=(), n_blocks=1, moments=0.0, accumulation=1, to_owners=whole.held)
         (planned,) = (one.sent for one in sent(EngineConfig(**options), ranks, sizes) if "whole" in one.what)
         # Of a map that lies with few ranks, the owner may be one of them or not.

@@ -62,6 +62,7 @@ def test_a_phase_begins_with_the_weights_of_the_one_before_and_a_killed_one_is_r
     assert not run.exists()
 
     assert main([path, "--run-dir", str(run)]) == 0
+    assert capsys.readouterr().out.count("Next: ") == 1
     assert [len(losses(run / f"phase-{number}")) for number in (1, 2)] == [3, 2]
     second = RunDirectory(run / "phase-2").read_config()
     assert (second.data.seqlen, second.steps, second.seed) == (32, 2, 3)

@@ -13,11 +13,13 @@ from matmix.train.activation import float8_maps
 from matmix.train.config import RunConfig
 from matmix.train.engine.kinds import Exchange, Sizes, Weight, check_optimizer, sent
 from matmix.train.engine.kinds import held as held_on_rank
+from matmix.train.engine.mesh import MeshShape
 from matmix.train.estimate import FLOAT, Mode, step_memory
 from matmix.train.estimate.context import context_bytes
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
+from matmix.train.optim.base import StepCost
 from matmix.train.optim.groups import make_optimizer, parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
 from matmix.train.words import short_number
@@ -37,6 +39,7 @@ class Plan:
     ranks: int
     micro_batch_size: int
     parts: dict[str, float]  # bytes by what they hold; gathered weights are whole beside this rank's shards of them
+    update: StepCost  # of the optimizer's step
     computed_ops: int  # of forward and backward passes in a step, each of which launches a kernel or more
     on_host: dict[str, float]  # bytes that lie in the host's memory instead, by what they hold
     copied: float  # bytes that a step copies to there and from there
@@ -52,6 +55,13 @@ class Plan:
     @property
     def total_bytes(self) -> float:
         return sum(self.parts.values())
+
+    @property
+    def update_words(self) -> str:
+        """Says in words what the optimizer computes, to follow other words; "" where that is nothing to speak of."""
+        each = " on the rank with the most" if self.ranks > 1 else ""
+        flops, precision = short_number(self.update.flops), self.update.precision
+        return f"; the optimizer {flops} a step{each}, in {precision}" if self.update.flops else ""
 
     @property
     def host_words(self) -> str:
@@ -156,6 +166,19 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     gathers = ranks > 1 and config.engine.sends_rounded
     memory = step_memory(part_of_rows(config), micro, mode=mode, gathers=gathers)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
+    shape = MeshShape.of(config.engine, ranks) if config.engine.kind != "deepspeed" else MeshShape()
+    update = optimizer.step_cost(shape.copies, shape.parts)
+    passes = {
+        "weights": FLOAT * held.weights,
+        "gathered weights": FLOAT * held.gathered,
+        "moments": FLOAT * held.moments,
+        "gradients": gradients + FLOAT * held.whole,
+        "activations": activations,
+        "buffers": FLOAT * held.buffers,
+        "carried states": carried_bytes(config, model) / data_size,
+    }
+    stepping = {"gathered weights": 0.0, "gradients": FLOAT * sizes.parameters / shape.parts, "activations": 0.0}
+    stepping = {**passes, **stepping, "buffers": update.bytes}
     return Plan(
         sizes=sizes,
         unit=task.unit,
@@ -164,15 +187,8 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         steps=config.steps,
         ranks=ranks,
         micro_batch_size=micro,
-        parts={
-            "weights": FLOAT * held.weights,
-            "gathered weights": FLOAT * held.gathered,
-            "moments": FLOAT * held.moments,
-            "gradients": gradients + FLOAT * held.whole,
-            "activations": activations,
-            "buffers": FLOAT * held.buffers,
-            "carried states": carried_bytes(config, model) / data_size,
-        },
+        parts=max(passes, stepping, key=lambda parts: sum(parts.values())),
+        update=update,
         computed_ops=accumulation * memory.computed,
         on_host={"activations": memory.on_host, **{what: FLOAT * size for what, size in held.on_host.items()}},
         copied=2 * accumulation * memory.on_host + FLOAT * held.copied,
@@ -227,6 +243,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     gib = 2**30
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
     sends = ", ".join(f"{short_number(FLOAT * one.sent)}B {one.what}" for one in exchanged(config, plan))
+    masks = config.objective.name == "masked_lm" and not config.data.synthetic.task
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",
@@ -234,6 +251,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         **({"host memory": plan.host_words} if plan.host_words else {}),
         "batch": f"{plan.batch_words(config)}; {pieces}",
+        **({"masked": f"{config.objective.masking.probability:.0%} of the tokens"} if masks else {}),
         "engine": config.engine.words,
         **({"fp8": _float8_words(config)} if config.engine.fp8 else {}),
         **({"sent": f"{sends} a step and rank"} if sends else {}),
@@ -241,7 +259,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "steps": (f"{before:,} to " if before else "") + f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
         "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
-        "compute": f"{trained * units:.3g} FLOPs in all",
+        "compute": f"{trained * units:.3g} FLOPs in all{plan.update_words}",
         "updated": ("\n" + " " * 18).join(_group_lines(config)),
     }
     for name, text in rows.items():

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,17 @@ OTHERS = "others"
 """The clipping group of the parameters that no rule clips apart."""
 State = dict[str, torch.Tensor]
 """The entries that an optimizer keeps of one parameter, by name."""
+
+
+class StepCost(NamedTuple):
+    """What a step takes, on the rank with the most to do, beside the update of each element by itself."""
+
+    flops: float = 0.0
+    """Of matrix products."""
+    bytes: float = 0.0
+    """Of buffers, when most are in use."""
+    precision: str = "fp32"
+    """What the products compute in, as engine.precision says it."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -92,6 +103,11 @@ class Optimizer(torch.optim.Optimizer):
         """Makes `new_state` of a parameter of `group`, with what others add."""
         return {**self.part_of(group).new_state(parameter), **self.also_kept(parameter)}
 
+    def step_cost(self, copies: int, parts: int) -> StepCost:
+        """Returns what a step takes where ranks hold so many `copies` of each parameter, each in so many `parts`; the
+        parameters may be on the meta device."""
+        return StepCost()
+
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         """Yields the name, the parameter and its group, where parameters are not flat."""
         for group in self.param_groups:
@@ -123,6 +139,10 @@ class SeveralOptimizers(Optimizer):
 
     def part_of(self, group: Mapping[str, Any]) -> Optimizer:
         return self.parts[group["optimizer"]]
+
+    def step_cost(self, copies: int, parts: int) -> StepCost:
+        costs = [part.step_cost(copies, parts) for part in self.parts.values()]
+        return max(costs)._replace(bytes=max(cost.bytes for cost in costs))  # one has products, they step in turn
 
     def step(self, closure: None = None) -> None:
         for name, part in self.parts.items():

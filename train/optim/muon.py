@@ -8,8 +8,8 @@ import torch
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr
 
 from matmix.train.errors import require
-from matmix.train.optim.base import Optimizer, State, local_part
-from matmix.train.optim.owners import on_owners
+from matmix.train.optim.base import Optimizer, State, StepCost, full_shape, local_part
+from matmix.train.optim.owners import maps_of, on_owners, work_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +61,22 @@ class Muon(Optimizer):
 
     def new_state(self, parameter: torch.Tensor) -> State:
         return {"momentum": torch.zeros_like(parameter)}
+
+    def step_cost(self, copies: int, parts: int) -> StepCost:
+        shapes, blocks = [], []
+        for group in self.param_groups:
+            shapes += [full_shape(parameter) for parameter in group["params"]]
+            blocks += group["blocks"] or [None] * len(group["params"])
+        maps = maps_of(
+            [shape[1] for shape in shapes],
+            [rows or (shape[0],) for rows, shape in zip(blocks, shapes, strict=True)],
+        )
+        work, elements = work_of(maps, copies, parts)
+        rounded = self.options.dtype == "bfloat16"
+        if rounded:  # copies of this rank's rows of all directions
+            elements += sum(shape.numel() for shape in shapes) / parts
+        precision = "bf16" if rounded else "fp32"
+        return StepCost(2 * self.options.iterations * work, elements * self.sent_bytes, precision)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

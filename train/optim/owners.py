@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ class LinearMap(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Of a Newton-Schulz iteration, in proportion."""
+        """Half of the FLOPs of a Newton-Schulz iteration."""
         short, long = sorted(self.shape)
         return short**2 * (2 * long + short)
 
@@ -86,11 +87,7 @@ def on_owners(
     compute: makes a result of the shape (rows, columns) of a map. A map goes to its owner from the ranks of one copy of
     the parameter, and its result to the ranks of all copies: two all-to-alls for a batch of maps.
     """
-    maps = [
-        LinearMap(place, last - rows, last, held[place].shape[1])
-        for place, own in enumerate(blocks)
-        for rows, last in zip(own, itertools.accumulate(own), strict=True)
-    ]
+    maps = maps_of([one.shape[1] for one in held], blocks)
     ranks = Ranks.of(parameters[0]) if parameters else None
     if ranks is None:
         for one in maps:
@@ -101,6 +98,42 @@ def on_owners(
     owned = list(zip(maps, owners_of(maps, len(ranks.places)), strict=True))
     for batch in _batches(owned, len(ranks.places)):
         yield from _exchanged(batch, ranks, [len(parameter) for parameter in parameters], held, compute)
+
+
+def maps_of(columns: Iterable[int], blocks: Iterable[Sequence[int]]) -> list[LinearMap]:
+    """Returns the maps in parameters of which the columns are given, and the rows of the maps that stand one below the
+    other."""
+    return [
+        LinearMap(place, last - rows, last, width)
+        for place, (width, own) in enumerate(zip(columns, blocks, strict=True))
+        for rows, last in zip(own, itertools.accumulate(own), strict=True)
+    ]
+
+
+def work_of(maps: Sequence[LinearMap], copies: int, parts: int) -> tuple[int, float]:
+    """Returns the cost of all maps of the rank with the most to do, and the elements of its buffers in `on_owners` when
+    most are in use, with Newton-Schulz iterations as what is computed there."""
+    if not maps:
+        return 0, 0
+    maps, ranks = sorted(maps, key=lambda one: -one.cost), copies * parts
+    owned = list(zip(maps, owners_of(maps, ranks), strict=True))
+    costs: collections.Counter[int] = collections.Counter()
+    for one, owner in owned:
+        costs[owner] += one.cost
+    # Iterations have two matrices in the shape of the map and two of its shorter side.
+    iterating = max(2 * one.shape.numel() + 2 * min(one.shape) ** 2 for one in maps)
+    if ranks == 1:
+        return costs[0], iterating
+    most = 0.0
+    for batch in _batches(owned, ranks):
+        elements: collections.Counter[int] = collections.Counter()
+        for one, owner in batch:
+            elements[owner] += one.shape.numel()
+        # What came, the results, and what goes out to all copies while this rank's rows of all results come; or, of
+        # the last map, its rows as one while the iterations run.
+        own, rows = max(elements.values()), elements.total() / parts
+        most = max(most, 2 * own + max(copies * own + rows, iterating))
+    return max(costs.values()), most
 
 
 def owners_of(maps: Sequence[LinearMap], count: int) -> list[int]:

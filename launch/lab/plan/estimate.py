@@ -81,7 +81,8 @@ class Estimate(NamedTuple):
     mode: Mode
     traffic: list[Collective]
     arithmetic: Arithmetic
-    compute_seconds: float  # of a step
+    compute_seconds: float  # of a step, with the optimizer's
+    update_seconds: float  # of the optimizer's matrix products
     copy_seconds: float  # to the host's memory and back, which the arithmetic waits for
     traffic_seconds: float
     launch_seconds: float  # at least; of the host
@@ -124,12 +125,15 @@ def estimate(config: RunConfig, ranks: int, cluster: Cluster, efficiency: float,
     forwards = 3 + {"selective": 1 / config.engine.selective_every, "full": 1.0}.get(mode, 0.0)
     flops = forwards * plan.flops_per_unit * plan.units_per_step
     traffic = collectives(config, plan, cluster.gpus_per_node, mode)
-    compute = flops / (ranks * cluster.peak(kind) * efficiency)
+    update = plan.update.flops and plan.update.flops / (cluster.peak(arithmetic(plan.update.precision)) * efficiency)
+    compute = flops / (ranks * cluster.peak(kind) * efficiency) + update
     # Compiled blocks launch fewer kernels than they have ops, nobody knows beforehand how many.
     launches = 0.0 if config.engine.compile else plan.computed_ops * cluster.launch_microseconds * 1e-6
     exchanging = sum(part.seconds(cluster) for part in traffic)
     copying = plan.copied / (cluster.host_gb_per_s * GB)
-    return Estimate(config, plan, mode, traffic, kind, compute, copying, exchanging, launches, fits(plan, cluster))
+    seconds = {"compute_seconds": compute, "update_seconds": update, "copy_seconds": copying}
+    seconds |= {"traffic_seconds": exchanging, "launch_seconds": launches}
+    return Estimate(config, plan, mode, traffic, kind, **seconds, fits=fits(plan, cluster))
 
 
 def fits(plan: Plan, cluster: Cluster) -> bool:

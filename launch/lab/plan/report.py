@@ -131,6 +131,7 @@ def _describe(one: Estimate, cluster: Cluster, risk: Risk, reached: str, given: 
             for part in one.traffic
         },
         "utilisation": reached,
+        **({"optimizer": _describe_update(one)} if plan.update.flops else {}),
         "launches": f"{plan.computed_ops:,} or more kernels a step and rank, {cluster.launch_microseconds:g} µs of the "
         "host for each (assumed, not measured)",
         "step": f"{duration(one.step_seconds)} (arithmetic {duration(one.compute_seconds)}, "
@@ -142,6 +143,13 @@ def _describe(one: Estimate, cluster: Cluster, risk: Risk, reached: str, given: 
     }
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _describe_update(one: Estimate) -> str:
+    flops, kind = short_number(one.plan.update.flops), one.plan.update.precision
+    return (
+        f"{flops} FLOPs a step of the rank with the most, in {kind}: {duration(one.update_seconds)} of the arithmetic"
+    )
 
 
 def _describe_failures(one: Estimate, risk: Risk) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 from matmix.train.engine.build import build_engine
 from matmix.train.engine.config import EngineConfig
+from matmix.train.engine.mesh import MeshShape
 from matmix.train.optim import muon, owners
 from matmix.train.optim.base import local_part
 from matmix.train.optim.config import OptimizerConfig
@@ -53,20 +54,30 @@ class Trained(NamedTuple):
     """Elements of momentum that it holds."""
     sent: int
     """Elements that it sent others to and from owners."""
+    buffers: int
+    """Elements that it held beside parameters, gradients and momentum, when most."""
+    planned: float
+    """The same, as a plan has it for the rank with most."""
 
 
 def train(options: dict[str, Any], batch: int = owners.BATCH) -> Trained:
-    count = sent = 0
+    count = sent = exchanges = came = results = most = 0
     orthogonal, all_to_all = muon.orthogonal, dist.all_to_all_single
 
     def counted(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
-        nonlocal count
+        nonlocal count, results
         count += 1
+        results += matrix.numel()
         return orthogonal(matrix, iterations)
 
     def noted(received: torch.Tensor, given: torch.Tensor, taken: list[int], sizes: list[int], *, group: Any) -> None:
-        nonlocal sent
+        nonlocal sent, exchanges, came, results, most
         sent += sum(sizes) - sizes[dist.get_rank(group)]
+        if exchanges % 2:  # the results go out
+            most = max(most, came + results + given.numel() + received.numel())
+        else:
+            came, results = received.numel(), 0
+        exchanges += 1
         all_to_all(received, given, taken, sizes, group=group)
 
     with contextlib.ExitStack() as stack:
@@ -82,7 +93,10 @@ def train(options: dict[str, Any], batch: int = owners.BATCH) -> Trained:
         engine.prepare(model, scenarios.initialize, lambda model: make_optimizer(model, config, scenarios.LENGTH))
         scenarios.run_steps(engine, 0, STEPS, accumulation=1)
         kept = [state["momentum"] for _, state in engine.optimizer.named_state() if "momentum" in state]
-        return Trained(weights(engine), count, sum(local_part(momentum).numel() for momentum in kept), sent)
+        held = sum(local_part(momentum).numel() for momentum in kept)
+        shape = MeshShape.of(engine.config, engine.world_size) if engine.kind == "torch" else MeshShape()
+        planned = engine.optimizer.step_cost(shape.copies, shape.parts).bytes / 4
+        return Trained(weights(engine), count, held, sent, most, planned)
 
 
 def train_all(runs: list[tuple[dict[str, Any], int]]) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from mixer_cases import CASES
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.model import build_model
 from matmix.model.mixers import MIXERS
@@ -97,6 +98,23 @@ def test_owners_have_as_much_to_do():
     for one, owner in zip(maps, owners_of(maps, 6), strict=True):
         busy[owner] += one.cost
     assert max(busy) < 1.05 * sum(busy) / 6
+
+
+def test_the_cost_of_a_step_is_what_torch_counts():
+    config = load_config("debug_hydra", {"model.vocab_size": 50})
+    model = build_model(config.model, device="cpu")
+    optimizer = make_optimizer(model, MUON, config.positions)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    whole, third = (optimizer.step_cost(1, parts).flops for parts in (1, 3))
+    assert whole == counter.get_total_flops()
+    assert whole / 3 <= third < 0.6 * whole
+    assert optimizer.step_cost(3, 1).flops == third  # whoever holds it, a map is made orthogonal once
+    meta = make_optimizer(build_model(config.model, device="meta"), MUON, config.positions)
+    assert meta.step_cost(1, 1).flops == whole
+    assert make_optimizer(model, OptimizerConfig(), config.positions).step_cost(1, 3) == (0, 0, "fp32")
 
 
 # -- what mixers say ---------------------------------------------------------------------------------------------------

@@ -311,6 +311,24 @@ def test_arithmetic_is_counted_against_the_peak_of_its_precision(monkeypatch, tm
         estimate(config("--engine.precision", "fp32"), 1, read_cluster(file), 0.5)
 
 
+def test_what_muon_computes_and_holds_is_counted():
+    """Its products at the peak of its own dtype; its buffers where the step takes more than the passes before it."""
+    words = ["--engine.precision", "bf16", "--optimizer.name"]
+    adamw, muon, rounded = (
+        estimate(config(*words, *name), 4, H100, 0.5)
+        for name in (["adamw"], ["muon"], ["muon", "--optimizer.options", '{dtype = "bfloat16"}'])
+    )
+    flops = muon.plan.update.flops
+    assert (adamw.plan.update.flops, adamw.update_seconds) == (0, 0)
+    assert muon.update_seconds == pytest.approx(flops / (0.5 * 67e12))
+    assert rounded.update_seconds == pytest.approx(flops / (0.5 * 989e12))
+    assert muon.compute_seconds == pytest.approx(adamw.compute_seconds + muon.update_seconds)
+    assert muon.plan.parts["buffers"] == 0
+    wide = make_plan(config("--optimizer.name", "muon", "--model.d-model", "512", "--data.seqlen", "16", batch=2), 2)
+    assert wide.parts["buffers"] == wide.update.bytes > 0
+    assert wide.parts["gradients"] == 4 * wide.parameters / 2
+
+
 def test_utilisation_is_a_share_of_the_peak_of_the_runs_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     peaks = [peak_flops(torch.device("cuda"), precision) for precision in ("bf16", "fp32")]
