@@ -320,6 +320,12 @@ class RunConfig:
         self._check_data(modality)
         if self.data.carry:
             check_carry(self.model)
+        if self.engine.cuda_graph:
+            shapes = "engine.cuda_graph needs batches of one shape"
+            require(not self.data.examples.train, f"{shapes}, and examples differ in length; set it to false")
+            packing = modality.packing(self.data)
+            require(packing == "rows", f'{shapes}: set data.packing = "rows", not "{packing}", or it to false')
+            require(not self.ema.decay, "engine.cuda_graph excludes ema.decay, whose updates wait for the device")
         if self.engine.context > 1:
             name = next((name for name, one in MODALITIES.items() if one is modality), type(modality).__name__)
             require(

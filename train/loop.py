@@ -44,6 +44,7 @@ from matmix.train.run.lock import RunLock
 from matmix.train.run.outcome import Attempt, adopt_attempt, attempt_id, git_revision
 from matmix.train.run.remote import opened
 from matmix.train.state import Result, TrainState, check_extra
+from matmix.train.step import check_graph, make_step
 from matmix.train.words import short_number
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Trainer:
         collectives.watch()
         model = build_model(config.model, device="meta")
         self.groups = parameter_groups(model, config.optimizer, config.positions)
+        check_graph(config, distributed, {group.optimizer for group in self.groups})
         self.say_what_begins(distributed)
         self.engine: Engine = build_engine(config.engine, distributed, self.mesh)
         options = {"config": config.optimizer, "seqlen": config.positions, "ema": config.ema}
@@ -97,6 +99,7 @@ class Trainer:
         self.lanes = self.checkpoints.lanes = Lanes(self.loader)
         self.speed = Speedometer(self.engine, self.task.flops(config.model, config.data.seqlen), self.task.unit)
         self.monitor = Monitor(self.engine)
+        self.step = make_step(config, self.engine, self.task, self.monitor)
         self.damaged_shards = DamagedShards()
         self.monitored: dict[str, float] = {}  # of the last step if it was not finite, the same on all ranks
         self.spikes = SpikeGuard(config.faults)
@@ -149,7 +152,8 @@ class Trainer:
         config, engine, state = self.config, self.engine, self.state
         self.lanes.begin_step()
         with self.speed.waiting_for_data():
-            micro_batches = [engine.part_of_batch(next(batches)) for _ in range(self.accumulation)]
+            read = [engine.part_of_batch(next(batches)) for _ in range(self.accumulation)]
+        micro_batches = [self.lanes.attach(index, batch) for index, batch in enumerate(read)]
         self.goodput.spend("data")
         targets = sum(map(self.task.count_targets, micro_batches))
         tokens = sum(batch.n_tokens for batch in micro_batches)
@@ -164,22 +168,13 @@ class Trainer:
         lr = config.optimizer.lr * rate_share(state.step + 1, config.steps, config.schedule)
         for group in engine.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
-        names = self.task.recorded
-        sums = torch.zeros(4 + len(names), dtype=torch.float64, device=engine.device)
-        self.monitor.start_step()
-        for index, batch in enumerate(micro_batches):
-            batch = self.lanes.attach(index, batch.to(engine.device, non_blocking=True))
-            loss = self.task.loss(engine.model, batch)
-            self.monitor.collect()
-            engine.backward(loss.total / max(targets, 1), last=index == self.accumulation - 1)
-            sums[3:] += torch.stack([loss.loss.detach(), *(loss.sums[name].detach() for name in names)]).double()
-        norm = engine.step(config.optimizer.max_grad_norm)
+        sums, norm, monitored = self.step(micro_batches, max(targets, 1))
+        self.monitor.collect(monitored)
 
         # As late as can be, so that no further step is begun after a signal.
         sums[0] = bool(stop.received()) or self.moved_run() is not None
         sums[3:] *= self.mesh.is_counted
         # What one rank sees all ranks act on: behind a condition that ranks see differently, collectives deadlock.
-        sums[1], sums[2] = ~torch.isfinite(norm), engine.gradients_differ
         signals, not_finite, differing, loss_sum, *recorded = engine.all_reduce_sum(sums).tolist()
         self.attempt.step = state.step = state.step + 1
         state.tokens += int(tokens)
@@ -192,7 +187,7 @@ class Trainer:
         if not self.step_was_finite:
             self.lanes.forget()  # what made the step so may be in the states as well
         else:
-            self.speed.count(loss_sum, dict(zip(names, recorded, strict=True)), targets, tokens)
+            self.speed.count(loss_sum, dict(zip(self.task.recorded, recorded, strict=True)), targets, tokens)
         self.stop_agreed = bool(signals)
         if self.stop_agreed:
             self.follow_run()
@@ -362,6 +357,7 @@ class Trainer:
         extra = manifest["extra"]
         check_tokenizer(extra, self.loader.facts.tokenizer, checkpoint)
         self.checkpoints.load(checkpoint, self.engine)
+        self.step.forget()
         self.state = TrainState(**extra["train_state"])
         self.loader.load_state_dict(extra["data"])
         if self.config.data.carry:

@@ -61,20 +61,21 @@ class Batch:
         return self.inputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._map(lambda one: one.numpy() if one.is_cpu and one.nbytes <= SMALL else one).values(),)
+        return _unpickled, (self.map(lambda one: one.numpy() if one.is_cpu and one.nbytes <= SMALL else one).values(),)
 
     def values(self) -> dict[str, Any]:
         """Returns its fields by name."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Returns the batch with what `change` makes of each tensor."""
         return replace(self, **tree_map_only(torch.Tensor, change, self.values()))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
 
 def _unpickled(values: dict[str, Any]) -> Batch:
@@ -92,6 +93,12 @@ def selecting(batch: Batch) -> Batch:
     """Returns the batch with `select`, for models that are not causal."""
     batch.select = torch.from_numpy(np.flatnonzero(has_target(batch.labels.numpy())))
     return batch
+
+
+def with_selected(batch: Batch, count: int) -> Batch:
+    """Returns the batch with `count` positions in `select`, not fewer than it has: the last ones without a label."""
+    without = np.flatnonzero(~has_target(batch.labels.numpy()))[: count - batch.select.numel()]
+    return replace(batch, select=torch.cat([batch.select, torch.from_numpy(without)]))
 
 
 def image_batch(images: torch.Tensor, labels: torch.Tensor, n_images: int | None = None, **more: Any) -> Batch:

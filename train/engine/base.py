@@ -171,13 +171,15 @@ class Engine(abc.ABC):
         the weights and zeroes the gradients. Returns the norm of all gradients before clipping, 0-dim. If it is not
         finite, weights, moments and step counts stay as they are on every rank, and the gradients are dropped."""
 
-    def clip(self, max_norm: float, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    def clip(self, max_norm: float, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, Any]:
         """Clips the gradients that the parameters hold, sharded or not. Returns the norm of all before, 0-dim, and
-        whether it is finite; over_ranks: makes norms over all ranks from those of this rank's parts."""
+        whether it is finite, in a graph as a tensor; over_ranks: makes norms over all ranks from those of this rank's
+        parts."""
         groups = self.optimizer.param_groups
         gradients = gradients_by_clip_group(groups, self.module.parameters())
         norms = over_ranks(norms_of(gradients, self.device))
-        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, clip_limits(groups, max_norm))
+        limits, waits = clip_limits(groups, max_norm), not self.config.cuda_graph
+        norm, is_finite, self.clip_norms = clip_groups(gradients, norms, limits, waits=waits)
         return norm, is_finite
 
     def swap_averages(self) -> None:

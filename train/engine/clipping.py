@@ -48,15 +48,16 @@ def norms_of(gradients: Gradients, device: torch.device) -> torch.Tensor:
 
 
 def clip_groups(
-    gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float]
-) -> tuple[torch.Tensor, bool, dict[str, torch.Tensor]]:
+    gradients: Gradients, norms: torch.Tensor, limits: Mapping[str, float], *, waits: bool = True
+) -> tuple[torch.Tensor, bool | torch.Tensor, dict[str, torch.Tensor]]:
     """Scales the gradients of each group, in place, so that its norm is within its limit; where one is not finite, all
     are left alone. Returns the norm of all gradients before, 0-dim, whether it is finite, and the norms of the groups
-    for a record, where there are several."""
+    for a record, where there are several. waits: for the device; without, whether it is finite is a tensor, and
+    gradients of a norm that is not are of no use."""
     whole = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(norms)
-    is_finite = math.isfinite(whole.item())
+    is_finite = math.isfinite(whole.item()) if waits else torch.isfinite(whole)
     for (name, tensors), norm in zip(gradients.items(), norms, strict=True):
-        if is_finite and tensors and limits[name] > 0:
+        if (not waits or is_finite) and tensors and limits[name] > 0:
             torch._foreach_mul_(tensors, torch.clamp(limits[name] / (norm + 1e-6), max=1.0))
     return whole, is_finite, dict(zip(limits, norms, strict=True)) if len(limits) > 1 else {}
 

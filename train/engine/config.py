@@ -1,6 +1,7 @@
 """Configuration of the engine."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -46,6 +47,9 @@ class EngineConfig:
     """selective by block: every how many blocks one is recomputed."""
     compile: bool = False
     """torch.compile each block (half a minute at the start)."""
+    cuda_graph: bool = False
+    """Record what a step launches on the GPU as one CUDA graph and replay it for each further step, which saves the
+    host's time between short kernels. For one process with adamw and batches of one shape."""
 
     @property
     def kind(self) -> str:
@@ -69,6 +73,7 @@ class EngineConfig:
         by = f" by {self.selective_by}" if self.activation_checkpointing == "selective" else ""
         sums = ", sums in bf16" if self.reduce_dtype == "bf16" else ""
         name += ", offloaded" if self.offload else ""
+        name += ", steps as a CUDA graph" if self.cuda_graph else ""
         precision = f"{self.precision}, fp8 {self.fp8}" if self.fp8 else self.precision
         return f"{name}, {precision}{sums}, activation checkpointing {self.activation_checkpointing}{by}"
 
@@ -91,6 +96,14 @@ class EngineConfig:
                 f'engine.fp8 = "{self.fp8}" does not work with DeepSpeed at engine.zero_stage = 3; use stage 2, or '
                 'engine.name = "fsdp2"'
             )
+        if self.cuda_graph:
+            if self.name == "deepspeed":
+                raise ValueError('engine.cuda_graph needs engine.name = "fsdp2" or "ddp", got "deepspeed"')
+            plain = {"replicate": 1, "context": 1, "activation_checkpointing": "none", "compile": False, "fp8": ""}
+            for other, value in plain.items():
+                if (got := getattr(self, other)) != value:
+                    wanted, got = json.dumps(value), json.dumps(got)
+                    raise ValueError(f"engine.cuda_graph needs engine.{other} = {wanted}, got {got}")
         if self.activation_checkpointing == "offload":
             advice = 'use "full" or "selective"'
             if self.compile:

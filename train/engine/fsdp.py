@@ -82,7 +82,9 @@ class FsdpEngine(Engine):
     @torch.no_grad()
     def step(self, max_norm: float) -> torch.Tensor:
         norm, is_finite = self.clip(max_norm, self._over_ranks)
-        if is_finite:
+        if self.config.cuda_graph:
+            self.optimizer.found_inf = (~is_finite).float()
+        if self.config.cuda_graph or is_finite:
             self.optimizer.step()
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -190,20 +190,20 @@ class Monitor:
         self.total: torch.Tensor | None = None
         self.count = 0
 
-    def start_step(self) -> None:
-        self.step.clear()
-
-    def collect(self) -> None:
-        """Collects after a forward pass; called before its backward pass, which may run forward passes again."""
+    def read(self) -> list[torch.Tensor]:
+        """Returns the values of a forward pass, (names,), or nothing where there are none; called before its backward
+        pass, which may run forward passes again."""
         values = self.engine.module.monitor()
-        if not values:
-            return
         self.names = tuple(values)
-        stacked = torch.stack(list(values.values())).detach()
-        self.step.append(stacked)
-        self.largest = stacked if self.largest is None else torch.maximum(self.largest, stacked)
-        self.total = stacked.double() if self.total is None else self.total + stacked
-        self.count += 1
+        return [torch.stack(list(values.values())).detach()] if values else []
+
+    def collect(self, step: list[torch.Tensor]) -> None:
+        """Collects what was read in a step."""
+        self.step = step
+        for values in step:
+            self.largest = values if self.largest is None else torch.maximum(self.largest, values)
+            self.total = values.double() if self.total is None else self.total + values
+        self.count += len(step)
 
     def of_step(self) -> dict[str, float]:
         """Returns the values of the step so far, by layer. Called on all ranks."""

@@ -54,6 +54,9 @@ class Optimizer(torch.optim.Optimizer):
     all ranks hold whole."""
     sent_bytes: int = 0
     """Bytes of an element that ranks send to the one that updates it; as many are sent back."""
+    capturable: ClassVar[bool] = False
+    """True where a CUDA graph can hold `step`: it reads nothing from the device, rates may be tensors, and it changes
+    nothing where its attribute `found_inf`, float32 and 0-dim, is 1."""
     Options: ClassVar[type] = NoOptions
     """Frozen dataclass of its options in [optimizer.options]; every field has a default."""
     parts: Mapping[str, Optimizer] = types.MappingProxyType({})

@@ -89,6 +89,8 @@ class Task:
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """What else an evaluation finds and shows, the most telling first."""
 
+    captured: bool = False
+    """Whether a CUDA graph holds `loss`, which then may not wait for the device."""
     mesh: Mesh = Mesh()
     """The ranks of the run, which the trainer sets; by default a single one. Only losses that compare the examples of
     several ranks look at it."""

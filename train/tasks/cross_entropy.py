@@ -95,17 +95,19 @@ def linear_cross_entropy(
     *,
     z_loss: float = 0.0,
     softcap: float = 0.0,
+    fused: bool = True,
 ) -> CrossEntropy:
     """Sums of the cross-entropy of ``features @ weight.T + bias``, capped to softcap tanh(logits / softcap) if that is
     not 0.
 
-    features (n, d_model); weight (vocab, d_model); bias (vocab,) or None; targets (n,) int64, -100 = no target.
+    features (n, d_model); weight (vocab, d_model); bias (vocab,) or None; targets (n,) int64, -100 = no target. fused:
+    by Liger's kernel on CUDA, which waits for the device.
     """
     if features.shape[0] == 0:
         # A rank without a masked token still takes part in every collective of the backward pass.
         zero = (features.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)).float()
         return CrossEntropy(zero, zero.detach(), zero.detach())
-    if features.is_cuda:
+    if features.is_cuda and fused:
         return _fused(features, weight, bias, targets, z_loss, softcap)
     return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss, softcap))
 

@@ -25,7 +25,8 @@ class TokenPrediction(Task):
     """The metric that holds the share of targets predicted right."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
-        readout = partial(linear_cross_entropy, targets=_targets(batch), z_loss=self.objective.z_loss)
+        options = {"z_loss": self.objective.z_loss, "fused": not self.captured}
+        readout = partial(linear_cross_entropy, targets=_targets(batch), **options)
         # Unpacked by position: some engines hand a named tuple back as a plain one.
         total, loss, correct = self.forward(model, batch, readout)
         return Loss(total, loss, {"accuracy": correct})

@@ -208,10 +208,11 @@ class Said:
 @each("own", [True, False])
 def test_nan_and_infinity_of_any_micro_batch_and_rank_stay(bad, own):
     engine = Said([[7.0 if own else bad, 0.0], [7.0 if own else bad, 2.0]])
-    monitor = Monitor(engine)
+    monitor, read = Monitor(engine), []
     for first, second in ((bad if own else 6.0, 3.0), (5.0, 5.0)):
         engine.values = {"blocks.0.a_max": first, "blocks.1.b_mean": second}
-        monitor.collect()
+        read += monitor.read()
+    monitor.collect(read)
     for values in (monitor.of_step(), monitor.of_interval()):
         assert str(values["blocks.0.a_max"]) == str(bad)
         assert values["blocks.1.b_mean"] == 3.0
@@ -222,7 +223,5 @@ def test_nothing_waits_for_the_device_until_it_is_asked(monkeypatch):
     engine = Said()
     monitor = Monitor(engine)
     engine.monitor = lambda: {"blocks.0.a_max": torch.empty((), device="meta")}  # has no value to wait for
-    monitor.start_step()
-    for _ in range(3):
-        monitor.collect()
+    monitor.collect([*monitor.read(), *monitor.read(), *monitor.read()])
     assert len(monitor.step) == 3
