@@ -275,6 +275,7 @@ def test_a_graph_is_recorded_in_the_stream_of_the_steps_before(monkeypatch):
         (["--engine.name", "deepspeed"], 'needs engine.name = "fsdp2" or "ddp", got "deepspeed"'),
         (["--engine.context", "2"], "needs engine.context = 1, got 2"),
         (["--engine.replicate", "2"], "needs engine.replicate = 1, got 2"),
+        (["--engine.precision", "bf16", "--engine.fp8", "rowwise"], 'needs engine.fp8 = "", got "rowwise"'),
         (["--engine.compile", "True"], "needs engine.compile = false, got true"),
         (["--engine.activation-checkpointing", "full"], 'needs engine.activation_checkpointing = "none", got "full"'),
         (["--data.path", "", "--data.examples.train", "x.tsv"], "needs batches of one shape, and examples differ in"),
