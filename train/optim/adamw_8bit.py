@@ -55,10 +55,10 @@ class AdamW8bit(Optimizer):
     def new_state(self, parameter: torch.Tensor) -> State:
         # An element of each block, sharded as the parameter is.
         firsts = parameter.detach().flatten(1)[:, :: self.block_of(parameter.shape)]
-        state, dense = {"step": torch.zeros(())}, torch.contiguous_format
+        state, layout = {"step": torch.zeros(())}, torch.contiguous_format
         for codes, scales in SCALES.items():
-            state[codes] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=dense)
-            state[scales] = torch.zeros_like(firsts, dtype=torch.float32, memory_format=dense)
+            state[codes] = torch.zeros_like(parameter, dtype=torch.uint8, memory_format=layout)
+            state[scales] = torch.zeros_like(firsts, dtype=torch.float32, memory_format=layout)
         return state
 
     @torch.no_grad()
