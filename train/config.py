@@ -310,6 +310,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")
         require_at_least(self, "", steps=1, epochs=0)
+        shape = self.schedule.decay_shape
+        shaped = self.schedule.name == "wsd" or shape == "linear" or self.init.decay  # which makes it wsd
+        require(shaped, f'schedule.decay_shape = "{shape}" is for wsd: set schedule.name = "wsd"')
         require(
             self.stop_step >= 0 and (self.stop_step <= self.steps or bool(self.epochs)),
             f"stop_step must lie between 0 and steps = {self.steps}, got {self.stop_step}",

@@ -56,7 +56,7 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
     path, values, run_dir = _read_recipe(recipe)
     if _PHASES in values or _RAMP in values:
         table = f"[[{_PHASES}]]" if _PHASES in values else f"[{_RAMP}]"
-        takes = f"{shell_line('matmix', 'train', recipe)} and matmix launch take"
+        takes = f"{shell_line('matmix', 'train', recipe)}, matmix plan and matmix launch take"
         raise ValueError(f"{path} has several phases ({table}), which {takes}; other commands take the folder of one")
     where = str(path)
     if isinstance(overrides, Mapping):

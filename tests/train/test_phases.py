@@ -1,18 +1,26 @@
 """Recipes of several phases."""
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from failures import each
 from runs import losses, records, weights
+from saved_weights import read_weights
 
+from matmix.launch.cli import main as matmix
 from matmix.train.entry import main
 from matmix.train.loop import train
 from matmix.train.optim.config import ScheduleConfig, rate_share
-from matmix.train.recipe import load_config, load_phases, run_dir_of, write_phases
+from matmix.train.recipe import load_config, load_phases, merged, run_dir_of, write_phases
+from matmix.train.recipe_files import find_recipe, read_toml
 from matmix.train.run.directory import RunDirectory
+from matmix.use.opening import open_model
 
 TEXT = """
 seed = 3
@@ -111,7 +119,8 @@ def test_help_shows_the_fields_of_the_first_phase(recipe, capsys):
 
 def test_other_commands_refuse_phases(recipe):
     with pytest.raises(
-        ValueError, match=r"has several phases \(\[\[phase\]\]\), which matmix train .* and matmix launch take;"
+        ValueError,
+        match=r"has several phases \(\[\[phase\]\]\), which matmix train .*, matmix plan and matmix launch take;",
     ):
         load_config(recipe())
 
@@ -188,3 +197,109 @@ def test_a_ramp_reads_the_text_once_and_is_resumed_in_the_middle(recipe, tmp_pat
 def test_a_ramp_that_does_not_fit_is_refused_in_a_line(recipe, text, message):
     with pytest.raises(ValueError, match=message):
         load_phases(ramp(recipe, text))
+
+
+def tables(name: str) -> tuple[dict, list[dict]]:
+    values = read_toml(find_recipe(name))
+    return values, values.pop("phase")
+
+
+def keys(table: dict, prefix: str = "") -> set[str]:
+    return {
+        key
+        for name, value in table.items()
+        for key in (keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name})
+    }
+
+
+def test_the_toy_has_the_structure_of_hydra_modern_base():
+    (toy, toys), (base, phases) = tables("hydra_modern_shakespeare"), tables("hydra_modern_base")
+    assert [keys(one) for one in toys] == [keys(one) for one in phases]
+    assert [one.get("objective") for one in toys] == [one.get("objective") for one in phases]
+    sizes = {"vocab_size", "d_model", "n_layers", "mixers"}
+    assert {key: toy["model"].get(key) for key in base["model"].keys() - sizes} == {
+        key: value for key, value in base["model"].items() if key not in sizes
+    }
+    assert {**toy["optimizer"], "lr": 0} == {**base["optimizer"], "lr": 0}
+    assert toy["objective"] == base["objective"]
+    assert [phase["data"]["seqlen"] / toy["data"]["seqlen"] for phase in toys[1:]] == [8, 8]
+    assert [phase["data"]["seqlen"] / base["data"]["seqlen"] for phase in phases[1:]] == [8, 8]
+
+
+LOADED = """
+import sys, torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+inputs = tokenizer(sys.argv[2].replace("<mask>", tokenizer.mask_token), return_tensors="pt")
+with torch.no_grad():
+    logits = model(**inputs).logits
+place = inputs["input_ids"][0].tolist().index(tokenizer.mask_token_id)
+torch.save((inputs["input_ids"], logits, place), sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_the_phases_of_hydra_modern_base_from_start_to_averaged_export(dataset, tmp_path, capsys):
+    """At toy size: the decay is worth its steps, the mean of its checkpoints and the export of that are one model,
+    which a process of its own loads, and the same without mixers learns less."""
+    values, phases = tables("hydra_modern_shakespeare")
+    small = {
+        "steps": 200,
+        "global_batch_size": 32,
+        "micro_batch_size": 32,
+        "device": "cpu",
+        "model": {"d_model": 32, "n_layers": 1, "mixers": {"hydra": {"d_state": 8, "headdim": 16}}},
+        "data": {"path": dataset, "seqlen": 16, "workers": 0},
+        "evaluation": {"every": 0},
+        "checkpoint": {"every": 5, "keep_last": 3, "keep_every": 20},
+        "logging": {"tensorboard": False, "picture": False},
+    }
+    changes = (
+        {},
+        {"steps": 40, "data": {"seqlen": 128}},
+        {"steps": 60, "data": {"seqlen": 128}, "schedule": {"decay": 20}},
+    )
+    phases = [merged(phase, change) for phase, change in zip(phases, changes, strict=True)]
+    path, run = tmp_path / "toy.toml", tmp_path / "run"
+    path.write_text(tomli_w.dumps({**merged(values, small), "phase": phases}))
+    assert main([str(path), "--run-dir", str(run)]) == 0
+    assert main([str(path), "--run-dir", str(tmp_path / "plain"), "--model.layers", "none"]) == 0
+
+    def loss(folder: Path) -> float:
+        return records(folder, "validation")[-1]["loss"]
+
+    stable, decayed = loss(run / "phase-2"), loss(run / "phase-3")
+    start = ["--init.from", str(run / "phase-2/checkpoints/step-00000020"), "--init.decay", "20"]
+    shape = ["--schedule.decay-shape", "1-sqrt", "--schedule.final", "0", "--run-dir", str(tmp_path / "branch")]
+    assert main([str(run / "phase-2"), *start, *shape]) == 0
+    assert decayed < stable - 0.01
+    last = records(tmp_path / "branch")[-1]
+    assert (last["step"], last["lr"]) == (40, 0)
+    assert decayed < loss(tmp_path / "plain/phase-3") - 0.1
+
+    averaged, exported = tmp_path / "averaged", tmp_path / "exported"
+    assert matmix(["average", str(run / "phase-3"), "--last", "3", "--out", str(averaged)]) == 0
+    states = [dict(read_weights(run / f"phase-3/checkpoints/step-{step:08d}")) for step in (50, 55, 60)]
+    for name, tensor in weights(averaged).items():
+        assert torch.equal(tensor, torch.stack([one[name].double() for one in states]).mean(0).float()), name
+    assert matmix(["export", str(averaged), "--out", str(exported), "--control", str(tmp_path / "plain/phase-3")]) == 0
+    card = (exported / "README.md").read_text()
+    assert "| begins with | all of step 40 of run/phase-2 |" in card
+    assert "| weights | mean of the checkpoints of steps 50, 55, 60 |" in card
+    assert "gradients not clipped" in card
+    assert "| control: no mixer" in card
+    assert "Traceback" not in capsys.readouterr().err
+    words = [sys.executable, "-P", "-c", LOADED, str(exported), "the <mask> of", str(tmp_path / "found.pt")]
+    done = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    ids, logits, place = torch.load(tmp_path / "found.pt")
+    with torch.no_grad():
+        expected = open_model(averaged, device="cpu").model(ids)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert logits[0, place].std() > 0.1  # some tokens are likelier than others

@@ -35,7 +35,7 @@ class Plan:
     unit: str  # what is counted: `Task.unit`
     flops_per_unit: float  # forward
     units_per_step: int
-    steps: int
+    steps: int  # that it takes, from where it begins
     ranks: int
     micro_batch_size: int
     parts: dict[str, float]  # bytes by what they hold; gathered weights are whole beside this rank's shards of them
@@ -184,7 +184,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
         unit=task.unit,
         flops_per_unit=task.flops(config.model, config.data.seqlen),
         units_per_step=config.global_batch_size * task.units(config.data.seqlen),
-        steps=config.steps,
+        steps=config.steps - (config.init.step if config.init.goes_on else 0),
         ranks=ranks,
         micro_batch_size=micro,
         parts=max(passes, stepping, key=lambda parts: sum(parts.values())),
@@ -238,7 +238,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     if int(os.environ.get("RANK", "0")):
         return 0
     before = config.init.step if config.init.goes_on else 0
-    units = plan.units_per_step * (plan.steps - before)
+    units = plan.units_per_step * plan.steps
     flops, trained = plan.flops_per_unit, 3 * plan.flops_per_unit
     gib = 2**30
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
@@ -256,7 +256,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         **({"fp8": _float8_words(config)} if config.engine.fp8 else {}),
         **({"sent": f"{sends} a step and rank"} if sends else {}),
         "begins with": beginning,
-        "steps": (f"{before:,} to " if before else "") + f"{plan.steps:,}" + (f" ({counted})" if counted else ""),
+        "steps": (f"{before:,} to " if before else "") + f"{config.steps:,}" + (f" ({counted})" if counted else ""),
         plan.unit: f"{short_number(units)} ({units:,})",
         "learning rate": config.schedule.words(config.steps, config.optimizer.lr),
         "compute": f"{trained * units:.3g} FLOPs in all{plan.update_words}",

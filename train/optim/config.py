@@ -123,8 +123,6 @@ class ScheduleConfig:
         require_at_least(self, "schedule.", warmup=0, decay=0, steps=0)
         require(0 <= self.start <= 1, f"schedule.start must lie in [0, 1], got {self.start}")
         require(0 <= self.final <= 1, f"schedule.final must lie in [0, 1], got {self.final}")
-        shaped = self.name == "wsd" or self.decay_shape == "linear"
-        require(shaped, f'schedule.decay_shape = "{self.decay_shape}" is for wsd: set schedule.name = "wsd"')
 
     @property
     def is_stable(self) -> bool:

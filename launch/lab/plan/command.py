@@ -34,12 +34,16 @@ class PlanRun:
     def run(self, rest: list[str], typed: Sequence[str]) -> int:
         from matmix.launch.lab.plan.report import describe_plan
         from matmix.train.config import RunConfig
-        from matmix.train.recipe import load_config
+        from matmix.train.recipe import load_phases
 
         if self.gpus < 1:
             raise ValueError(f"--gpus must be >= 1, got {self.gpus}")
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise ValueError(f"--mfu is a share between 0 and 1, got {self.mfu}")
         check_overrides(self, rest, RunConfig)
-        print("\n".join(describe_plan(load_config(self.recipe, rest), rest, self)))
+        phases = load_phases(self.recipe, rest)
+        for number, config in enumerate(phases):
+            if len(phases) > 1:
+                print(f"{config.run_dir}:" if not number else f"\n{config.run_dir}:")
+            print("\n".join(describe_plan(config, rest, self, is_phase=len(phases) > 1)))
         return 0

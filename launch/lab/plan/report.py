@@ -76,9 +76,10 @@ def _whole_rows(one: Estimate, cluster: Cluster) -> Plan | None:
 SUGGESTIONS = 3
 
 
-def describe_plan(given: RunConfig, overrides: Sequence[str], verb: Any) -> list[str]:
+def describe_plan(given: RunConfig, overrides: Sequence[str], verb: Any, *, is_phase: bool = False) -> list[str]:
     """Returns the lines that `matmix plan` prints. given: the config of the recipe with the overrides; verb: the
-    `PlanRun`. Raises FileNotFoundError or ValueError (one line)."""
+    `PlanRun`; is_phase: it is one of several, which no command starts. Raises FileNotFoundError or ValueError (one
+    line)."""
     hardware = plans.read_cluster(Path(verb.cluster), verb.gpu) if verb.cluster else plans.find_gpu(verb.gpu or "h100")
     config, counted = with_steps_of_epochs(with_vocabulary(given))
     config = dataclasses.replace(config, micro_batch_size=config.micro_batch(config.data_size(verb.gpus)))
@@ -104,6 +105,8 @@ def describe_plan(given: RunConfig, overrides: Sequence[str], verb: Any) -> list
         options = shell_line(*plans.options_of(other, config)) or "as configured"
         memory = f"{other.plan.total_bytes / 2**30:.1f} GiB a rank"
         lines.append(f"  {short_number(other.units_per_second)} {other.plan.unit}/s, {memory}: {options}")
+    if is_phase:
+        return lines
     return [*lines, "", "to start the fastest:", launch_command(verb.recipe, overrides, best[0], given, hardware)]
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from matmix.train.optim.config import ScheduleConfig, rate_share
+from matmix.train.recipe import load_config
 
 
 def test_warmup_rises_linearly_and_the_peak_is_reached():
@@ -60,7 +61,10 @@ def test_wsd_falls_by_the_shape_of_its_decay():
     trapezoid = ScheduleConfig(name="trapezoid", decay=20)
     assert [rate_share(step, 100, trapezoid) for step in range(1, 101)] == shares["linear"]
     with pytest.raises(ValueError, match=r'schedule\.decay_shape = "1-sqrt" is for wsd: set schedule\.name = "wsd"$'):
-        ScheduleConfig(name="trapezoid", decay_shape="1-sqrt")
+        load_config("debug_hydra", {"schedule.name": "trapezoid", "schedule.decay_shape": "1-sqrt"})
+    words = ["--init.from", "runs/a/checkpoints/step-00000010", "--init.decay", "5", "--schedule.decay-shape", "1-sqrt"]
+    branch = load_config("debug_hydra", [*words, "--schedule.name", "constant"])
+    assert (branch.steps, branch.schedule.name, branch.schedule.decay_shape) == (15, "wsd", "1-sqrt")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from matmix.train.estimate.plan import make_plan
 from matmix.train.loaders import make_loader
 from matmix.train.meters.speed import peak_flops
 from matmix.train.recipe import load_config
-from matmix.train.recipe_files import bundled_recipes
+from matmix.train.recipe_files import bundled_recipes, find_recipe
 from matmix.train.words import duration, short_number
 
 H100 = GPUS["h100"]
@@ -420,6 +420,17 @@ def test_epochs_are_counted_where_the_data_is(dataset, capsys, tmp_path):
     assert f" for {counted} steps (epochs = 2)," in capsys.readouterr().out
     assert train_recipe(words[0], [*words[1:-1], str(tmp_path / "none")], dry_run=True) == 0
     assert " 8 (assumed, epochs = 2 will be counted once the data is there)" in capsys.readouterr().out
+
+
+def test_each_phase_has_a_plan(capsys, tmp_path):
+    phases = "[[phase]]\nsteps = 3\n[[phase]]\nsteps = 5\ninit.resume = true\n"
+    (tmp_path / "mine.toml").write_text(find_recipe("debug_hydra").read_text() + phases)
+    assert main([str(tmp_path / "mine.toml"), "--gpus", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith(":")] == [
+        "runs/mine/phase-1:", "fastest that fit:", "runs/mine/phase-2:", "fastest that fit:"
+    ]  # fmt: skip
+    assert [line.split(" steps")[0].split()[-1] for line in lines if line.startswith("time ")] == ["3", "2"]
 
 
 @pytest.mark.parametrize(("gpus", "where"), [(2, "local"), (16, "slurm")])
