@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -44,11 +45,22 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # all garbage is looked for once there is a quarter more than this one finds: next to nothing
+    _keep_imports()
     gc.enable()
+
+
+_modules = 0
+"""How many there were when what they hold was put aside."""
+
+
+def _keep_imports() -> None:
+    """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
+    global _modules
+    if len(sys.modules) >= _modules + 100:
+        gc.collect()
+        gc.freeze()
+        gc.collect()  # all garbage is looked for once there is a quarter more than this one finds: next to nothing
+        _modules = len(sys.modules)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -108,6 +120,7 @@ def pytest_runtest_protocol(item, nextitem):
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    _keep_imports()
     return result
 
 
