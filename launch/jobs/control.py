@@ -1,5 +1,6 @@
 """`matmix launch status`, `cancel` and `resubmit`. What needs torch imports it late, so that --help does not."""
 
+import contextlib
 import dataclasses
 import functools
 import signal
@@ -17,7 +18,6 @@ from matmix.launch.jobs import attempts
 from matmix.launch.jobs.launches import Job, find_home, read_jobs, read_url, run_folder
 from matmix.launch.jobs.slurm import scheduler
 from matmix.train.recipe_files import read_toml
-from matmix.train.run.outcome import local_folder, outcomes_folder
 from matmix.train.words import duration
 
 _RUN = "Directory of a run, a sweep or a prepared dataset; of a run at a URL, the URL."
@@ -143,7 +143,9 @@ def begun_phases(run: Path) -> list[Path]:
     none."""
 
     def has_begun(phase: Path) -> bool:
-        return outcomes_folder(local_folder(read_url(phase) or phase, 0)).is_dir()
+        with contextlib.suppress(FileNotFoundError):  # of a run at a URL
+            return (records_folder(phase) / "config.toml").is_file()
+        return False
 
     first, *others = attempts.phases_of(run).values() or [run]
     return [first, *filter(has_begun, others)]

@@ -504,6 +504,13 @@ AROUND = [
         "launch/jobs/test_attempts.py::test_decisions",
     ),
     Fault(
+        "a launch of several phases is taken as finished when one is",
+        "launch/jobs/attempts.py",
+        "if not (phase and outcomes[rank].code == EXIT_OK != code):",
+        "if True:",
+        "launch/jobs/test_attempts.py::test_an_attempt_of_several_phases_is_where_its_last_one_is",
+    ),
+    Fault(
         "an exported tokenizer leaves out the end token",
         "model/interop/export/tokenizer.py",
         'after = f" {tokens[suffix]}" if suffix is not None else ""',

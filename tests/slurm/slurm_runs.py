@@ -51,9 +51,9 @@ class SlurmRun:
     def __init__(self, cluster: Cluster, path: Path) -> None:
         self.cluster, self.path = cluster, path
 
-    def submit(self, dataset: str, *options: str, nodes: int = 1) -> SlurmRun:
+    def submit(self, dataset: str, *options: str, nodes: int = 1, recipe: str = "debug_mru") -> SlurmRun:
         """`matmix launch slurm` with one rank on each node. options: of the launcher and of the recipe."""
-        words = ["slurm", "debug_mru", "--nodes", str(nodes), "--tasks-per-node", "1", "--run-dir", str(self.path)]
+        words = ["slurm", recipe, "--nodes", str(nodes), "--tasks-per-node", "1", "--run-dir", str(self.path)]
         assert matmix("launch", *words, "--data.path", dataset, *PATIENT, *SETTINGS, *options) == 0
         return self
 

@@ -13,6 +13,7 @@ from stories import tells
 
 from matmix.launch.jobs.launches import preparation_home, read_jobs
 from matmix.train.process.exits import EXIT_OK, EXIT_STOPPED
+from matmix.train.recipe_files import find_recipe
 
 # -- chains and cancelled jobs ---------------------------------------------------------------------------------------
 
@@ -45,6 +46,30 @@ def test_scancel_leaves_a_valid_checkpoint_and_the_next_job_of_the_chain_goes_on
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "0"), run.output(second)
     assert f"resumed from step-{seen['saved']:08d}" in run.output(second)
     assert_undisturbed(run, alone(1))
+
+
+def phased(stage):
+    """A run of two phases that is told to save and stop in the second one."""
+    recipe = stage.folder / "phased.toml"
+    recipe.write_text(f"{find_recipe('debug_mru').read_text()}\n[[phase]]\n[[phase]]\n")
+    run = stage.run("phased").submit(stage.dataset, recipe=str(recipe))
+    phases = [SlurmRun(stage.cluster, run.path / f"phase-{number}") for number in (1, 2)]
+    yield run, phases
+    phases[1].wait_for_step(5, job=run.job)
+    stage.cluster.run("scancel", "--batch", "--signal=USR2", run.job)
+    stage.cluster.wait_for_end(run.job)
+
+
+@pytest.mark.slow
+@tells(phased)
+def test_phases_are_one_job_which_goes_on_in_the_one_that_was_stopped(told, alone):
+    run, (first, second) = told
+    info = run.cluster.info(run.job)
+    assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), run.output()
+    assert [(attempt.phase, attempt.code) for attempt in run.attempts()] == [(2, EXIT_STOPPED), (2, EXIT_OK)]
+    assert_undisturbed(first, alone(1))
+    assert [step for step, *_ in second.curve()] == list(range(1, STEPS + 1))
+    assert second.curve()[0] != first.curve()[0]  # it has begun with other weights
 
 
 # -- arrays ----------------------------------------------------------------------------------------------------------
