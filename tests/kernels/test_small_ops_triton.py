@@ -242,7 +242,7 @@ def test_rules_reach_every_configuration_and_no_other():
 
 
 DRAW = settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # which sets one variable, the same for all examples

@@ -122,6 +122,7 @@ COPYING = [
 ]
 
 
+@pytest.mark.slow
 def test_the_default_mru_copies_what_a_model_without_mixers_cannot(parity, tmp_path):
     default = ["--model.mixers.mru.construction", MRUConfig().construction]
     mixing = train(config_of(parity, tmp_path / "mru", *COPYING, *default)).metrics
