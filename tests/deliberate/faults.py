@@ -291,6 +291,20 @@ TRAINING = [
         "train/test_loop.py::test_micro_batches_do_not_change_the_numbers",
     ),
     Fault(
+        "a run that has gone back to a checkpoint replays a graph that works on the moments from before",
+        "train/loop.py",
+        "self.step.forget()",
+        "self.step",
+        "train/test_step.py::test_replays_are_the_same_steps_bit_for_bit",
+    ),
+    Fault(
+        "a graph takes a step whose gradients are NaN",
+        "train/engine/fsdp.py",
+        "(~is_finite).float()",
+        "torch.zeros_like(norm)",
+        "train/test_step.py::test_replays_are_the_same_steps_bit_for_bit",
+    ),
+    Fault(
         "a rule's factor on the learning rate is ignored",
         "train/loop.py",
         'group["lr"] = lr * group["lr_factor"]',

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from matmix.data.loading.batch import Batch
 from matmix.model import build_model
+from matmix.model.mixers import MIXERS
 from matmix.train import loop, step
 from matmix.train.engine.fsdp import FsdpEngine
 from matmix.train.engine.mesh import Mesh
@@ -137,6 +138,7 @@ def test_replays_are_the_same_steps_bit_for_bit(dataset, tapes, monkeypatch, tmp
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_a_graph_has_room_for_any_number_of_masked_tokens(dataset, tapes, monkeypatch, tmp_path):
     """Places behind them count for nothing. Where the room does not do, a graph with more is recorded."""
     run_recipe("debug_hydra", dataset, tmp_path / "plain", *COMMON)
@@ -159,14 +161,15 @@ class NothingForTheHost(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert not function.name().removeprefix("aten::").startswith(self.REFUSED), function
         results, self.calls = function(*args, **(kwargs or {})), self.calls + 1
-        assert {tensor.device.type for tensor in tensors(args, kwargs, results)} <= {self.device}, function
+        places = {tensor.device.type for tensor in tensors(args, kwargs, results) if tensor.numel()}
+        assert places <= {self.device}, function
         return results
 
 
 def fake_step(recipe, device, *options):
     """A step of a recipe in a graph, on fake tensors, and its micro-batches."""
-    arguments = ["--data.packing", "rows", "--model.vocab-size", "300", "--engine.cuda-graph", "True", *options]
-    config = load_config(recipe, arguments)
+    arguments = ["--data.packing", "rows", "--engine.cuda-graph", "True", "--model.vocab-size", "300"]
+    config = load_config(recipe, [*arguments, "--model.max-seqlen", "32", *options])
     model = build_model(config.model, device="meta")
     for held in (held for module in model.modules() for held in (module._parameters, module._buffers)):
         for name, x in held.items():
@@ -185,14 +188,29 @@ def fake_step(recipe, device, *options):
     return Step(engine, task, Monitor(engine), 1.0), [Batch(ids, ids, max_seqlen=32, select=select)] * 2
 
 
-@each("recipe", ["debug_mru", "debug_hydra"])
-@each("device", ["cpu", "cuda"])
-def test_a_step_waits_for_nothing(recipe, device, monkeypatch):
-    """Fake tensors have no values, and on this CUDA device no kernel could run: there the kernels' own operations stand
-    in the forward pass. Autograd wants a real one, so that the backward pass is done for the CPU only, as the update,
-    which fake tensors do not know."""
+def test_places_behind_masked_tokens_have_no_label(tapes):
+    """As many in all batches, each once; where the room for them does not do, all positions."""
+    own, _ = fake_step("debug_hydra", "cpu")
+    graphed = GraphedStep(own.engine, own.task, own.monitor, 1.0)
+    rooms = []
+    for share in (0.3, 0.2, 0.5, 0.4, 1.0):
+        labels = torch.where(torch.rand(4, 250) < share, 7, -100)
+        batch = Batch(labels, labels, select=(labels.flatten() != -100).nonzero()[:, 0])
+        (wide,) = graphed._of_one_length([batch])
+        count = batch.select.numel()
+        assert torch.equal(wide.select[:count], batch.select)
+        assert (labels.flatten()[wide.select[count:]] == -100).all()
+        assert wide.select.unique().numel() == wide.select.numel() == graphed.room
+        rooms.append(graphed.room)
+    assert rooms == [439, 439, 1000, 1000, 1000]
+
+
+def assert_waits_for_nothing(mixer, device):
+    """Fake tensors have no values. For a CUDA device that is not there autograd makes no backward pass, and fake
+    tensors know no update; both are left out for it."""
+    recipe = "debug_hydra" if MIXERS[mixer].bidirectional_form else "debug_mru"
     with FakeTensorMode():
-        own, batches = fake_step(recipe, device)
+        own, batches = fake_step(recipe, device, "--model.layers", mixer, "--model.d-model", "128")
         if device == "cuda":
             gradients = [torch.empty_like(parameter) for parameter in own.engine.module.parameters()]
 
@@ -200,14 +218,26 @@ def test_a_step_waits_for_nothing(recipe, device, monkeypatch):
                 for parameter, gradient in zip(own.engine.module.parameters(), gradients, strict=True):
                     parameter.grad = gradient
 
-            monkeypatch.setattr(own.engine, "backward", backward)
-            monkeypatch.setattr(own.engine.optimizer, "step", lambda: None)
+            own.engine.backward, own.engine.optimizer.step = backward, lambda: None
         divisor = torch.zeros((), device=device)
         with NothingForTheHost(device) as mode:
             computed = own(batches, divisor)
-    assert mode.calls > 300
+    assert mode.calls > 100
     assert computed.sums.shape == (5,)
     assert all(parameter.grad is None for parameter in own.engine.module.parameters())
+
+
+@each("device", ["cpu", "cuda"])
+@each("mixer", ["mru", "hydra"])
+def test_a_step_waits_for_nothing(mixer, device):
+    assert_waits_for_nothing(mixer, device)
+
+
+@pytest.mark.slow
+@each("device", ["cpu", "cuda"])
+@each("mixer", MIXERS)
+def test_a_step_of_any_mixer_waits_for_nothing(mixer, device):
+    assert_waits_for_nothing(mixer, device)
 
 
 def test_batches_of_other_shapes_are_refused(tapes):
