@@ -325,7 +325,6 @@ def test_configs_that_no_graph_can_hold_are_refused(options, told):
         (Distributed(), {"adamw"}, "needs a CUDA device, not cpu"),
         (Distributed(device=torch.device("cuda"), world_size=2), {"adamw"}, "is for runs of one process, and this one"),
         (Distributed(device=torch.device("cuda")), {"adamw", "muon"}, ": a graph holds updates by adamw, not by muon"),
-        (Distributed(device=torch.device("cuda")), {"lion"}, ": a graph holds updates by adamw, not by lion"),
         (Distributed(device=torch.device("cuda")), {"adamw"}, ""),
     ],
 )
