@@ -43,12 +43,17 @@ def convolution(width: int, causal: bool) -> Case:
 
 
 def few() -> dict[str, Case]:
-    """The forms of models, among them with rows that are long enough for states to be passed span by span."""
+    """The forms of models."""
     lion, hydra = lion_layer("single tokens"), scan_layer("over three ranks")
     summed = two_sided("normalised", "at cuts", states=True)
-    return {"lion": lion, "hydra": hydra, "summed": summed, "causal": causal("rows"), "long": long_rows()} | {
+    return {"lion": lion, "hydra": hydra, "summed": summed, "causal": causal("rows")} | {
         f"convolution of {width}": convolution(width, causal) for width, causal in ((4, True), (7, False))
     }
+
+
+def spans() -> dict[str, Case]:
+    """Rows that are long enough for states to be passed span by span."""
+    return {"long": long_rows()}
 
 
 def every(kind: str) -> dict[str, Case]:
@@ -71,6 +76,7 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
         nightly(once, 3, torch.float32),
         nightly(layers, 3, torch.float32),
         nightly(few, 2, torch.float32),
+        *(nightly(spans, 2, dtype) for dtype in TOLERANCE),
         nightly(once, 2, torch.bfloat16),
     ],
 )
