@@ -313,7 +313,7 @@ def test_arithmetic_is_counted_against_the_peak_of_its_precision(monkeypatch, tm
 
 def test_what_muon_computes_and_holds_is_counted():
     """Its products at the peak of its own dtype; its buffers where the step takes more than the passes before it."""
-    words = ["--engine.precision", "bf16", "--optimizer.name"]
+    words = ["--engine.precision", "bf16", "--model.n-layers", "1", "--optimizer.name"]
     adamw, muon, rounded = (
         estimate(config(*words, *name), 4, H100, 0.5)
         for name in (["adamw"], ["muon"], ["muon", "--optimizer.options", '{dtype = "bfloat16"}'])
@@ -324,7 +324,20 @@ def test_what_muon_computes_and_holds_is_counted():
     assert rounded.update_seconds == pytest.approx(flops / (0.5 * 989e12))
     assert muon.compute_seconds == pytest.approx(adamw.compute_seconds + muon.update_seconds)
     assert muon.plan.parts["buffers"] == 0
-    wide = make_plan(config("--optimizer.name", "muon", "--model.d-model", "512", "--data.seqlen", "16", batch=2), 2)
+    wide = make_plan(
+        config(
+            "--optimizer.name",
+            "muon",
+            "--model.n-layers",
+            "1",
+            "--model.d-model",
+            "512",
+            "--data.seqlen",
+            "16",
+            batch=2,
+        ),
+        2,
+    )
     assert wide.parts["buffers"] == wide.update.bytes > 0
     assert wide.parts["gradients"] == 4 * wide.parameters / 2
 
@@ -422,6 +435,7 @@ def test_epochs_are_counted_where_the_data_is(dataset, capsys, tmp_path):
     assert " 8 (assumed, epochs = 2 will be counted once the data is there)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_phase_has_a_plan(capsys, tmp_path):
     phases = "[[phase]]\nsteps = 3\n[[phase]]\nsteps = 5\ninit.resume = true\n"
     (tmp_path / "mine.toml").write_text(find_recipe("debug_hydra").read_text() + phases)
