@@ -324,20 +324,7 @@ def test_what_muon_computes_and_holds_is_counted():
     assert rounded.update_seconds == pytest.approx(flops / (0.5 * 989e12))
     assert muon.compute_seconds == pytest.approx(adamw.compute_seconds + muon.update_seconds)
     assert muon.plan.parts["buffers"] == 0
-    wide = make_plan(
-        config(
-            "--optimizer.name",
-            "muon",
-            "--model.n-layers",
-            "1",
-            "--model.d-model",
-            "512",
-            "--data.seqlen",
-            "16",
-            batch=2,
-        ),
-        2,
-    )
+    wide = make_plan(config("--optimizer.name", "muon", "--model.d-model", "512", "--data.seqlen", "16", batch=2), 2)
     assert wide.parts["buffers"] == wide.update.bytes > 0
     assert wide.parts["gradients"] == 4 * wide.parameters / 2
 
