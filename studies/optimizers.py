@@ -19,7 +19,7 @@ from matmix.train.recipe import load_config
 
 TASKS: dict[str, tuple[str, dict[str, object]]] = {
     "mru": ("mru_shakespeare", {}),
-    "hydra": ("hydra_shakespeare", {"global_batch_size": 8}),
+    "hydra": ("hydra_shakespeare", {"global_batch_size": 8, "steps": 400}),
 }
 """The recipe of each task, and what is other than in it."""
 WAYS: dict[str, dict[str, object]] = {
@@ -36,8 +36,8 @@ SAME = {"evaluation.every": 0, "evaluation.ablation_batches": 0}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Study:
-    """Optimizers on the quickstart (an MRU language model) and on masked Shakespeare (a Hydra encoder, with half of its
-    recipe's batches), each tuned on the same grid of learning rates with one seed, then run with more seeds.
+    """Optimizers on the quickstart (an MRU language model) and on masked Shakespeare (a Hydra encoder, with a third of
+    the tokens of its recipe), each tuned on the same grid of learning rates with one seed, then run with more seeds.
 
         matmix prepare bundled:shakespeare --out datasets/shakespeare_char --model-type char --byte-fallback False \\
             --max-document-chars 4000 --validation-fraction 0.03
