@@ -137,6 +137,12 @@ def check_optimizer(engine: EngineConfig, optimizer: Optimizer) -> None:
         )
 
 
+def mesh_of_update(engine: EngineConfig, ranks: int) -> MeshShape:
+    """Returns how parameters are spread where an optimizer updates them: not at all for those that DeepSpeed hands it,
+    whole or as flat pieces."""
+    return MeshShape() if engine.kind == "deepspeed" else MeshShape.of(engine, ranks)
+
+
 def held(engine: EngineConfig, ranks: int, sizes: Sizes) -> Held:
     """Returns what a rank holds of a model."""
     if engine.kind == "deepspeed" and engine.zero_stage:

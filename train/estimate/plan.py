@@ -11,9 +11,8 @@ from matmix.model import build_model
 from matmix.model.precision import rounded_parameters
 from matmix.train.activation import float8_maps
 from matmix.train.config import RunConfig
-from matmix.train.engine.kinds import Exchange, Sizes, Weight, check_optimizer, sent
+from matmix.train.engine.kinds import Exchange, Sizes, Weight, check_optimizer, mesh_of_update, sent
 from matmix.train.engine.kinds import held as held_on_rank
-from matmix.train.engine.mesh import MeshShape
 from matmix.train.estimate import FLOAT, Mode, step_memory
 from matmix.train.estimate.context import context_bytes
 from matmix.train.init.start import planned_start
@@ -166,7 +165,7 @@ def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Pla
     gathers = ranks > 1 and config.engine.sends_rounded
     memory = step_memory(part_of_rows(config), micro, mode=mode, gathers=gathers)
     gradients, activations = memory.peak(standing=FLOAT * held.standing, share=held.share)
-    shape = MeshShape.of(config.engine, ranks) if config.engine.kind != "deepspeed" else MeshShape()
+    shape = mesh_of_update(config.engine, ranks)
     update = optimizer.step_cost(shape.copies, shape.parts)
     passes = {
         "weights": FLOAT * held.weights,
@@ -243,7 +242,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
     gib = 2**30
     parts = ", ".join(f"{size / gib:.2f} {name}" for name, size in plan.parts.items() if size)
     sends = ", ".join(f"{short_number(FLOAT * one.sent)}B {one.what}" for one in exchanged(config, plan))
-    masks = config.objective.name == "masked_lm" and not config.data.synthetic.task
+    share = config.task().target_share if plan.unit == "tokens" and not config.data.synthetic.task else 1.0
     pieces = f"{ranks} rank(s) x {plan.accumulation} micro-batch(es) of {plan.micro_batch_size}"
     rows = {
         "parameters": f"{short_number(plan.parameters)} ({plan.parameters:,}; {vocabulary_words(config)})",
@@ -251,7 +250,7 @@ def print_plan(config: RunConfig, *, after_another: bool = False) -> int:
         "memory per rank": f"{plan.total_bytes / gib:.2f} GiB estimated: {parts}",
         **({"host memory": plan.host_words} if plan.host_words else {}),
         "batch": f"{plan.batch_words(config)}; {pieces}",
-        **({"masked": f"{config.objective.masking.probability:.0%} of the tokens"} if masks else {}),
+        **({"masked": f"{share:.0%} of the tokens"} if 0 < share < 1 else {}),
         "engine": config.engine.words,
         **({"fp8": _float8_words(config)} if config.engine.fp8 else {}),
         **({"sent": f"{sends} a step and rank"} if sends else {}),
