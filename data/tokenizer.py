@@ -22,6 +22,7 @@ import numpy as np
 import sentencepiece
 from tokenizers import pre_tokenizers
 
+from matmix.data.alphabets import ALPHABETS, alphabet
 from matmix.data.artifacts import one_line, panics_as_errors, parse_json
 from matmix.data.storage.files import write_atomic
 
@@ -73,7 +74,10 @@ class Tokenizer:
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
         """Reads a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of a
-        tokenizer, of an export or of a prepared dataset. Raises FileNotFoundError or ValueError, each with one line."""
+        tokenizer, of an export or of a prepared dataset; or makes one of `ALPHABETS`. Raises FileNotFoundError or
+        ValueError, each with one line."""
+        if path in ALPHABETS:
+            return FastTokenizer(Path(path), alphabet(path))
         file = _find_file(Path(path))
         kind = FastTokenizer if file.suffix == ".json" else SentencePieceTokenizer
         return kind(file, file.read_bytes())
@@ -320,8 +324,8 @@ def _find_file(path: Path) -> Path:
         return path
     if not path.exists():
         raise FileNotFoundError(
-            f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or a folder with one (names of "
-            "the Hugging Face hub are not read: download its tokenizer.json)"
+            f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or a folder with one, or "
+            f"{', '.join(ALPHABETS)} (names of the Hugging Face hub are not read: download its tokenizer.json)"
         )
     for folder in (path / "tokenizer", path):
         for name in ("tokenizer.model", "tokenizer.json", "spiece.model", "sentencepiece.bpe.model"):

@@ -184,3 +184,25 @@ def test_characters_get_one_id_each(tmp_path):
     ids = tokenizer.encode(text)
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
+
+
+def test_bytes_and_letters_of_dna_are_tokenizers_without_a_file(tmp_path):
+    loaded = {name: Tokenizer.load(name) for name in ("bytes", "dna", "dna-cased")}
+    assert {name: (one.vocab_size, one.unknown_id) for name, one in loaded.items()} == {
+        "bytes": (263, None),
+        "dna": (12, 6),
+        "dna-cased": (17, 11),
+    }
+    for text in HARD_TEXTS:
+        assert loaded["bytes"].encode(text) == list(text.encode())
+        assert loaded["bytes"].decode(text.encode()) == text
+    sequence = "ACGTNacgtnUuRYSWKMBDHVk"
+    assert loaded["dna"].decode(loaded["dna"].encode(sequence)) == "ACGTNACGTNTTNNNNNNNNNNN"
+    assert loaded["dna-cased"].decode(loaded["dna-cased"].encode(sequence)) == "ACGTNacgtnTtNNNNNNNNNNn"
+    assert loaded["dna"].encode("AE<s>") == [0, 6, 6, 4, 6]
+    for one in loaded.values():
+        assert sorted(one.special.values()) == list(range(one.vocab_size - 7, one.vocab_size))
+        one.save(tmp_path)
+        assert Tokenizer.load(tmp_path).sha256 == one.sha256
+        exported = load_fast_tokenizer(tmp_path / "tokenizer.json", one.special)
+        assert exported.encode("ACGTN", add_special_tokens=False).ids == one.encode("ACGTN")
