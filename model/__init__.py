@@ -4,6 +4,7 @@ from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
 from matmix.model.architectures.images import ImageClassifier, MaskedImage
 from matmix.model.architectures.language_model import LanguageModel
+from matmix.model.architectures.reverse_complement import StrandEncoder
 from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassifier, TextEmbedder, TokenClassifier
 from matmix.model.build import build_model, count_parameters
 from matmix.model.config import HeadConfig, MixerOptions, ModelConfig
@@ -23,6 +24,7 @@ __all__ = [
     "ModelConfig",
     "SequenceClassifier",
     "SpanClassifier",
+    "StrandEncoder",
     "TextEmbedder",
     "TokenClassifier",
     "build_model",

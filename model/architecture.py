@@ -28,6 +28,8 @@ class Architecture(nn.Module):
     tokens, training takes the size of the vocabulary from the data, and an export takes the tokenizer along."""
     per_document: ClassVar[bool] = False
     """Gives one output for each document instead of one for each position."""
+    strands: ClassVar[int] = 1
+    """So many documents go through the blocks for each one that it reads."""
     takes_head: ClassVar[bool] = False
     """Its output is shaped by model.head, and predicts no tokens."""
     new_parameters: ClassVar[tuple[str, ...]] = ()

@@ -36,8 +36,9 @@ def embedding_norm(config: ModelConfig) -> nn.Module:
 def check_context(config: ModelConfig) -> None:
     """Raises ValueError (one line) for a model that cannot work on parts of rows while other ranks hold the others."""
     kind = config.model_class
-    if kind.per_document or kind.inputs == "images":
+    if kind.per_document or kind.inputs == "images" or kind.strands > 1:
         why = "has one output for each document" if kind.per_document else "reads whole images"
+        why = "reads documents from both ends" if kind.strands > 1 else why
         raise ValueError(f"engine.context: {config.architecture} {why}; set it to 1")
     for name in dict.fromkeys(mixer for mixer, _ in config.layer_kinds() if mixer is not None):
         if why := MIXERS[name].why_no_context(config.mixer_config(name), config.mixer_is_causal(name)):

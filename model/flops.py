@@ -26,16 +26,17 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
     """`flops_per_token` (of images: for one of their positions, whatever `seqlen` is) by what does the work: each kind
     of mixer over all its layers, "mlp", "embedding" where it computes, and "readout"."""
     seqlen = config.model_class.sequence_length(config, seqlen)
+    strands = config.model_class.strands
     parts: dict[str, float] = {}
     for mixer, has_mlp in config.layer_kinds():
         if mixer is not None:
             options, causal = config.mixer_config(mixer), config.mixer_is_causal(mixer)
             scans, _ = config.model_class.scans(config)
             cost = MIXERS[mixer].flops_in_orders(config.d_model, options, seqlen, causal, scans)
-            parts[mixer] = parts.get(mixer, 0.0) + cost
+            parts[mixer] = parts.get(mixer, 0.0) + cost * strands
         if has_mlp:
             weights = (2 + config.mlp_gate) * config.d_model * round(config.d_model * config.mlp_ratio)
-            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * weights
+            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * weights * strands
     if embedding := config.model_class.input_flops(config):
         parts["embedding"] = embedding
     share = 1 / seqlen if config.model_class.per_document else head_share

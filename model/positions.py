@@ -27,6 +27,14 @@ def document_positions(
     return positions - torch.repeat_interleave(starts, lengths, output_size=length)
 
 
+def mirrored_places(length: int, cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    """Where the token stands that is as far from its document's end as each one is from its beginning: (length,) int64.
+    cu_seqlens: (ndocs + 1,), from 0 to length."""
+    boundaries = cu_seqlens.long()
+    sums = torch.repeat_interleave(boundaries[:-1] + boundaries[1:] - 1, boundaries.diff(), output_size=length)
+    return sums - torch.arange(length, device=device)
+
+
 def unpad_indices(attention_mask: Tensor) -> tuple[Tensor, Tensor, int]:
     """Describes a padded batch without its padding.
 

@@ -79,7 +79,8 @@ def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
 def _readout_norm(model: Backbone, base_width: int) -> str | None:
     """Returns the name of the norm before a readout that is tied to an embedding; None where none is tied."""
     weight, _ = model.output_projection()
-    if not any(isinstance(module, nn.Embedding) and module.weight is weight for module in model.modules()):
+    tied = any(isinstance(module, nn.Embedding) and module.weight is weight for module in model.modules())
+    if not (tied or (model.strands > 1 and model.config.tie_embeddings)):
         return None
     if model.readout_norm is None or isinstance(model.get_submodule(model.readout_norm), nn.Identity):
         raise ValueError(
