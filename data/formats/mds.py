@@ -6,16 +6,15 @@ the samples. A sample of one variable-size column is its size (uint32) and its b
 variable size) and `label` (int64).
 
 Writing gives the same bytes as streaming's MDSWriter (a test compares them), which holds a whole directory and cannot
-go on after a stop. Reading uses the library's own `MDSReader` over a memory map, because that opens the file anew for
-each sample. Pickled columns are refused before anything is read.
+go on after a stop. Reading decodes the arrays by the library's own codec over a memory map, because its MDSReader opens
+the file anew for each sample. Pickled columns are refused before anything is read.
 """
 
-import importlib
 import importlib.util
 import json
 import mmap
-import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,30 +28,21 @@ COLUMN = "tokens"
 _ERRORS = (ValueError, KeyError, TypeError, AttributeError, IndexError, AssertionError)
 
 
-class _Package(ModuleType):
-    """A package whose own code runs when somebody asks for a name that is not there yet."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__class__ = ModuleType
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
-
-
-def streaming_module(name: str) -> ModuleType:
-    """Returns the module `streaming.base.<name>` of mosaicml-streaming, without what its packages import first
-    (transformers, scikit-learn and scipy: more than half of what each reading process would import). For everybody else
-    the library is whole, loaded when it is used. Raises ImportError where it is not installed."""
-    for package in ("streaming", "streaming.base"):
-        if package not in sys.modules and (spec := importlib.util.find_spec(package)):
-            module = importlib.util.module_from_spec(spec)
-            module.__class__ = _Package
-            sys.modules[package] = module
-            parent, _, child = package.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], child, module)
-    return importlib.import_module(f"streaming.base.{name}")
+@cache
+def mds_codec() -> ModuleType:
+    """Returns the module of mosaicml-streaming that encodes and decodes the columns of MDS. It needs none other of the
+    library and is loaded by its file: the library as a whole brings transformers, scikit-learn and scipy, 3 seconds
+    and 300 MB for each reading process."""
+    library = importlib.util.find_spec("streaming")
+    assert library is not None
+    (root,) = library.submodule_search_locations or ()
+    path = Path(root, "base", "format", "mds", "encodings.py")
+    spec = importlib.util.spec_from_file_location("_matmix_mds_encodings", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Mds(ShardFormat):
@@ -108,29 +98,31 @@ class Mds(ShardFormat):
 
     @classmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: dict[str, Any]) -> OpenShard:
-        library = streaming_module("format.mds.reader")
         try:
-            reader = library.MDSReader.from_json(str(path.parent), None, dict(index[path.name]))
+            entry = index[path.name]
+            names, encodings, sizes = (list(entry[f"column_{of}"]) for of in ("names", "encodings", "sizes"))
+            kind, samples, stated = (entry["version"], entry["format"]), entry["samples"], entry["raw_data"]["bytes"]
         except _ERRORS as error:
             raise _not_described(where, error) from None
-        try:
-            reader.validate(allow_unsafe_types=False)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{where}: {one_line(error)}") from None
+        if unsafe := [encoding for encoding in encodings if not mds_codec().is_mds_encoding_safe(str(encoding))]:
+            raise ValueError(f"{where}: a column contains an unsafe type: {one_line(unsafe[0])}")
         # A decoder is chosen by the encoding's name: no other than that of arrays is to run.
-        wanted, encodings = _columns(np.dtype(dtype)), [str(name) for name in reader.column_encodings]
+        wanted = _columns(np.dtype(dtype))
         if wanted["column_names"] == [COLUMN]:
-            plain = len(encodings) == 1 and encodings[0].split(":")[0] == "ndarray"
+            plain = len(encodings) == len(sizes) == 1 and str(encodings[0]).split(":")[0] == "ndarray"
         else:
             plain = encodings == wanted["column_encodings"]
-        if reader.column_names != wanted["column_names"] or not plain or reader.samples != shard.documents:
-            said = f"index.json lists {reader.samples!r} samples of {reader.column_names!r}"
+        if (kind, names, samples) != ((2, "mds"), wanted["column_names"], shard.documents) or not plain:
+            said = (
+                f"index.json lists {samples!r} samples of {names!r} encoded as {encodings!r}, version and format {kind}"
+            )
             raise ValueError(str(damaged(where, one_line(said))))
         size = path.stat().st_size
-        if size != reader.raw_data.bytes or size < 4 * (shard.documents + 2):
-            raise damaged(where, f"it has {size} bytes instead of {reader.raw_data.bytes}")
-        kind = _MdsPictures if np.dtype(dtype) == PICTURES else _MdsShard
-        return kind(path, reader, shard.documents, dtype, where)
+        if size != stated or size < 4 * (shard.documents + 2):
+            raise damaged(where, f"it has {size} bytes instead of {stated}")
+        if np.dtype(dtype) == PICTURES:
+            return _MdsPictures(path, shard.documents, dtype, where)
+        return _MdsShard(path, shard.documents, dtype, where, str(encodings[0]), fixed=bool(sizes[0]))
 
 
 def _not_described(where: str, error: Exception) -> ValueError:
@@ -160,10 +152,14 @@ def _sample(tokens: np.ndarray) -> bytes:
 
 
 class _MdsShard(OpenShard):
-    def __init__(self, path: Path, reader, documents: int, dtype: str, where: str) -> None:
+    def __init__(
+        self, path: Path, documents: int, dtype: str, where: str, encoding: str = "", fixed: bool = False
+    ) -> None:
+        """encoding: of the column of tokens; fixed: its samples are of one size, which stands in the index only."""
         with path.open("rb") as file:
             self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        self._reader, self._dtype, self._where = reader, np.dtype(dtype), where
+        self._dtype, self._where = np.dtype(dtype), where
+        self._encoding, self._head = encoding, 0 if fixed else 4
         # Layout: uint32 count, uint32 offsets[count + 1], a JSON header, then the samples one after another.
         self._offsets = np.frombuffer(self._bytes, np.uint32, documents + 1, offset=4)
         ordered = bool(np.all(self._offsets[1:] >= self._offsets[:-1]))
@@ -173,7 +169,7 @@ class _MdsShard(OpenShard):
     def read(self, index: int, length: int) -> np.ndarray:
         begin, end = self._offsets[index : index + 2].tolist()
         try:
-            tokens = self._reader.decode_sample(self._bytes[begin:end])[COLUMN]
+            tokens = mds_codec().mds_decode(self._encoding, self._bytes[begin + self._head : end])
         except Exception as error:  # what random bytes make of the decoder
             raise damaged(self._where, f"document {index} does not decode ({error!r})") from None
         if (tokens.dtype, tokens.shape) != (self._dtype, (length,)):

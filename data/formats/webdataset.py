@@ -8,7 +8,6 @@ back only. Here the 512-byte member headers are walked once, and documents are v
 
 import io
 import mmap
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +38,25 @@ class WebDataset(ShardFormat):
         return _BLOCK + -(-content // _BLOCK) * _BLOCK
 
     def encode(self, documents: list[np.ndarray], first: int) -> bytes:
+        from webdataset import TarWriter  # imports torch, for which only preparing this format is to wait
+
         buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        # Time 0 and no owner: the bytes depend on the documents only.
+        fixed: dict[str, Any] = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
+        with TarWriter(buffer, encoder=False, **fixed) as tar:
             for number, document in enumerate(documents, start=first):
-                for suffix, content in self._members(document):
-                    # The defaults of TarInfo (time 0, no owner) make the bytes depend on the document only.
-                    member = tarfile.TarInfo(f"{self.prefix}{number:010}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+                for suffix, content in self._members(document):  # one at a time: else it sorts them by suffix
+                    tar.write({"__key__": f"{self.prefix}{number:010}", suffix: content})
         return buffer.getvalue()
 
-    def _members(self, document: np.ndarray) -> list[tuple[str, bytes]]:
+    def _members(self, document: np.ndarray) -> list[tuple[str, bytes | memoryview]]:
         """Returns suffix and bytes of each member of a document."""
         if self.dtype == PICTURES:
             picture, label = base.unpack(document)
-            return [(base.suffix_of(picture), bytes(picture)), ("cls", str(label).encode())]
+            return [(base.suffix_of(picture), picture), ("cls", str(label).encode())]
         content = io.BytesIO()
         np.save(content, document, allow_pickle=False)
-        return [("npy", content.getvalue())]
+        return [("npy", content.getbuffer())]
 
     @classmethod
     def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any = None) -> OpenShard:

@@ -232,8 +232,6 @@ class Storage:
 def download(url: str, target: Path, largest: int) -> None:
     """Downloads one file of at most `largest` bytes (where the client tells the size beforehand). Raises
     FileNotFoundError, FileTooLarge, ValueError if nothing installed reads such URLs, RemoteError if the store fails."""
-    from matmix.data.formats.mds import streaming_module
-
     folder, _, name = url.rpartition("/")
     problem = None
     if url.partition(":")[0] not in _BY_STREAMING:
@@ -243,9 +241,10 @@ def download(url: str, target: Path, largest: int) -> None:
             problem = error
         else:
             return store.download(name, target, largest)
-    downloaders = streaming_module("storage").CloudDownloader
+    from streaming.base.storage import CloudDownloader  # 3 seconds: only where its clients are needed
+
     try:
-        downloader = downloaders.get(url)
+        downloader = CloudDownloader.get(url)
     except (ValueError, ImportError) as error:
         raise problem or ValueError(f"cannot read {url}: {remote.first_line(error)}") from None
     try:

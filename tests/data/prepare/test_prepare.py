@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import tarfile
 import time
 
 import numpy as np
@@ -15,6 +16,7 @@ import zstandard
 from folders import contents
 from nightly import nightly
 
+from matmix.data.formats.base import pack
 from matmix.data.formats.mds import Mds
 from matmix.data.formats.webdataset import WebDataset
 from matmix.data.manifest import Manifest, unigram_entropy
@@ -185,6 +187,24 @@ def test_mds_shards_are_those_of_streaming(tmp_path, dtype, compression):
         for shard in side["shards"]:
             shard.pop("zip_data")
     assert index[0] == index[1]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint8"])
+def test_webdataset_shards_depend_on_the_documents_only(dtype):
+    """Preparations that are stopped, made in parts or made again by a newer library end in the same files."""
+    pictures = [pack(start + bytes(600), label) for label, start in enumerate([b"\xff\xd8\xff", b"BM"])]
+    documents = pictures if dtype == "uint8" else [np.arange(n, dtype=dtype) for n in (1, 300, 7)]
+    layout = WebDataset(dtype=dtype, compression=None, size_limit=1 << 20, prefix="2-")
+    data = layout.encode(documents, 41)
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        members = tar.getmembers()
+    names = ["41.jpg", "41.cls", "42.bmp", "42.cls"] if dtype == "uint8" else ["41.npy", "42.npy", "43.npy"]
+    assert [member.name for member in members] == [
+        f"2-{int(n):010}.{kind}" for n, kind in (x.split(".") for x in names)
+    ]
+    facts = {(m.mtime, m.uid, m.gid, m.uname, m.gname, m.mode, m.type) for m in members}
+    assert facts == {(0, 0, 0, "", "", 0o644, tarfile.REGTYPE)}
+    assert members[0].offset_data == 512  # no extended header, whose form depends on the library
 
 
 def test_webdataset_size_limit(tmp_path):
