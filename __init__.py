@@ -53,6 +53,7 @@ _PLACES = {
     "score": "use.scoring:score_texts",
     "score_examples": "use.scoring",
     "score_images": "use.pictures",
+    "unmask": "use.unmasking",
 }
 """Name -> the module that holds it, and its name there where that is another."""
 _ROOMS = ("data", "kernels", "launch", "model", "train", "use")

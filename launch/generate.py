@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from json import dumps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -36,6 +36,12 @@ class Generate:
     """Texts that are drawn at once."""
     max_new_tokens: int = 128
     """Tokens to add."""
+    steps: int = 0
+    """For an encoder, best one trained by masked_diffusion: write a text, filling in each <mask>, and <mask:N>, which
+    is N of them, in so many looks at the text; without any, --max-new-tokens of them follow the prompt. 0 = show the
+    likeliest words for each <mask> instead."""
+    order: Literal["random", "confidence"] = "random"
+    """Which masks a look of --steps fills in."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text ends before this string; may be given several times."""
     temperature: float = 0.8
@@ -48,7 +54,7 @@ class Generate:
     """Seed of the draws."""
     json: bool = False
     """Print one JSON object a line for each text: prompt, sample, text, tokens, finish_reason, stop, logprob; for an
-    encoder prompt, text and masks."""
+    encoder prompt, text and masks, or with --steps prompt, sample, text and tokens."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
     device: str | None = None
@@ -71,9 +77,22 @@ class Generate:
         self._check(prompts)
         opened = open_model(self.source, step=self.step, device=self.device)
         kind = opened.config.model_class
+        wanted = [(prompt, sample) for prompt in prompts for sample in range(self.num_samples)]
+        if self.steps:
+            from matmix.use.unmasking import unmask
+
+            for number, (prompt, sample) in enumerate(wanted, 1):
+                new = {"max_new_tokens": self.max_new_tokens, "seed": self.seed + sample, "sampling": sampling}
+                text = unmask(opened, prompt, steps=self.steps, order=self.order, **new)
+                if self.json:
+                    row = {"prompt": prompt, "sample": sample, **dataclasses.asdict(text)}
+                    write(dumps(row, ensure_ascii=False) + "\n")
+                else:
+                    write(f"{_title(number, len(wanted), prompt) if len(wanted) > 1 else ''}{text.text}\n")
+            return
         if kind.inputs == "tokens" and not kind.causal and not kind.takes_head:
             if self.num_samples > 1 or self.stop:
-                advice = "leave --num-samples and --stop out"
+                advice = "leave --num-samples and --stop out, or let it write with --steps"
                 raise ValueError(f"{opened.path} is an encoder, which fills in words: {advice}")
             for number, prompt in enumerate(prompts, 1):
                 filled = fill_masks(opened, prompt)
@@ -85,7 +104,6 @@ class Generate:
             return
         check_writes(opened)
         options = {"max_new_tokens": self.max_new_tokens, "sampling": sampling, "stop": self.stop}
-        wanted = [(prompt, sample) for prompt in prompts for sample in range(self.num_samples)]
         if len(wanted) == 1 and not self.json:
             write(prompts[0])
             (text,) = generate(opened, prompts, seeds=[self.seed], show=write, **options)
@@ -106,11 +124,13 @@ class Generate:
 
     def _check(self, prompts: Sequence[str]) -> None:
         """Raises ValueError (one line) for options and texts that cannot be."""
-        for name, least in (("max_new_tokens", 0), ("num_samples", 1), ("batch_size", 1)):
+        for name, least in (("max_new_tokens", 0), ("num_samples", 1), ("batch_size", 1), ("steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError("at temperature 0 all samples of a prompt are the same: leave --num-samples out")
+        if self.steps and self.stop:
+            raise ValueError("--steps fills in all of a text at once, which no --stop can end: leave one of them out")
         if not all(self.stop):
             raise ValueError("--stop is empty; give the string that ends a text")
         for text in prompts:

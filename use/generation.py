@@ -221,9 +221,9 @@ class Filled:
         return "\n".join([*lines, self.text, ""])
 
 
-@torch.inference_mode()
-def fill_masks(opened: TrainedModel, text: str) -> Filled:
-    """Finds the likeliest tokens for each <mask> of a text with an encoder. Raises ValueError where there is none."""
+def read_masks(opened: TrainedModel, text: str) -> tuple[list[int], list[int]]:
+    """Returns the tokens of a text with <mask> in it, as an encoder reads them, and the places of the masks. Raises
+    ValueError (one line) for a model that fills no masks."""
     tokenizer, mask = opened.reader.marking, opened.reader.special.get("mask")
     if opened.config.causal or opened.config.model_class.takes_head:
         raise ValueError(f"{opened.path} is a {opened.config.architecture}, which fills no masks")
@@ -232,7 +232,14 @@ def fill_masks(opened: TrainedModel, text: str) -> Filled:
     # Whatever the tokenizer calls its mask, <mask> means it.
     with errors_in_one_line(Exception):  # the library raises plain Exception
         ids = tokenizer.encode(text.replace(MASK, tokenizer.id_to_token(mask))).ids
-    places = [place for place, index in enumerate(ids) if index == mask]
+    return ids, [place for place, index in enumerate(ids) if index == mask]
+
+
+@torch.inference_mode()
+def fill_masks(opened: TrainedModel, text: str) -> Filled:
+    """Finds the likeliest tokens for each <mask> of a text with an encoder. Raises ValueError where there is none."""
+    tokenizer = opened.reader.marking
+    ids, places = read_masks(opened, text)
     if not places:
         raise ValueError(f"{opened.path} is an encoder, which fills in words: put {MASK} where the prompt lacks one")
     select = torch.tensor(places, device=opened.device)

@@ -39,6 +39,9 @@ class Batch:
     """Tokens of the longest document (piece) in the micro-batch."""
     select: torch.Tensor | None = None
     """int64 (n,): flattened positions that have a label, ascending; None for causal models."""
+    weights: torch.Tensor | None = None
+    """float32 (B, L): what a prediction at each position weighs in the loss, above 0 wherever one may be asked for,
+    label or not, and 0 elsewhere; None = all the same."""
     n_tokens: int = 0
     """Real tokens (positions), without padding."""
     n_damaged: int = 0

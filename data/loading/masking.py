@@ -4,28 +4,34 @@ BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordi
 `probability`; of the chosen ones `mask_share` are replaced by the mask token, `random_share` by a token drawn from the
 ordinary vocabulary, and the rest are left as they are. The draws of a sample come from a generator keyed by (seed,
 epoch, sample), three numbers for each position in order, so nothing else changes them.
+
+For masked diffusion every sample has a rate of its own instead, which its (seed, number) decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from matmix.data.config import check_limits
-from matmix.data.rng import MASKS, generator
+from matmix.data.rng import MASKS, RATES, generator
 
 if TYPE_CHECKING:
     from matmix.data.tokenizer import Tokenizer
 
+_GOLDEN = 0x9E3779B97F4A7C15  # (sqrt(5) - 1) / 2 as a fraction of 2^64
 IGNORED = -100
 """Label of a position that is not predicted (the `ignore_index` of torch's cross-entropy)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskingConfig:
+    weighted: ClassVar[bool] = False
+    """Whether predictions of a sample weigh more where fewer of its tokens are chosen."""
+
     probability: float = 0.30
     """Share of the ordinary tokens that are chosen for prediction."""
     mask_share: float = 0.8
@@ -40,6 +46,33 @@ class MaskingConfig:
             raise ValueError(
                 f"masking mask_share + random_share must be at most 1, got {self.mask_share} + {self.random_share}"
             )
+
+    def rate(self, seed: int, sample: int) -> float:
+        """Returns the share of a sample's ordinary tokens that are chosen."""
+        return self.probability
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffusionMasking(MaskingConfig):
+    """Masks as of masked diffusion (MDLM, arXiv 2406.07524; LLaDA, arXiv 2502.09992): the rate t of a sample is uniform
+    in (0, 1], each of its ordinary tokens becomes the mask token with that probability, and a prediction weighs 1/t.
+
+    The rates are a Weyl sequence, the multiples of the golden ratio modulo 1 from where the seed says: any samples that
+    follow each other, which are those of a batch and of an evaluation, have rates spread evenly.
+    """
+
+    weighted: ClassVar[bool] = True
+
+    probability: float = 0.5
+    mask_share: float = 1.0
+    random_share: float = 0.0
+    least: float = 1e-3
+    """Rates below it are raised to it, so that no weight is above 1 / least. What the mean then bounds is the
+    likelihood of texts whose last tokens, this share, are drawn at once."""
+
+    def rate(self, seed: int, sample: int) -> float:
+        begin = int(generator(seed, 0, RATES, 0).integers(1 << 64, dtype=np.uint64))
+        return max(1 - ((begin + sample * _GOLDEN) % (1 << 64)) / (1 << 64), self.least)
 
 
 class Stretch(NamedTuple):
@@ -71,11 +104,12 @@ class Masker:
     def apply(self, tokens: np.ndarray, stretches: Iterable[Stretch]) -> tuple[np.ndarray, np.ndarray]:
         """Masks tokens, int64 of any shape; stretches: all that are no padding. Returns (input_ids, labels), both int64
         of the same shape; labels are `IGNORED` where nothing is predicted."""
-        chosen_at = self.config.probability
         random_at = self.config.mask_share + self.config.random_share
         draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)
+        chosen_at = np.zeros(tokens.shape)
         for place, epoch, sample, start in stretches:
             generator(self.seed, epoch, MASKS, sample, skip=3 * start).random(out=draws[place])
+            chosen_at[place] = self.config.rate(self.seed, sample)
         chosen = np.nonzero((draws[..., 0] < chosen_at) & self.choosable[tokens])
         originals, action, pick = tokens[chosen], draws[chosen][:, 1], draws[chosen][:, 2]
         random_ids = originals
@@ -87,3 +121,11 @@ class Masker:
         input_ids[chosen] = seen
         labels[chosen] = originals
         return input_ids, labels
+
+    def weights(self, tokens: np.ndarray, stretches: Iterable[Stretch]) -> np.ndarray:
+        """Returns what predictions weigh, float32 of the shape of tokens: 1 / rate of the sample at all tokens that may
+        be chosen, so that the weights of those that are have the count of tokens as their mean; 0 elsewhere."""
+        weights = np.zeros(tokens.shape, dtype=np.float32)
+        for place, _, sample, _ in stretches:
+            weights[place] = 1 / self.config.rate(self.seed, sample)
+        return weights * self.choosable[tokens]

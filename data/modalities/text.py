@@ -192,6 +192,7 @@ class TokenRows:
                 read.append(Stretch(slice(at, at + count), epoch, sample, start))
         if self.masker is not None:
             inputs, labels = self.masker.apply(tokens, read)
+            weights = self.masker.weights(tokens, read) if self.masker.config.weighted else None
         else:
             inputs, labels = tokens, np.where(hidden, IGNORED, tokens)
         begins, counts = begins[:, : self.seqlen], np.minimum(counts, self.seqlen)
@@ -208,6 +209,8 @@ class TokenRows:
                 for (_, start, stop), count in zip(pieces, counts.tolist(), strict=True)
             ]
             batch = part_batch(inputs, labels, begins, counts, self.packing, first=first, n_tokens=sum(here))
+        if self.masker is not None and weights is not None:
+            batch.weights = from_numpy(weights.reshape(batch.labels.shape))
         if self.packings[0].lanes:
             batch.continues = from_numpy(continues)
         batch.n_damaged, batch.damaged = n_damaged, damaged

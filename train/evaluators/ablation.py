@@ -76,11 +76,12 @@ def mixing_metrics(engine: Engine, task: Task, batches: Callable[[], Iterable[Ba
         return y
 
     count = torch.zeros(1, dtype=torch.float64, device=engine.device)
-    loss, ablated = torch.zeros_like(count), torch.zeros_like(count)
+    loss, ablated, asked = torch.zeros_like(count), torch.zeros_like(count), torch.zeros_like(count)
     with mixing_replaced(blocks, noted):
         for batch in batches():
             predicting = labelled(batch.labels).nonzero().squeeze(1) if images else _predicting(batch)
             count += predicting.numel()
+            asked += predicting.numel() if batch.weights is None else (batch.weights > 0).sum()
             loss += task.costs(engine.model, batch).loss.sum(dtype=torch.float64)
     sums = engine.sum_over_batches(torch.cat([outputs.flatten(), count]))
     means = (sums[:-1] / sums[-1].clamp(min=1)).view_as(outputs)
@@ -88,7 +89,7 @@ def mixing_metrics(engine: Engine, task: Task, batches: Callable[[], Iterable[Ba
     with mixing_replaced(blocks, lambda place, mix, x, *documents: means[place].to(x.dtype).expand_as(x)):
         for batch in batches():
             ablated += task.costs(engine.model, batch).loss.sum(dtype=torch.float64)
-    loss_sum, ablated_sum, targets = engine.sum_over_batches(torch.cat([loss, ablated, count])).tolist()
+    loss_sum, ablated_sum, targets = engine.sum_over_batches(torch.cat([loss, ablated, asked])).tolist()
     if targets == 0:
         return {}
     without = ablated_sum / targets

@@ -56,6 +56,8 @@ def position_sums(batch: Batch, losses: Tensor, seqlen: int) -> Tensor:
     else:
         positions = document_positions(batch_size * length, batch.cu_seqlens, losses.device)
     kept = batch.labels.flatten() != IGNORED
+    if batch.weights is not None:
+        kept = kept * batch.weights.flatten()
     if batch.select is not None:
         positions, kept = positions[batch.select], kept[batch.select]
     bins = seqlen.bit_length()

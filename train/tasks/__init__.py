@@ -10,6 +10,7 @@ from matmix.train.tasks.finetuning.embedding import Embedding
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
 from matmix.train.tasks.finetuning.token_classification import TokenClassification
 from matmix.train.tasks.image_classification import ImageClassification
+from matmix.train.tasks.masked_diffusion import MaskedDiffusion
 from matmix.train.tasks.masked_image import MaskedImage
 from matmix.train.tasks.token_prediction import CausalLM, MaskedLM
 
@@ -18,6 +19,7 @@ __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_
 TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
+    "masked_diffusion": MaskedDiffusion,
     "image_classification": ImageClassification,
     "masked_image": MaskedImage,
     "sequence_classification": SequenceClassification,

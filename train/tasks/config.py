@@ -12,6 +12,7 @@ class ObjectiveConfig:
 
     name: str = "causal_lm"
     """causal_lm: next-token prediction, for language models; masked_lm: prediction of masked tokens, for encoders;
+    masked_diffusion: the same at every rate of masking, so that an encoder writes;
     image_classification: classes of images; masked_image: pixels of hidden parts of images; on labelled examples:
     sequence_classification, multi_label, regression, token_classification, question_answering, multiple_choice,
     embedding; "my_package.module:MyTask": your own."""

@@ -27,37 +27,40 @@ class _Chunk(NamedTuple):
     """Some of the rows, with their float32 logits (rows, vocab)."""
 
     rows: slice
-    kept: Tensor  # which of them have a target
+    kept: Tensor  # which of them have a target, or what those that have one weigh
     index: Tensor  # (rows, 1), the target, 0 where there is none
     logits: Tensor
     partition: Tensor
-    loss: Tensor  # 0 without a target
+    loss: Tensor  # 0 without a target, as is `correct`
     correct: Tensor
 
 
-def _chunks(features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: float) -> Iterator[_Chunk]:
+def _chunks(
+    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor | None, softcap: float
+) -> Iterator[_Chunk]:
     step = max(1, _CHUNK_BYTES // (4 * weight.shape[0]))
     for start in range(0, features.shape[0], step):
         rows = slice(start, start + step)
         target = targets[rows]
         kept, index = target != IGNORED, target.clamp(min=0)[:, None]
+        kept = kept if weights is None else kept * weights[rows]
         logits = torch.nn.functional.linear(features[rows], weight, bias).float()
         if softcap:
             logits = logits.div(softcap).tanh_().mul_(softcap)
         partition = torch.logsumexp(logits, dim=1)
         loss = (partition - logits.gather(1, index)[:, 0]) * kept
-        yield _Chunk(rows, kept, index, logits, partition, loss, (logits.argmax(dim=1) == target) & kept)
+        yield _Chunk(rows, kept, index, logits, partition, loss, (logits.argmax(dim=1) == target) * kept)
 
 
 class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, features, weight, bias, targets, z_loss, softcap):
+    def forward(ctx, features, weight, bias, targets, weights, z_loss, softcap):
         wants = any(ctx.needs_input_grad[:3])
         grad_features = torch.empty_like(features) if wants else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if wants and bias is not None else None
         total, loss, correct = (features.new_zeros((), dtype=torch.float32) for _ in range(3))
-        for chunk in _chunks(features, weight, bias, targets, softcap):
+        for chunk in _chunks(features, weight, bias, targets, weights, softcap):
             loss += chunk.loss.sum()
             total += chunk.loss.sum() + z_loss * (chunk.partition.square() * chunk.kept).sum()
             correct += chunk.correct.sum()
@@ -84,7 +87,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         features, weight, bias = ctx.saved_tensors
         # float32 also of bfloat16 weights, where that is what their gradients are kept in; else autograd rounds it.
         bias = None if bias is None else bias * grad
-        return (features * grad).to(features.dtype), weight * grad, bias, None, None, None
+        return (features * grad).to(features.dtype), weight * grad, bias, None, None, None, None
 
 
 def linear_cross_entropy(
@@ -93,6 +96,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     targets: Tensor,
     *,
+    weights: Tensor | None = None,
     z_loss: float = 0.0,
     softcap: float = 0.0,
     fused: bool = True,
@@ -100,29 +104,36 @@ def linear_cross_entropy(
     """Sums of the cross-entropy of ``features @ weight.T + bias``, capped to softcap tanh(logits / softcap) if that is
     not 0.
 
-    features (n, d_model); weight (vocab, d_model); bias (vocab,) or None; targets (n,) int64, -100 = no target. fused:
-    by Liger's kernel on CUDA, which waits for the device.
+    features (n, d_model); weight (vocab, d_model); bias (vocab,) or None; targets (n,) int64, -100 = no target;
+    weights (n,) float32 or None: by what the rows are multiplied in all sums. fused: by Liger's kernel on CUDA, which
+    waits for the device and knows no weights.
     """
     if features.shape[0] == 0:
         # A rank without a masked token still takes part in every collective of the backward pass.
         zero = (features.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)).float()
         return CrossEntropy(zero, zero.detach(), zero.detach())
-    if features.is_cuda and fused:
+    if features.is_cuda and fused and weights is None:
         return _fused(features, weight, bias, targets, z_loss, softcap)
-    return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, z_loss, softcap))
+    return CrossEntropy(*_ChunkedLinearCrossEntropy.apply(features, weight, bias, targets, weights, z_loss, softcap))
 
 
 @torch.no_grad()
 def row_cross_entropy(
-    features: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, softcap: float = 0.0
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    weights: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns for each row its cross-entropy in nats and whether the most likely class is the target: float32 (n,),
-    without gradients, 0 where there is no target. Arguments as of `linear_cross_entropy`."""
-    if features.is_cuda and features.shape[0]:
+    """Returns for each row its cross-entropy in nats and whether the most likely class is the target, both times its
+    weight: float32 (n,), without gradients, 0 where there is no target. Arguments as of `linear_cross_entropy`."""
+    if features.is_cuda and features.shape[0] and weights is None:
         output = _liger(features, weight, bias, targets, softcap, reduction="none")
         return output.loss.float(), output.token_accuracy.float()
     loss, correct = features.new_zeros(2, features.shape[0], dtype=torch.float32)
-    for chunk in _chunks(features, weight, bias, targets, softcap):
+    for chunk in _chunks(features, weight, bias, targets, weights, softcap):
         loss[chunk.rows], correct[chunk.rows] = chunk.loss, chunk.correct.float()
     return loss, correct
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from failures import each
 
-from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
+from matmix.data.loading.masking import IGNORED, DiffusionMasking, Masker, MaskingConfig, Stretch
 from matmix.data.rng import DOCUMENTS, MASKS, generator
 
 MASK, SPECIAL, VOCAB = 6, list(range(7)), 200
@@ -68,6 +68,28 @@ def test_padding_is_never_chosen():
     _, labels = apply(masker(probability=1.0), original, counts=np.array([50, 10, 1, 0]))
     assert ((labels != IGNORED).sum(axis=1) == [50, 10, 1, 0]).all()
     assert (labels[1, 10:] == IGNORED).all()
+
+
+def test_samples_of_diffusion_have_rates_of_their_own():
+    """Spread evenly over any samples that follow each other, the same for the same seed and number."""
+    config = DiffusionMasking(least=0.01)
+    rates = np.array([[config.rate(seed, 1000 + n) for n in range(200)] for seed in (0, 1)])
+    assert (rates[0] != rates[1]).all()
+    for some in (rates[0], rates[1], rates[0, 30:50]):
+        evenly = np.clip((np.arange(len(some)) + 0.5) / len(some), 0.01, 1)
+        assert np.abs(np.sort(some) - evenly).max() < 1.5 / len(some)
+    assert DiffusionMasking(least=0.9).rate(0, 0) >= 0.9
+    original, own = tokens(200, 200), masker()
+    own.config, counts = config, np.full(200, 200)
+    counts[7] = 20
+    stretches = [Stretch((row, slice(count)), 0, 1000 + row) for row, count in enumerate(counts.tolist())]
+    (seen, labels), weights = own.apply(original, stretches), own.weights(original, stretches)
+    ordinary = (original >= len(SPECIAL)) & (np.arange(200) < counts[:, None])
+    assert np.array_equal(weights > 0, ordinary)
+    assert weights[ordinary] == pytest.approx(np.repeat(1 / rates[0], ordinary.sum(1)))
+    assert (seen[labels != IGNORED] == MASK).all()
+    assert np.abs((labels != IGNORED).sum(1) / ordinary.sum(1) - rates[0]).max() < 0.3
+    assert weights[labels != IGNORED].sum() == pytest.approx(ordinary.sum(), rel=0.05)
 
 
 def test_the_original_is_left_alone():

@@ -7,7 +7,7 @@ from failures import each
 
 from matmix.data.config import DataConfig, SyntheticConfig
 from matmix.data.loading.batch import Batch
-from matmix.data.loading.masking import MaskingConfig
+from matmix.data.loading.masking import DiffusionMasking, MaskingConfig
 from matmix.data.loading.rows import WHOLE, Part
 from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import TokenShards
@@ -23,6 +23,7 @@ KINDS = {
     "masked documents": {"packing": "document", **MASKED},
     "rows": {"packing": "rows"},
     "masked rows": {"packing": "rows", **MASKED},
+    "diffusion": {"masking": DiffusionMasking()},
     "carried": {"carry": True, "shuffle": False},
     "validation": VALIDATION,
     "validation documents": {"packing": "document", **VALIDATION},
@@ -75,6 +76,9 @@ def test_parts_make_up_the_whole(kind, small):
             for name in ("inputs", "labels"):
                 joined = torch.cat([getattr(part, name)[0] for part in own])
                 assert torch.equal(joined, getattr(batch, name).flatten()), name
+            if kind == "diffusion":
+                assert torch.equal(torch.cat([part.weights[0] for part in own]), batch.weights.flatten())
+                assert 0 < int((batch.weights > 0).sum()) <= batch.n_tokens
             assert sum(part.n_tokens for part in own) == batch.n_tokens
             if batch.select is not None:
                 selected = torch.cat([part.select + number * length for number, part in enumerate(own)])

@@ -26,6 +26,7 @@ RUNS = {
     "hydra, documents": ("debug_hydra", [*DOCUMENTS, *POSITIONS]),
     "hydra, rows": ("debug_hydra", ROWS),
     "lion": ("debug_hydra", LION),
+    "diffusion": ("debug_hydra", ["--objective.name", "masked_diffusion"]),
     "mru": ("debug_mru", []),
     "hydra_long": ("hydra_long", LONG),
     "causal": ("debug_mru", CAUSAL),
