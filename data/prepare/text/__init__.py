@@ -1,5 +1,7 @@
 """Options of `matmix prepare`: from text files to shards of tokens."""
 
+import functools
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,7 +18,11 @@ class ReadOptions:
     """How records become documents."""
 
     text_field: str = "text"
-    """Field of .jsonl objects, or column of .parquet files, that holds the text."""
+    """Field of .jsonl objects, or column of .parquet and .arrow files, that holds the text; meta.text is the field text
+    inside of meta."""
+    template: str = ""
+    """The text as several fields or columns with what stands between them, such as '{title}\\n\\n{text}': \\n is a line
+    break, {{ and }} are braces. It replaces text_field."""
     text_documents: Literal["file", "paragraph", "line", "separator"] = "file"
     """What is a document in .txt files: the whole file, what stands between blank lines, a line, or what stands between
     lines that consist of the document separator."""
@@ -26,13 +32,37 @@ class ReadOptions:
     """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words where
     possible; the pieces are documents of their own. 0: never."""
     max_line_megabytes: float = 64.0
-    """Longest line, paragraph or value of a .parquet column that is read; a longer one is an error. It bounds the
+    """Longest line, paragraph or row that is read; a longer one is an error. It bounds the
     memory that a file can ask for, also a small compressed one."""
 
     @property
     def longest_line(self) -> int:
         """Bytes of the longest record."""
         return int(self.max_line_megabytes * (1 << 20))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that make a text. Raises ValueError for a template that names none."""
+        return tuple(name for _, name in _pieces(self.template) if name) if self.template else (self.text_field,)
+
+    def fill(self, texts: Sequence[str]) -> str:
+        """Returns the template with the texts of `fields`."""
+        given = iter(texts)
+        return "".join(before + (next(given) if name else "") for before, name in _pieces(self.template))
+
+
+@functools.cache
+def _pieces(template: str) -> list[tuple[str, str]]:
+    """Returns the pieces of a template: what stands before a field, and its name; "" after the last. Raises ValueError
+    (one line)."""
+    try:
+        parsed = list(string.Formatter().parse(template))
+        if not any(name for _, name, _, _ in parsed) or any(name == "" or spec or how for _, name, spec, how in parsed):
+            raise ValueError("it takes names in braces")
+    except ValueError as error:
+        wanted = "such as '{title} {text}'"
+        raise ValueError(f"prepare: template {template!r:.80} names no fields, {wanted} ({error})") from None
+    return [(before.replace("\\n", "\n").replace("\\t", "\t"), name or "") for before, name, _, _ in parsed]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +103,13 @@ class PrepareConfig(PrepareOptions, ReadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.fields  # noqa: B018 - raises for a template that names none
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
 
     def of_contents(self) -> dict[str, Any]:
-        left_out = (*OF_TRAINING, "sample_megabytes") if self.tokenizer else ()
+        left_out = [*OF_TRAINING, "sample_megabytes"] if self.tokenizer else []
+        left_out += ["text_field"] if self.template else ["template"]
         return {name: value for name, value in super().of_contents().items() if name not in left_out}
 
     @classmethod

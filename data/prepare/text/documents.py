@@ -1,10 +1,13 @@
 """Turns raw records into documents: decodes JSON and UTF-8, finds malformed records, and cuts long documents."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from matmix.data.prepare.base import Chunk, Malformed
 from matmix.data.prepare.text import ReadOptions
+
+MISSING = object()
 
 
 def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
@@ -15,7 +18,8 @@ def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
         if isinstance(record, bytes):
             text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
         else:
-            text, line = _checked(record, f"column {options.text_field!r}", line), line + 1
+            values = ["" if value is None else value for value in record]  # null is no text
+            text, line = _joined(values, options, "column", line), line + 1
         if isinstance(text, Malformed):
             yield text
         elif text is not None:
@@ -27,7 +31,7 @@ def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
 def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) -> str | Malformed | None:
     text = decode(raw, chunk.source.name, line)
     if chunk.source.kind == "jsonl":
-        return _text_of_json(text, options.text_field, line) if text.strip() else None
+        return _text_of_json(text, options, line) if text.strip() else None
     text = text.replace("\r\n", "\n")
     if options.text_documents == "paragraph":
         return text.rstrip()
@@ -37,27 +41,48 @@ def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) ->
     return text if options.text_documents == "file" else text.strip("\n")
 
 
-def _text_of_json(text: str, field: str, line: int) -> str | Malformed:
+def _text_of_json(text: str, options: ReadOptions, line: int) -> str | Malformed:
     try:
         value = json.loads(text.removeprefix("\ufeff"))  # a byte order mark inside: files put together by `cat`
     except (ValueError, RecursionError) as error:
         return Malformed(line, f"not JSON ({error})")
     if not isinstance(value, dict):
         return Malformed(line, f"not a JSON object but {type(value).__name__}")
-    if field not in value:
-        names = ", ".join(list(value)[:8]) or "none"
-        return Malformed(line, f"no field {field!r} (its fields: {names})")
-    return _checked(value[field], f"field {field!r}", line)
+    values = [field_of(value, name) for name in options.fields]
+    for name, found in zip(options.fields, values, strict=True):
+        if found is MISSING:
+            return Malformed(line, f"no field {name!r} (its fields: {', '.join(list(value)[:8]) or 'none'})")
+    return _joined(values, options, "field", line)
 
 
-def _checked(value: object, name: str, line: int) -> str | Malformed:
-    if not isinstance(value, str):
-        return Malformed(line, f"{name} is {type(value).__name__}, not text")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return Malformed(line, f"{name} holds half of a surrogate pair, which is no character")
-    return value
+def field_of(value: dict[str, Any], name: str) -> object:
+    """Returns a field of an object or, as `field.inner`, of an object in it; `MISSING` where there is none."""
+    if name in value:
+        return value[name]
+    outer, _, inner = name.partition(".")
+    below = value.get(outer)
+    return field_of(below, inner) if inner and isinstance(below, dict) else MISSING
+
+
+def _joined(values: Sequence[object], options: ReadOptions, kind: str, line: int) -> str | Malformed:
+    """Returns the text of the values of `options.fields`."""
+    texts = []
+    for name, value in zip(options.fields, values, strict=True):
+        if isinstance(value, bytes):
+            try:
+                value = value.decode("utf-8")
+            except UnicodeDecodeError as error:
+                return Malformed(line, f"{kind} {name!r} is not UTF-8 (byte {error.start + 1})")
+        if not isinstance(value, str):
+            return Malformed(line, f"{kind} {name!r} is {type(value).__name__}, not text")
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            return Malformed(line, f"{kind} {name!r} holds half of a surrogate pair, which is no character")
+        texts.append(value)
+    if not options.template:
+        return texts[0]
+    return options.fill(texts) if any(text.strip() for text in texts) else ""
 
 
 def decode(raw: bytes, name: str, first_line: int) -> str:

@@ -22,7 +22,9 @@ from matmix.data.prepare.pool import start_process, without_interrupts
 from matmix.data.prepare.report import Report, check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
-from matmix.data.prepare.text.readers import TextFile, find_sources
+from matmix.data.prepare.text.readers import find_sources
+from matmix.data.prepare.text.sources import TextSource
+from matmix.data.prepare.text.texts import TextFile
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 logger = logging.getLogger(__name__)
@@ -50,14 +52,14 @@ class TextPreparation(base.Preparation):
     split_advice = ", or cut documents with --max-document-chars"
     files = ("tokenizer", HISTOGRAM_NAME)
     config: PrepareConfig
-    sources: list[TextFile]
+    sources: list[TextSource]
 
     def __init__(self, config: PrepareConfig) -> None:
         # Each chunk goes to another process with these, and not with a list of all inputs.
         options = ReadOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ReadOptions)})
         sources, ignored = find_sources(config.inputs, options)
         if ignored:
-            logger.info(f"passed over {len(ignored)} files that are no .txt, .jsonl or .parquet, such as {ignored[0]}")
+            logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
         self.given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
         super().__init__(config, sources, tokenizer=self.given.sha256 if self.given else "trained")
 
@@ -91,7 +93,7 @@ class TextPreparation(base.Preparation):
 
     def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
         sources, first = list(self.sources), entry.source
-        if entry.offset and sources[first].kind != "parquet":
+        if entry.offset and isinstance(sources[first], TextFile):
             # A part that enters a text in the middle counts lines from there, and says so.
             name = f"{sources[first].name} from byte {entry.offset:,}"
             sources[first] = dataclasses.replace(sources[first], name=name)
@@ -147,7 +149,7 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) ->
     return documents
 
 
-def usable_fraction(fraction: float, sources: Sequence[TextFile]) -> float:
+def usable_fraction(fraction: float, sources: Sequence[TextSource]) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
     that gives it the document of the smallest hash. Reads until both splits have a document. Raises ValueError (one
     line) where one of them would get none."""
@@ -182,7 +184,7 @@ def usable_fraction(fraction: float, sources: Sequence[TextFile]) -> float:
     return math.nextafter((smallest + 1) / base.HASHES, 2.0)
 
 
-def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Tokenizer:
+def train_tokenizer(config: PrepareConfig, sources: Sequence[TextSource]) -> Tokenizer:
     """Returns a tokenizer trained on the beginning of every source. Raises ValueError (one line) without text."""
     met = Progress()
     if not (texts := list(_sample(config.sample_megabytes, sources, met))):
@@ -197,7 +199,7 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[TextFile]) -> Token
         return train_in(Path(scratch), texts, {name: getattr(config, name) for name in OF_TRAINING})
 
 
-def _sample(megabytes: float, sources: Sequence[TextFile], met: Progress) -> Iterator[str]:
+def _sample(megabytes: float, sources: Sequence[TextSource], met: Progress) -> Iterator[str]:
     """Yields at most so much text, and counts malformed records in `met`. Each source gives from its beginning a share
     by its size on the disk; what a short one leaves over goes to the later ones."""
     budget, bytes_left = int(megabytes * 1e6), sum(s.bytes for s in sources)

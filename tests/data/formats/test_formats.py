@@ -126,7 +126,7 @@ def test_a_damaged_shard_is_named(tmp_path, texts, registered):
 def test_stopped_and_continued_and_in_parts(tmp_path, texts, registered, monkeypatch):
     monkeypatch.setattr(command, "STATE_SECONDS", 0)
     monkeypatch.setattr(command, "STATE_SHARE", float("inf"))
-    monkeypatch.setattr("matmix.data.prepare.text.readers.CHUNK_BYTES", 1500)
+    monkeypatch.setattr("matmix.data.prepare.text.sources.CHUNK_BYTES", 1500)
     command.prepare(options(tmp_path), summary=False)
     work, chunks = command.work_in_order, itertools.count()
 

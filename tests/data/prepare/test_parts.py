@@ -24,7 +24,7 @@ from matmix.data.prepare.base import BrokenInputError
 from matmix.data.prepare.command import prepare, prepare_shared
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.parts import missing_parts
-from matmix.data.prepare.text import PrepareConfig, preparation, readers
+from matmix.data.prepare.text import PrepareConfig, preparation, sources
 from matmix.data.prepare.text.preparation import TextPreparation
 from matmix.data.splits.reader import open_dataset
 from matmix.data.tokenizer import Tokenizer
@@ -40,8 +40,8 @@ def texts(count, seed=0):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 700)
-    monkeypatch.setattr(readers, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 700)
+    monkeypatch.setattr("matmix.data.prepare.text.texts.REMEMBERED_BYTES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def made(tmp_path_factory):
     """Files, and their parts in `out`."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "CHUNK_BYTES", 700)
-        patch.setattr(readers, "REMEMBERED_BYTES", 1)
+        patch.setattr(sources, "CHUNK_BYTES", 700)
+        patch.setattr("matmix.data.prepare.text.texts.REMEMBERED_BYTES", 1)
         prepare_parts(write_inputs(folder / "in"), folder / "out")
     return folder
 
@@ -67,12 +67,15 @@ def inputs(tmp_path):
 
 
 def write_inputs(folder):
-    """Files of four kinds; three lines of 240 are malformed, the last in the middle of a file."""
+    """Files of five kinds; three lines of 240 are malformed, the last in the middle of a file."""
     folder.mkdir()
     lines = [json.dumps({"text": t}) for t in texts(100)]
     (folder / "a.jsonl").write_text("\n".join([*lines[:70], "{", "[]", *lines[70:90], "not json", *lines[90:]]))
     (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[:50]).encode()))
     pq.write_table(pa.table({"text": texts(60, seed=1)}), folder / "c.parquet", row_group_size=11)
+    table = pa.table({"text": texts(10, seed=3)})
+    with pa.ipc.new_stream(str(folder / "c.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=3)
     (folder / "d.txt").write_text(" ".join(texts(20, seed=2)) + "\n")
     return folder
 

@@ -220,9 +220,9 @@ def test_webdataset_size_limit(tmp_path):
 
 
 def test_result_does_not_depend_on_processes(tmp_path, texts, monkeypatch):
-    from matmix.data.prepare.text import readers
+    from matmix.data.prepare.text import sources
 
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 4000)
     prepare(options(tmp_path, out=str(tmp_path / "one")))
     prepare(options(tmp_path, out=str(tmp_path / "three"), processes=3))
     one, three = contents(tmp_path / "one"), contents(tmp_path / "three")

@@ -16,7 +16,7 @@ from nightly import nightly
 
 from matmix.data.prepare import command as module
 from matmix.data.prepare.command import prepare
-from matmix.data.prepare.text import PrepareConfig, readers
+from matmix.data.prepare.text import PrepareConfig, sources
 
 WORDS = [f"{a}{b}" for a in ("ki", "ra", "to", "mo", "lu") for b in ("n", "se", "m", "p")]
 
@@ -44,7 +44,7 @@ def interrupt_at(monkeypatch, number):
     monkeypatch.undo()
     monkeypatch.setattr(module, "STATE_SECONDS", 0)
     monkeypatch.setattr(module, "STATE_SHARE", math.inf)
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 1500)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 1500)
     return folders.interrupt_at(monkeypatch, number)
 
 
@@ -97,10 +97,10 @@ PROGRAM = """
 import logging
 import sys
 from matmix.data.prepare import command as prepare
-from matmix.data.prepare.text import PrepareConfig, readers
+from matmix.data.prepare.text import PrepareConfig, sources
 if __name__ == "__main__":
     logging.basicConfig(level="INFO", format="%(message)s")
-    prepare.STATE_SECONDS, prepare.STATE_SHARE, readers.CHUNK_BYTES = 0, float("inf"), 20_000
+    prepare.STATE_SECONDS, prepare.STATE_SHARE, sources.CHUNK_BYTES = 0, float("inf"), 20_000
     prepare.prepare(PrepareConfig(
         inputs=(sys.argv[1],), out=sys.argv[2], vocab_size=300, validation_fraction=0.3,
         shard_megabytes=0.02, processes=int(sys.argv[3])))

@@ -13,7 +13,8 @@ import zstandard
 from failures import each
 
 from matmix.data.prepare.base import Position, find_cuts, read_chunks
-from matmix.data.prepare.text import ReadOptions, readers
+from matmix.data.prepare.text import ReadOptions, texts
+from matmix.data.prepare.text import sources as bases
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_sources
 
@@ -28,8 +29,8 @@ COMPRESS = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 500)
-    monkeypatch.setattr(readers, "REMEMBERED_BYTES", 1)
+    monkeypatch.setattr(bases, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(texts, "REMEMBERED_BYTES", 1)
 
 
 def write(folder, name, texts):
@@ -98,7 +99,7 @@ def test_small_compressed_files_are_not_read_to_be_cut(tmp_path, monkeypatch):
     for number in range(8):
         write(tmp_path, f"{number}.jsonl.gz", TEXTS)
     sources, _ = find_sources([str(tmp_path)])
-    monkeypatch.setattr(readers, "record_offsets", lambda *_: pytest.fail("read through"))
+    monkeypatch.setattr(texts, "record_offsets", lambda *_: pytest.fail("read through"))
     cuts = find_cuts(sources, 4)
     assert cuts == [Position(source=i) for i in (0, 2, 4, 6, 8)]
 

@@ -1,0 +1,152 @@
+"""The base classes of sources of text: a file, and a file whose records are rows of columns."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from matmix.data.artifacts import one_line
+from matmix.data.prepare.base import Chunk, Position, Source
+from matmix.data.prepare.text import ReadOptions
+
+if TYPE_CHECKING:
+    import pyarrow
+
+CHUNK_BYTES = 1 << 20
+_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class TextSource(Source):
+    """One input file of text."""
+
+    name: str
+    path: str
+    bytes: int
+    options: ReadOptions
+
+    def too_long(self, where: str) -> ValueError:
+        return ValueError(
+            f"{self.name}, {where}, is longer than {self.options.max_line_megabytes:g} MiB: the file is damaged or not "
+            "what it seems; else raise --max-line-megabytes"
+        )
+
+
+class Rows(TextSource):
+    """A file of rows. A record is the tuple of one row's values in the columns that the options name, each str, None,
+    or bytes of a text."""
+
+    @abc.abstractmethod
+    def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
+        """Yields rows `start` to `stop` in portions of about `CHUNK_BYTES`. Raises ValueError (one line)."""
+
+    def chunks(self, start: Position, stop: int | None) -> Iterator[Chunk]:
+        rows, row = self.end, start.offset
+        for records in self.portions(row, rows if stop is None else stop):
+            begin, end = (replace(start, offset=at, line=at + 1) for at in (row, row + len(records)))
+            row = end.offset
+            yield Chunk(self, begin, end, self.bytes * row // max(1, rows), records)
+
+    def cut(self, places: Sequence[int], share: int) -> list[int | None]:
+        rows = self.end
+        cuts = [rows * place // max(1, self.bytes) for place in places]
+        return [row if row < rows else None for row in cuts]
+
+    def unknown_column(self, name: str, columns: Iterable[str]) -> ValueError:
+        known = one_line(", ".join(columns))
+        return ValueError(f"{self.name} has no column {name!r}; its columns are {known} (choose one with --text-field)")
+
+    def no_text(self, name: str, kind: str, columns: Iterable[str]) -> ValueError:
+        known = one_line(", ".join(columns)) or "none"
+        return ValueError(f"column {name!r} of {self.name} is {one_line(kind)}, not string; those of text are: {known}")
+
+
+class Table(Rows):
+    """Rows that pyarrow reads."""
+
+    @abc.abstractmethod
+    def schema(self) -> pyarrow.Schema:
+        """Returns the columns. Raises ValueError (one line) for a damaged file."""
+
+    def check_columns(self) -> None:
+        """Raises ValueError unless the columns that the options name are there and hold text."""
+        schema = self.schema()
+        leaves = dict(_leaves(schema))
+        texts = [name for name, kind in leaves.items() if _is_text(kind)]
+        for name in self.options.fields:
+            if name not in leaves:
+                raise self.unknown_column(name, schema.names if "." not in name else leaves)
+            if not _is_text(leaves[name]):
+                raise self.no_text(name, str(leaves[name]), texts)
+
+    def rows_of(self, batch: pyarrow.RecordBatch, row: int, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
+        """Yields the rows of a batch that are wanted, in portions. `row` rows of the file come before the batch."""
+        import pyarrow.compute as compute
+
+        for begin in range(max(0, start - row), min(batch.num_rows, stop - row), _BATCH):
+            values = batch.slice(begin, min(_BATCH, stop - row - begin))
+            columns = [_column(values, name) for name in self.options.fields]
+            sizes = sum(compute.fill_null(_lengths(column), 1).to_numpy(zero_copy_only=False) for column in columns)
+            if (sizes > self.options.longest_line).any():
+                raise self.too_long(f"row {row + begin + int((sizes > self.options.longest_line).argmax()) + 1}")
+            first = size = 0
+            for end, length in enumerate(sizes.tolist(), start=1):
+                size += length
+                if size >= CHUNK_BYTES or end == len(sizes):
+                    yield list(zip(*(column[first:end].to_pylist() for column in columns), strict=True))
+                    first, size = end, 0
+
+
+def _leaves(schema: pyarrow.Schema) -> Iterator[tuple[str, pyarrow.DataType]]:
+    """Yields the names and types of columns and, as `column.field`, of what is nested in them."""
+    import pyarrow
+
+    nested = []
+    for field in schema:
+        yield field.name, field.type
+        nested += [(field.name, field.type)] if pyarrow.types.is_struct(field.type) else []
+    for name, kind in nested:  # at the end: a column of the same name goes first
+        inner = pyarrow.schema([kind.field(i) for i in range(kind.num_fields)])
+        yield from (
+            (f"{name}.{below}", type_) for below, type_ in _leaves(inner) if f"{name}.{below}" not in schema.names
+        )
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    types = pyarrow.types
+    values = kind.value_type if types.is_dictionary(kind) else kind  # how a categorical column is kept
+    return types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)
+
+
+def _column(batch: pyarrow.RecordBatch | pyarrow.StructArray, name: str) -> pyarrow.Array:
+    """Returns a column or, as `column.field`, what is nested in it; where the column is null, so is the field."""
+    import pyarrow.compute as compute
+
+    if (index := batch.schema.get_field_index(name)) >= 0:
+        return batch.column(index)
+    names = name.split(".")
+    for used in range(len(names) - 1, 0, -1):
+        if (index := batch.schema.get_field_index(".".join(names[:used]))) >= 0:
+            return compute.struct_field(batch.column(index), names[used:])
+    raise AssertionError(f"{name} was checked to be a column")
+
+
+def _lengths(column: pyarrow.Array) -> pyarrow.Array:
+    """Returns the bytes of each value, without making values of a dictionary anew."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if pyarrow.types.is_dictionary(column.type):
+        return compute.binary_length(_plain(column.dictionary)).take(column.indices)
+    return compute.binary_length(_plain(column))
+
+
+def _plain(column: pyarrow.Array) -> pyarrow.Array:
+    """Returns the column in a type of which lengths can be computed."""
+    import pyarrow
+
+    return column.cast(pyarrow.large_string()) if pyarrow.types.is_string_view(column.type) else column

@@ -1,0 +1,151 @@
+"""Text from tables that others wrote: several columns, nested ones, and folders of the library `datasets`."""
+
+import itertools
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from failures import each
+
+from matmix.data.prepare.base import Malformed, find_cuts, read_chunks
+from matmix.data.prepare.text import ReadOptions, sources
+from matmix.data.prepare.text.documents import documents_of
+from matmix.data.prepare.text.readers import find_sources
+
+TEXTS = [f"text {i} é 😀 " + "word " * (i % 9) for i in range(60)]
+TITLES = [None if i % 7 == 0 else f"title {i}" for i in range(60)]
+TABLE = pa.table(
+    {
+        "title": pa.array(TITLES).dictionary_encode(),
+        "text": pa.array(TEXTS, pa.large_string()),
+        "meta": pa.array([None if i == 5 else {"by": f"author {i}", "year": i} for i in range(60)]),
+        "meta.by": pa.array(["first"] * 60),
+        "other.name": pa.array(["dotted"] * 60),
+        "year": range(60),
+    }
+).cast(
+    pa.schema(
+        [
+            ("title", pa.dictionary(pa.int32(), pa.string())),
+            ("text", pa.large_string()),
+            ("meta", pa.struct([("by", pa.large_string()), ("year", pa.int64())])),
+            ("meta.by", pa.string()),
+            ("other.name", pa.string()),
+            ("year", pa.int64()),
+        ]
+    )
+)
+
+
+def documents(*inputs, start=None, stop=None, **options):
+    found, _ = find_sources([str(i) for i in inputs], ReadOptions(**options))
+    return [d for chunk in read_chunks(found, start, stop) for d in documents_of(chunk)]
+
+
+def write(path, table=TABLE, stream=True, rows=7):
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=rows)
+    else:
+        new = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def save_to_disk(folder, table=TABLE, files=2):
+    """Writes what `Dataset.save_to_disk` of datasets 5.2 writes."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
+    for number, name in enumerate(names):
+        begin, end = (len(table) * n // files for n in (number, number + 1))
+        write(folder / name, table.slice(begin, end - begin))
+    (folder / "dataset_info.json").write_text("{}")
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+@each("name", ["a.parquet", "a.arrow", "file.arrow"])
+def test_columns(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
+    path = write(tmp_path / name, TABLE.drop(["meta.by"]), stream=name == "a.arrow")
+    assert documents(path) == TEXTS
+    assert documents(path, text_field="title") == [title or "" for title in TITLES]
+    assert documents(path, text_field="other.name") == ["dotted"] * 60
+    assert documents(path, text_field="meta.by") == ["" if i == 5 else f"author {i}" for i in range(60)]
+    # A column of this name goes before a field of another.
+    assert documents(write(tmp_path / f"b{name}", stream=name == "a.arrow"), text_field="meta.by") == ["first"] * 60
+    joined = [f"{title or ''}\n{{{text}}}\n" for title, text in zip(TITLES, TEXTS, strict=True)]
+    assert documents(path, template="{title}\\n{{{text}}}\n") == joined
+
+
+def test_a_template_of_json_fields(tmp_path):
+    rows = [
+        {"q": "Who?", "a": {"best": "I"}},
+        {"q": "What?", "a": {}},
+        {"q": " ", "a": {"best": ""}},
+        {"q": 3, "a": {}},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = documents(tmp_path / "a.jsonl", template="{q} {a.best}.")
+    missing = "no field 'a.best' (its fields: q, a)"
+    assert found == ["Who? I.", Malformed(2, missing), "", Malformed(4, missing)]
+    with pytest.raises(ValueError, match=r"template 'no field' names no fields, such as"):
+        documents(tmp_path / "a.jsonl", template="no field")
+    with pytest.raises(ValueError, match=r"template '\{a' names no fields, such as '\{title\} \{text\}' \(expected"):
+        documents(tmp_path / "a.jsonl", template="{a")
+
+
+def test_columns_that_are_no_text(tmp_path):
+    for name in ("a.parquet", "a.arrow"):
+        path = write(tmp_path / name, TABLE.drop(["meta.by"]))
+        known = "those of text are: title, text, other.name, meta.by"
+        with pytest.raises(ValueError, match=rf"column 'year' of .*{name} is int64, not string; {known}$"):
+            documents(path, text_field="year")
+        with pytest.raises(ValueError, match=r"no column 'body'; its columns are title, text, meta, other.name, year"):
+            documents(path, template="{title} {body}")
+        with pytest.raises(ValueError, match=r"no column 'meta.to'; its columns are .*, meta.by, meta.year "):
+            documents(path, text_field="meta.to")
+        with pytest.raises(ValueError, match=r"row 5, is longer than"):
+            documents(path, max_line_megabytes=len(TEXTS[3].encode()) / 2**20)
+
+
+def test_folders_of_datasets(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
+    folder = save_to_disk(tmp_path / "saved" / "train")
+    save_to_disk(tmp_path / "saved" / "test")
+    (folder / "data-00009-of-00009.arrow").write_bytes(b"not listed")
+    assert documents(folder) == TEXTS
+    cuts = find_cuts(find_sources([str(folder)])[0], 3)
+    parts = [documents(folder, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
+    assert list(itertools.chain(*parts)) == TEXTS
+    assert all(parts)
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=rf"saved holds the splits test, train; name one: {tmp_path}/saved/test$"):
+        documents(tmp_path / "saved")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (cache / "dataset_info.json").write_text('{"splits": {"train": {}, "test": {}}}')
+    for name in ("set-train-00000-of-00002", "set-train-00001-of-00002", "cache-0123"):
+        write(cache / f"{name}.arrow")
+    assert documents(cache) == TEXTS * 2
+    write(cache / "set-test.arrow")
+    with pytest.raises(ValueError, match=rf"the splits train, test; name the files of one: '{cache}/\*-train\*.arrow'"):
+        documents(cache)
+    assert documents(f"{cache}/*-train*.arrow") == TEXTS * 2
+
+
+def test_arrow_that_cannot_be_used(tmp_path):
+    folder = save_to_disk(tmp_path / "a")
+    (folder / "state.json").write_text('{"version": 7, "files": []}')
+    with pytest.raises(ValueError, match=r"a is damaged, or of a newer version of datasets: its state.json does not"):
+        documents(folder)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "../secret.arrow"}]}')
+    with pytest.raises(ValueError, match=r"a is damaged, .*secret\.arrow"):
+        documents(folder)
+    whole = write(tmp_path / "b.arrow").read_bytes()
+    for raw in (b"", b"nothing of the kind", whole[: len(whole) // 2]):
+        (tmp_path / "b.arrow").write_bytes(raw)
+        with pytest.raises(ValueError, match=r"b\.arrow is damaged, no \.arrow file, or of a newer version of Arrow"):
+            documents(tmp_path / "b.arrow")
