@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,16 +67,22 @@ def coordinates(mixer: str, width: int, base_width: int, *, steps: int = 4, lr: 
     return dict(zip([*(f"stream {index}" for index in range(config.n_layers + 1)), "logits"], changes, strict=True))
 
 
-def quickstart(mixer: str, base_width: int, width: int, rate: float, data: str, steps: int) -> RunConfig:
-    """Returns the quickstart's config with another mixer, width and rate, and a quarter of its batches."""
+def quickstart(mixer: str, base_width: int, width: int, rate: float, seed: int, data: str, steps: int) -> RunConfig:
+    """Returns the quickstart's config with another mixer, width, rate and seed, and a quarter of its batches."""
     own = {
         "model.layers": [mixer],
         "model.d_model": width,
         "optimizer.lr": rate,
         "optimizer.mup_base_width": base_width,
         "steps": steps,
+        "seed": seed,
     }
-    small = {"global_batch_size": 8, "data.seqlen": 64, "evaluation.ablation_batches": 0, "evaluation.batches": 50}
+    small = {
+        "global_batch_size": 8,
+        "data.seqlen": 64,
+        "evaluation.ablation_batches": 0,
+        "evaluation.batches": 50,
+    }
     return load_config("mru_shakespeare", {**own, **small, "data.path": data, "evaluation.every": 0})
 
 
@@ -108,8 +116,8 @@ class Study:
 
     Parts: `coordinates`, which draws the mean change of activations in a few steps over the width, with muP and
     without, into `mup_coordinates.png`; `rates`, the quickstart at every width and rate, with muP and without, at
-    batches of 8 times 64 tokens, whose validation losses it prints and keeps in `mup_rates.json`. What is there is not
-    run again, nor is the base width with muP, which is the one without.
+    batches of 8 times 64 tokens, whose validation losses it keeps in `mup_rates.json`, and their means over seeds. What
+    is there is not run again, nor is the base width with muP, which is the one without.
     """
 
     part: tyro.conf.Positional[Literal["coordinates", "rates"]]
@@ -120,6 +128,8 @@ class Study:
     """Those of the models; none given = 64, 128, 256 and 512, of `rates` 64 and 256."""
     rates: tuple[float, ...] = (1e-3, 4e-3, 1.6e-2, 6.4e-2)
     """Learning rates of `rates`."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Those of `rates`."""
     steps: int = 0
     """Steps of a run; 0 = 4, of `rates` 200."""
     data: str = "datasets/shakespeare_char"
@@ -151,15 +161,30 @@ class Study:
         """Trains what is not there yet, and prints a table."""
         path = self.out / "mup_rates.json"
         losses: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        widths = self.widths or (64, 256)
-        for mixer, base, width, rate in itertools.product(
-            self.mixers or ("mru", "attention"), WAYS, widths, self.rates
+        print(
+            "| d_model | "
+            + " | ".join(f"{rate:g}" for rate in self.rates)
+            + " |"
+            + "\n|---"
+            + "|---" * len(self.rates)
+            + "|"
+        )
+        for mixer, width, base in itertools.product(
+            self.mixers or ("mru", "attention"), self.widths or (64, 256), WAYS
         ):
-            key = f"{mixer}, width {width}, rate {rate:g}, {WAYS[base]} muP"
-            if key not in losses and base != width:
-                losses[key] = run(quickstart(mixer, base, width, rate, self.data, self.steps or 200))["loss"]
-                write_atomic(path, json.dumps(losses, indent=1) + "\n")
-                print(f"{key}: {losses[key]}", flush=True)
+            if base == width:
+                continue
+            means = []
+            for rate in self.rates:
+                keys = [f"{mixer}, width {width}, rate {rate:g}, {WAYS[base]} muP, seed {seed}" for seed in self.seeds]
+                for key, seed in zip(keys, self.seeds, strict=True):
+                    if key not in losses:
+                        config = quickstart(mixer, base, width, rate, seed, self.data, self.steps or 200)
+                        losses[key] = run(config)["loss"]
+                        write_atomic(path, json.dumps(losses, indent=1) + "\n")
+                means.append(statistics.mean(math.inf if losses[key] is None else losses[key] for key in keys))
+            words = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
+            print(f"| {mixer}, {width}, {WAYS[base]} muP | " + " | ".join(words) + " |", flush=True)
 
 
 def main(arguments: Sequence[str]) -> int:
