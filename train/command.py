@@ -85,7 +85,7 @@ def _train(config: RunConfig, *, is_last: bool = True) -> tuple[int, bool]:
     return code, result.saved and result.finished
 
 
-def _closing_words(config: RunConfig, result: Result, *, is_last: bool) -> str:
+def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -> str:
     step = f"step {result.step} of {config.steps}"
     if not result.saved:
         return (

@@ -39,9 +39,6 @@ class Batch:
     """Tokens of the longest document (piece) in the micro-batch."""
     select: torch.Tensor | None = None
     """int64 (n,): flattened positions that have a label, ascending; None for causal models."""
-    weights: torch.Tensor | None = None
-    """float32 (B, L): what a prediction at each position weighs in the loss, above 0 wherever one may be asked for,
-    label or not, and 0 elsewhere; None = all the same."""
     n_tokens: int = 0
     """Real tokens (positions), without padding."""
     n_damaged: int = 0
@@ -57,6 +54,9 @@ class Batch:
     """What the model carries from the rows before and will carry to the next ones; set by whoever runs it."""
     examples: torch.Tensor | None = None
     """int64 (n,): of labelled examples, the number of the one that each output belongs to, -1 = none."""
+    weights: torch.Tensor | None = None
+    """float32 (B, L): what a prediction at each position weighs in the loss, above 0 wherever one may be asked for,
+    label or not, and 0 elsewhere; None = all the same."""
 
     @property
     def input_ids(self) -> torch.Tensor:
@@ -64,7 +64,11 @@ class Batch:
         return self.inputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.map(lambda one: one.numpy() if one.is_cpu and one.nbytes <= SMALL else one).values(),)
+        # By the size of the memory: other views of larger memory would lose theirs, as it moves to shared memory.
+        def small(one: torch.Tensor) -> bool:
+            return one.is_cpu and one.untyped_storage().nbytes() <= SMALL
+
+        return _unpickled, (self.map(lambda one: one.numpy() if small(one) else one).values(),)
 
     def values(self) -> dict[str, Any]:
         """Returns its fields by name."""

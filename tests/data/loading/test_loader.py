@@ -600,9 +600,11 @@ def test_benchmark(small, capsys):
 
 def test_batches_reach_the_training_process_with_the_same_bits() -> None:
     wide = torch.arange(SMALL // 4, dtype=torch.int64).view(2, -1)  # goes by shared memory
-    batch = Batch(wide, wide[:, :3], cu_seqlens=torch.tensor([0, 5], dtype=torch.int32), extra={"x": torch.ones(2, 3)})
+    documents = torch.tensor([0, 5], dtype=torch.int32)
+    batch = Batch(wide, torch.ones(2, 3), cu_seqlens=documents, extra={"view": wide[:, :3]})
     taken = pickle.loads(ForkingPickler.dumps(batch))
-    for sent, got in ((batch.inputs, taken.inputs), (batch.labels, taken.labels), (batch.extra["x"], taken.extra["x"])):
+    views = batch.extra["view"], taken.extra["view"]
+    for sent, got in ((batch.inputs, taken.inputs), (batch.labels, taken.labels), views):
         assert sent.dtype == got.dtype
         assert torch.equal(sent, got)
     assert torch.equal(batch.cu_seqlens, taken.cu_seqlens)
