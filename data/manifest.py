@@ -100,6 +100,8 @@ class Manifest:
     """None where the documents are text."""
     facts: dict[str, Any] | None = None
     """Facts about documents that are neither text nor pictures; None of those."""
+    cleaning: dict[str, Any] | None = None
+    """What cleaning did: documents (of the input), kept, removed (rule -> documents). None without it."""
     options: dict[str, Any] = field(default_factory=dict)
     """The options that decide the contents; asking again with the same ones changes nothing."""
     files: dict[str, str] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class Manifest:
     def to_json(self) -> str:
         """Returns the text of the file, with a digest over all that it says."""
         values = asdict(self)
-        for name in ("images", "facts"):
+        for name in ("images", "facts", "cleaning"):
             if values[name] is None:
                 del values[name]
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
@@ -211,6 +213,11 @@ def _check(manifest: Manifest) -> None:
     if images is not None:
         _check_images(manifest)
     require(manifest.facts is None or isinstance(manifest.facts, dict), "facts", manifest.facts)
+    if (cleaning := manifest.cleaning) is not None:
+        fine = fits(cleaning, {"documents": int, "kept": int, "removed": dict})
+        rules = cleaning["removed"].items() if fine else ()
+        fine = fine and all(one_line(rule) == rule and is_count(count) for rule, count in rules)
+        require(fine, "cleaning", cleaning)
     require(is_count(manifest.empty_documents), "empty_documents", manifest.empty_documents)
     for source in manifest.sources:
         require(isinstance(source, dict) and is_count(source.get("documents", 0)), "sources", source)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from matmix.data.config import Limits, at_least
 from matmix.data.prepare.base import Preparation, PrepareOptions
+from matmix.data.prepare.cleaning import CLEANING, CleanOptions
 
 OF_TRAINING = ("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization")
 """Options that `train_sentencepiece` takes."""
@@ -66,7 +67,7 @@ def _pieces(template: str) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareConfig(PrepareOptions, ReadOptions):
+class PrepareConfig(PrepareOptions, ReadOptions, CleanOptions):
     """Text files to shards of tokens."""
 
     verb: ClassVar[str] = "matmix prepare"
@@ -98,6 +99,7 @@ class PrepareConfig(PrepareOptions, ReadOptions):
             ("max_line_megabytes", self.max_line_megabytes > 0, "above 0"),
             ("max_malformed", 0 <= self.max_malformed <= 1, "in [0, 1]"),
             ("character_coverage", 0 < self.character_coverage <= 1, "in (0, 1]"),
+            *self.clean_limits(),
             *super().limits(),
         ]
 
@@ -110,7 +112,9 @@ class PrepareConfig(PrepareOptions, ReadOptions):
     def of_contents(self) -> dict[str, Any]:
         left_out = [*OF_TRAINING, "sample_megabytes"] if self.tokenizer else []
         left_out += ["text_field"] if self.template else ["template"]
-        return {name: value for name, value in super().of_contents().items() if name not in left_out}
+        left_out += CLEANING
+        values = {name: value for name, value in super().of_contents().items() if name not in left_out}
+        return {**values, **self.clean_contents()}
 
     @classmethod
     def kind(cls) -> type[Preparation]:

@@ -18,6 +18,8 @@ from matmix.data.arrays import write_vector
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare import base
 from matmix.data.prepare.base import Chunk, Document, Documents, Malformed, Position, Progress
+from matmix.data.prepare.cleaning import CLEANING, CleanOptions
+from matmix.data.prepare.cleaning import plan as cleaning
 from matmix.data.prepare.pool import start_process, without_interrupts
 from matmix.data.prepare.report import Report, check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
@@ -38,6 +40,9 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 # fraction that gives one split nothing.
 _CHUNKS = 64
 
+Reader = Callable[[Chunk], Iterator[str | Malformed]]
+"""Gives the documents of a chunk, as `documents_of` does."""
+
 
 class TextPreparation(base.Preparation):
     """Text files on their way to shards of tokens. The sums are the tokens' counts in the training split."""
@@ -50,7 +55,7 @@ class TextPreparation(base.Preparation):
     most_broken = "max_malformed"
     content = "text"
     split_advice = ", or cut documents with --max-document-chars"
-    files = ("tokenizer", HISTOGRAM_NAME)
+    files = ("tokenizer", HISTOGRAM_NAME, cleaning.FOLDER)
     config: PrepareConfig
     sources: list[TextSource]
 
@@ -61,18 +66,24 @@ class TextPreparation(base.Preparation):
         if ignored:
             logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
         self.given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
-        super().__init__(config, sources, tokenizer=self.given.sha256 if self.given else "trained")
+        chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
+        self.read = cleaning.Cleaner(documents_of, chosen)
+        facts = {"tokenizer": self.given.sha256 if self.given else "trained", **cleaning.facts(chosen)}
+        super().__init__(config, sources, **facts)
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         # A part may have one split only.
-        self.fraction = self.config.validation_fraction
+        self.fraction, files = self.config.validation_fraction, {}
+        if self.read.options.cleans:
+            self.read, files = cleaning.clean(self.read, folder, self.sources, self.config.processes, self.wanted)
         if not is_part:
-            self.fraction = usable_fraction(self.fraction, self.sources)
+            self.fraction = usable_fraction(self.fraction, self.sources, self.read)
         paths = (folder / "tokenizer" / name for name in ("tokenizer.model", "tokenizer.json"))
         path = next((path for path in paths if path.is_file()), None)
-        self.tokenizer = Tokenizer.load(path) if path else self.given or train_tokenizer(self.config, self.sources)
+        known = Tokenizer.load(path) if path else self.given
+        self.tokenizer = known or train_tokenizer(self.config, self.sources, self.read)
         self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self.shared = {f"tokenizer/{self.tokenizer.file_name}": self.tokenizer.raw}
+        self.shared = {f"tokenizer/{self.tokenizer.file_name}": self.tokenizer.raw, **files}
 
     @classmethod
     def changed_input(cls, facts: Mapping[str, Any]) -> str:
@@ -86,7 +97,7 @@ class TextPreparation(base.Preparation):
         return ""
 
     def worker(self) -> Callable[[Chunk], Documents]:
-        return functools.partial(tokenize, self.tokenizer, self.dtype, self.fraction)
+        return functools.partial(tokenize, self.tokenizer, self.dtype, self.fraction, self.read)
 
     def new_sums(self) -> np.ndarray:
         return np.zeros(self.tokenizer.vocab_size, np.int64)
@@ -107,7 +118,8 @@ class TextPreparation(base.Preparation):
         write_vector(out / HISTOGRAM_NAME, "int64", len(sums), [sums.tobytes()])
         facts = {name: getattr(tokenizer, name) for name in ("kind", "sha256", "vocab_size", "special")}
         info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", **facts)
-        return {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(sums)}
+        own = {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(sums)}
+        return {**own, "cleaning": cleaning.read_report(out)}
 
     @classmethod
     def amount(cls, split: SplitInfo) -> str:
@@ -117,7 +129,11 @@ class TextPreparation(base.Preparation):
     def summary(cls, manifest: Manifest) -> list[tuple[str, str]]:
         tokenizer, train = manifest.tokenizer, manifest.splits["train"]
         text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, {train.bytes / max(1, train.tokens):.2f} bytes a token"
-        return [("tokenizer", f"{text}; entropy of single tokens {manifest.unigram_entropy:.3f} nats")]
+        lines = [("tokenizer", f"{text}; entropy of single tokens {manifest.unigram_entropy:.3f} nats")]
+        if (report := manifest.cleaning) is not None:
+            left_out = f"{report['documents'] - report['kept']:,} of {report['documents']:,} documents of the input"
+            lines.append(("cleaned", f"{left_out} were left out: {cleaning.in_words(report)}"))
+        return lines
 
     @classmethod
     def advice(cls, met: Progress) -> str:
@@ -129,9 +145,9 @@ class TextPreparation(base.Preparation):
         return ""
 
 
-def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) -> Documents:
+def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, read: Reader, chunk: Chunk) -> Documents:
     """Returns the documents of a chunk. fraction: share of them for the validation split."""
-    pieces = list(documents_of(chunk))
+    pieces = list(read(chunk))
     tokens = iter(tokenizer.encode_batch([piece for piece in pieces if isinstance(piece, str) and piece]))
     made: list[Document | Malformed | None] = []
     for piece in pieces:
@@ -149,7 +165,7 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, chunk: Chunk) ->
     return documents
 
 
-def usable_fraction(fraction: float, sources: Sequence[TextSource]) -> float:
+def usable_fraction(fraction: float, sources: Sequence[TextSource], read: Reader) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
     that gives it the document of the smallest hash. Reads until both splits have a document. Raises ValueError (one
     line) where one of them would get none."""
@@ -159,7 +175,7 @@ def usable_fraction(fraction: float, sources: Sequence[TextSource]) -> float:
     for number, chunk in enumerate(base.read_chunks(sources)):
         if number == _CHUNKS:
             return fraction
-        for document in documents_of(chunk):
+        for document in read(chunk):
             if isinstance(document, str) and document:
                 documents, value = documents + 1, base.hash_of(document.encode("utf-8"))
                 smallest, largest = min(smallest, value), max(largest, value)
@@ -184,10 +200,10 @@ def usable_fraction(fraction: float, sources: Sequence[TextSource]) -> float:
     return math.nextafter((smallest + 1) / base.HASHES, 2.0)
 
 
-def train_tokenizer(config: PrepareConfig, sources: Sequence[TextSource]) -> Tokenizer:
+def train_tokenizer(config: PrepareConfig, sources: Sequence[TextSource], read: Reader) -> Tokenizer:
     """Returns a tokenizer trained on the beginning of every source. Raises ValueError (one line) without text."""
     met = Progress()
-    if not (texts := list(_sample(config.sample_megabytes, sources, met))):
+    if not (texts := list(_sample(config.sample_megabytes, sources, met, read))):
         check_broken(TextPreparation, met, 0)
         raise empty_input(TextPreparation, [source.name for source in sources])
     most = "at most " if config.model_type == "char" else ""
@@ -199,14 +215,15 @@ def train_tokenizer(config: PrepareConfig, sources: Sequence[TextSource]) -> Tok
         return train_in(Path(scratch), texts, {name: getattr(config, name) for name in OF_TRAINING})
 
 
-def _sample(megabytes: float, sources: Sequence[TextSource], met: Progress) -> Iterator[str]:
+def _sample(megabytes: float, sources: Sequence[TextSource], met: Progress, read: Reader) -> Iterator[str]:
     """Yields at most so much text, and counts malformed records in `met`. Each source gives from its beginning a share
     by its size on the disk; what a short one leaves over goes to the later ones."""
     budget, bytes_left = int(megabytes * 1e6), sum(s.bytes for s in sources)
-    for source in sources:
+    for number, source in enumerate(sources):
         share = budget * source.bytes // max(1, bytes_left)
         bytes_left -= source.bytes
-        for document in itertools.chain.from_iterable(map(documents_of, base.read_chunks([source]))):
+        chunks = base.read_chunks(sources, Position(number), Position(number + 1))
+        for document in itertools.chain.from_iterable(map(read, chunks)):
             if isinstance(document, Malformed):
                 met.add_malformed(source.name, [document])
                 met.records += 1

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
+import json
 import lzma
 
+import numpy as np
 import pytest
 import tomli_w
 import zstandard
@@ -15,6 +18,8 @@ from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
 from matmix.data.artifacts import artifact_path, parse_json
 from matmix.data.config import DataConfig
 from matmix.data.prepare.base import find_cuts, read_chunks
+from matmix.data.prepare.cleaning.evaluations import read_evaluations
+from matmix.data.prepare.cleaning.plan import in_words, read_removed, read_report
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_sources
@@ -50,6 +55,35 @@ def test_input_files(tmp_path, name, data):
         find_cuts([source], 3)
 
     works_or_is_one_line(read)
+
+
+@pytest.mark.parametrize("name", ["eval.txt", "eval.jsonl"])
+@fuzz(40)
+@given(data=st.data())
+def test_files_of_evaluations(tmp_path, name, data):
+    file, line = (
+        tmp_path / name,
+        {"question": "one two " * 9, "answers": [["ten words " * 5], {"a": None, "b": "é \ud800"}]},
+    )
+    raw = (json.dumps(line) + "\n") * 3
+    file.write_bytes(data.draw(mutated(raw.encode())))
+    works_or_is_one_line(lambda: read_evaluations([str(file)]))
+    file.write_text(json.dumps(data.draw(mutated_json(line))))
+    works_or_is_one_line(lambda: read_evaluations([str(file)]))
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_what_cleaning_decided(tmp_path, data):
+    folder, buffer = tmp_path / "cleaning", io.BytesIO()
+    folder.mkdir(exist_ok=True)
+    np.save(buffer, np.arange(9))
+    (folder / "removed.npy").write_bytes(data.draw(mutated(buffer.getvalue())))
+    works_or_is_one_line(lambda: read_removed(tmp_path))
+    report = {"documents": 9, "kept": 7, "removed": {"c4: few sentences": 2}}
+    (folder / "report.json").write_text(json.dumps(data.draw(mutated_json(report))))
+    counts = works_or_is_one_line(lambda: read_report(tmp_path))
+    assert counts is None or "\n" not in in_words(counts)
 
 
 RECIPES = sorted({**bundled_recipes()}.values())[:6]
