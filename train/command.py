@@ -125,7 +125,7 @@ def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -
     else:
         # Prompts rarely have the one length that some mixers take.
         prompt = "TEXT" if config.model.causal else "TEXT <mask> TEXT"
-        look = shell_line("matmix", "generate", config.run_dir, "--prompt", prompt)
+        look = shell_line("matmix", "generate", config.run_dir, *config.task().writes_with, "--prompt", prompt)
         if config.model.fixed_length_mixers():
             look = shell_line("matmix", "show-mixer", config.run_dir, "--text", "TEXT")
         lines.append(f"Next: {look}, or {export}")

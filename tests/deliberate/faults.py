@@ -232,6 +232,13 @@ DATA = [
         "data/loading/test_masking.py::test_shares",
     ),
     Fault(
+        "a prediction of masked diffusion weighs the same at every rate",
+        "data/loading/masking.py",
+        "weights[place] = 1 / self.config.rate(self.seed, sample)",
+        "weights[place] = 2.0",
+        "data/loading/test_masking.py::test_samples_of_diffusion_have_rates_of_their_own",
+    ),
+    Fault(
         "all ranks read the share of the first",
         "data/loading/loader.py",
         "first = start + self.data_rank * self.rank_batch",

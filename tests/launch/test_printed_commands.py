@@ -23,7 +23,7 @@ PRODUCT = Path(matmix.__file__).parent
 ROOMS = ("data", "kernels", "launch", "model", "train")
 HOLE = "\0"  # where a value is put into a text
 AWKWARD = "it's my $HOME/a;b"
-METRICS = {"loss": 1.0, "chance_accuracy": 0.5}
+METRICS = {"loss": 1.0, "chance_accuracy": 0.5, "perplexity": 2.7, "masked_accuracy": 0.5}
 
 
 def paths_of(branches: dict[str, Branch], before: str = "") -> Iterator[str]:
@@ -107,9 +107,12 @@ def test_what_comes_after_a_preparation_is_read_back(tmp_path, monkeypatch, caps
     assert (verb.recipe, rest) == ("RECIPE.toml", ["--data.path", AWKWARD])
 
 
-@pytest.mark.parametrize("recipe", ["debug_mru", "debug_hydra"])
-def test_what_comes_after_a_training_is_read_back(recipe):
-    config = load_config(recipe, ["--run-dir", AWKWARD])
+@pytest.mark.parametrize(
+    ("recipe", "steps", "words"),
+    [("debug_mru", 0, []), ("debug_hydra", 0, []), ("debug_hydra", 64, ["--objective.name", "masked_diffusion"])],
+)
+def test_what_comes_after_a_training_is_read_back(recipe, steps, words):
+    config = load_config(recipe, ["--run-dir", AWKWARD, *words])
     ended = Result(
         step=1, steps_done=1, finished=True, stopped=False, signal=0, saved=True, unigram_entropy=None, metrics=METRICS
     )
@@ -117,4 +120,5 @@ def test_what_comes_after_a_training_is_read_back(recipe):
     look, export = line.removeprefix("Next: ").split(", or ")
     verb, _ = TREE.read(shlex.split(look)[1:])
     assert (verb.source, verb.prompt) == (AWKWARD, ("TEXT" if config.model.causal else "TEXT <mask> TEXT",))
+    assert verb.steps == steps
     assert TREE.read(shlex.split(export)[1:])[0].source == AWKWARD

@@ -88,6 +88,8 @@ class Task:
     loss_metric: ClassVar[Metric] = Metric(name="loss", title="loss", unit="nats per target")
     metrics: ClassVar[tuple[Metric, ...]] = ()
     """What else an evaluation finds and shows, the most telling first."""
+    writes_with: ClassVar[tuple[str, ...]] = ()
+    """Options of `matmix generate` that an encoder writes with."""
 
     captured: bool = False
     """Whether a CUDA graph holds `loss`, which then may not wait for the device."""

@@ -32,6 +32,7 @@ class MaskedDiffusion(MaskedLM):
     modalities = ("text",)
     target_share = 0.5
     loss_metric = Metric(name="loss", title="likelihood bound", unit="nats per token")
+    writes_with = ("--steps", "64")
 
     def asks(self, split: str) -> dict[str, DiffusionMasking]:
         return {"masking": DiffusionMasking(least=self.options.least)}
@@ -40,7 +41,7 @@ class MaskedDiffusion(MaskedLM):
         return int((batch.weights > 0).sum())
 
     def example_batch(self, inputs: Tensor) -> Batch:
-        weights = torch.full(inputs.shape, 1 / self.target_share)
+        weights = torch.full_like(inputs, 1 / self.target_share, dtype=torch.float32)
         return dataclasses.replace(super().example_batch(inputs), weights=weights)
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:

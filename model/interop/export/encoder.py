@@ -1,7 +1,9 @@
 """Encoders for transformers: AutoModel, AutoModelForMaskedLM, and classifiers."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import modeling_outputs
@@ -12,6 +14,7 @@ from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassi
 from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens, Texts
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.inputs import Count, class_loss, classification_loss, span_loss
+from matmix.model.interop.export.unmasking import fill_in
 
 
 class MatmixEncoderBase(MatmixPreTrainedModel):
@@ -89,6 +92,44 @@ class MatmixForMaskedLM(PredictsTokens, MatmixLabelledEncoder):
             # A negative number of places to fill cuts.
             self.model.head.bias = nn.Parameter(F.pad(self.model.head.bias.data, (0, missing)))
         return embeddings
+
+    @torch.no_grad()
+    def unmask(
+        self,
+        input_ids: Tensor,
+        *,
+        mask_token_id: int,
+        attention_mask: Tensor | None = None,
+        never: Sequence[int] = (),
+        steps: int = 64,
+        order: str = "random",
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> Tensor:
+        """Returns input_ids (B, L) with their masks filled in, as `fill_in` says, for models that masked diffusion has
+        trained. never: tokens that are not drawn, such as the tokenizer's all_special_ids; temperature: 0 = always the
+        likeliest; seed: of the first row, that of the next is one more, and so on."""
+        filled = input_ids.tolist()
+        for number, ids in enumerate(filled):
+            generator = torch.Generator().manual_seed(seed + number)
+            padding = None if attention_mask is None else attention_mask[number : number + 1]
+
+            def look(places: list[int], ids: list[int] = ids, padding: Tensor | None = padding) -> Tensor:
+                inputs = torch.tensor([ids], device=input_ids.device)
+                output = self(input_ids=inputs, attention_mask=padding, return_dict=True)
+                logits = output.logits[0, places].float().cpu()
+                logits[:, [mask_token_id, *never]] = float("-inf")
+                return logits
+
+            def draw(logits: Tensor, generator: torch.Generator = generator) -> Tensor:
+                if temperature == 0:
+                    return logits.argmax(1)
+                logits = (logits - logits.amax(1, keepdim=True)) / temperature
+                return torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+
+            places = [place for place, index in enumerate(ids) if index == mask_token_id]
+            fill_in(ids, places, look, draw, steps=steps, order=order, generator=generator)
+        return torch.tensor(filled, device=input_ids.device)
 
 
 # -- encoder heads --------------------------------------------------------------------------------

@@ -238,6 +238,19 @@ def check_language_model(folder: Path, saved: Path, tokenizer) -> None:
     check_tied(model)
 
 
+def check_unmasking(model, batch, tokenizer) -> None:
+    """Masks are filled in, the same alone and in a batch, and no other token changes."""
+    hidden, never = tokenizer.mask_token_id, tokenizer.all_special_ids
+    ids = torch.where(torch.arange(batch["input_ids"].shape[1]) == 2, hidden, batch["input_ids"])
+    options = {"mask_token_id": hidden, "never": never, "steps": 2, "temperature": 0.7, "seed": 3}
+    for order in ("random", "confidence"):
+        filled = model.unmask(ids, attention_mask=batch["attention_mask"], order=order, **options)
+        assert torch.equal(filled[ids != hidden], ids[ids != hidden])
+        assert not set(filled[ids == hidden].tolist()) & set(never)
+        alone = ids[:1, batch["attention_mask"][0].bool()]
+        assert torch.equal(model.unmask(alone, order=order, **options)[0], filled[0, : alone.shape[1]])
+
+
 def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     path = folder / "export"
     model, problems = load(AutoModelForMaskedLM, path)
@@ -256,6 +269,7 @@ def check_encoder(folder: Path, saved: Path, tokenizer) -> None:
     assert (batch["input_ids"][:, 0] == tokenizer.cls_token_id).all()
     assert batch["attention_mask"][0, -1] == 0
     assert model(**batch).logits.shape[:2] == batch["input_ids"].shape
+    check_unmasking(model, batch, tokenizer)
     backbone, problems = load(AutoModel, path)
     assert not problems, problems
     assert backbone(**batch).last_hidden_state.shape[-1] == backbone.config.hidden_size
