@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import re
+import tarfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,11 @@ class Source(abc.ABC):
     end: int | None
     """The offset at its end; None where only reading all of it would tell."""
 
+    @property
+    def place(self) -> str:
+        """Where another process finds it."""
+        return str(Path(self.path).resolve())
+
     def digest(self) -> str:
         """Returns a digest of the size and of the first and last 64 KiB, which tells versions of a file apart."""
         hashed = hashlib.sha256(str(self.bytes).encode())
@@ -92,12 +98,26 @@ class Source(abc.ABC):
         return places
 
 
+def braces(item: str) -> list[str]:
+    """Returns what lists in braces stand for: train-{00..02}.tar are three files. Raises ValueError (one line)."""
+    if "{" not in item:
+        return [item]
+    from webdataset.shardlists import expand_urls  # imports torch
+
+    try:
+        return expand_urls(item)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{item}: its lists in braces cannot be read ({one_line(error)})") from None
+
+
 def paths_of(item: str, missing: str) -> list[Path]:
-    """Returns the path that an argument names, or the sorted ones of a glob. Raises FileNotFoundError where there is
-    none, with `missing` around the path."""
+    """Returns the path that an argument names, those of a list in braces, or the sorted ones of a glob. Raises
+    FileNotFoundError where there is none, with `missing` around the path."""
     path = Path(item).expanduser()
     if path.exists():
         return [path]
+    if (listed := braces(item)) != [item]:
+        return [path for one in listed for path in paths_of(one, missing)]
     if not glob.has_magic(item):
         raise FileNotFoundError(missing.format(path))
     if not (paths := sorted(map(Path, glob.glob(str(path), recursive=True)))):
@@ -118,6 +138,22 @@ def open_parquet(path: str | Path, name: str, **options: object) -> Iterator[par
         raise
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise ValueError(f"{name} is damaged, or no .parquet file ({one_line(error)})") from error
+
+
+class WholeTar(tarfile.TarInfo):
+    """Headers of a tar file, for `tarfile.open(..., tarinfo=WholeTar)`. Without it a file that breaks off, or goes on
+    with something else, counts as one that ends there."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> WholeTar:
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.EOFHeaderError, tarfile.SubsequentHeaderError):
+            raise
+        except (tarfile.EmptyHeaderError, tarfile.TruncatedHeaderError):
+            raise tarfile.ReadError("it breaks off without the mark of its end") from None
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"there is no header at byte {archive.offset:,} ({error})") from None
 
 
 class ListedSource(Source):

@@ -87,7 +87,7 @@ class Parts:
                 "options": preparation.wanted,
                 "shared": {name: sha256_of(self.folder / name) for name in preparation.shared},
                 "names": preparation.names,
-                "paths": [str(Path(source.path).resolve()) for source in preparation.sources],
+                "paths": [source.place for source in preparation.sources],
                 "arguments": preparation.config.arguments(),
             }
 

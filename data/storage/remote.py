@@ -11,9 +11,9 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from matmix.data.artifacts import panics_as_errors
 from matmix.data.storage.files import errors_name
@@ -195,6 +195,17 @@ class RemoteFolder:
         with contextlib.suppress(FileNotFoundError):
             return self._do("read", name, lambda client, path: client.cat_file(path))
         return None
+
+    def size(self, name: str) -> int:
+        """Returns the bytes of a file. Raises FileNotFoundError, RemoteError."""
+        return int(self._do("read", name, lambda client, path: client.size(path)) or 0)
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[IO[bytes]]:
+        """Opens a file for reading from front to back. Raises FileNotFoundError, RemoteError; errors while it is read
+        are the client's."""
+        with self._do("read", name, lambda client, path: client.open(path, "rb")) as file:
+            yield file
 
     def download(self, name: str, target: Path, largest: int | None = None) -> None:
         """Fetches a file of at most `largest` bytes; `target` appears whole or not at all. Raises FileNotFoundError,

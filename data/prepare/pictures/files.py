@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from matmix.data.artifacts import artifact_name, check_utf8, errors_in_one_line, parse_json
 from matmix.data.images.decode import UnreadablePicture
-from matmix.data.prepare.base import ListedSource
+from matmix.data.prepare.base import ListedSource, WholeTar
 
 SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"})
 """Suffixes of files that are pictures, in lower case."""
@@ -179,7 +179,7 @@ class TarFile(PictureSource):
     @errors_in_one_line()
     def items(self) -> Sequence[Item]:
         try:
-            with tarfile.open(self.path, "r:") as tar:
+            with tarfile.open(self.path, "r:", tarinfo=WholeTar) as tar:
                 members = [m for m in tar if m.isreg()]
             if self.table is None:
                 return self._samples(members)

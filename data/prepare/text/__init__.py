@@ -19,8 +19,8 @@ class ReadOptions:
     """How records become documents."""
 
     text_field: str = "text"
-    """Field of .jsonl objects, or column of .parquet and .arrow files, that holds the text; meta.text is the field text
-    inside of meta."""
+    """Field of .jsonl objects, or column of .parquet, .arrow and MDS files, that holds the text; meta.text is the field
+    text inside of meta. Of a sample in a .tar file: text is its member .txt, others are members or fields of .json."""
     template: str = ""
     """The text as several fields or columns with what stands between them, such as '{title}\\n\\n{text}': \\n is a line
     break, {{ and }} are braces. It replaces text_field."""

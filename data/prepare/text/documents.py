@@ -14,9 +14,12 @@ def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
     """Yields the documents of a chunk in order, "" for one of white space only. Blank lines of .jsonl files give none.
     Raises ValueError at bytes that are not UTF-8, with file, line and byte."""
     options, line = chunk.source.options, chunk.start.line
+    # Bytes are a line or text of a file, (key, members) a sample of a tar file, other tuples the row of a table.
     for record in chunk.records:
         if isinstance(record, bytes):
             text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
+        elif isinstance(record[-1], dict):
+            text, line = _text_of_sample(*record, options, line), line + 1
         else:
             values = ["" if value is None else value for value in record]  # null is no text
             text, line = _joined(values, options, "column", line), line + 1
@@ -53,6 +56,28 @@ def _text_of_json(text: str, options: ReadOptions, line: int) -> str | Malformed
         if found is MISSING:
             return Malformed(line, f"no field {name!r} (its fields: {', '.join(list(value)[:8]) or 'none'})")
     return _joined(values, options, "field", line)
+
+
+def _text_of_sample(key: str, members: dict[str, bytes], options: ReadOptions, line: int) -> str | Malformed:
+    """Returns the text of a sample of a tar file: a field is a member by its suffix, or a field of the member .json."""
+    names = ["txt" if name == "text" and "text" not in members else name for name in options.fields]
+    fields, values = {}, []
+    if "json" in members and any(name not in members for name in names):
+        try:
+            fields = json.loads(members["json"])
+        except (ValueError, RecursionError) as error:
+            return Malformed(line, f"sample {key}: its member .json is not JSON ({error})")
+        if not isinstance(fields, dict):
+            return Malformed(line, f"sample {key}: its member .json is no object but {type(fields).__name__}")
+    for member, name in zip(names, options.fields, strict=True):
+        value = (
+            members[member] if member in members else field_of(fields, name) if isinstance(fields, dict) else MISSING
+        )
+        if value is MISSING:
+            known = ", ".join([*members, *(f"{field} in .json" for field in list(fields)[:8])])
+            return Malformed(line, f"sample {key} has no member or field {member!r} (it has: {known})")
+        values.append(value)
+    return _joined(values, options, "member", line)
 
 
 def field_of(value: dict[str, Any], name: str) -> object:

@@ -138,7 +138,7 @@ class TextPreparation(base.Preparation):
     @classmethod
     def advice(cls, met: Progress) -> str:
         reasons = [example["reason"] for example in met.examples[:3]]
-        if any(reason.startswith("no field") for reason in reasons):
+        if any(reason.startswith("no field") or " has no member or field " in reason for reason in reasons):
             return "name the field of the text with --text-field, "
         if met.malformed == met.records and any(reason.startswith("not ") for reason in reasons):
             return "give one object a line (jq -c '.[]' FILE makes them of a JSON array), "

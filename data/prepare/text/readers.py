@@ -13,10 +13,13 @@ from pathlib import Path
 from matmix.data.artifacts import check_utf8
 from matmix.data.corpora import bundled_path
 from matmix.data.prepare.base import paths_of
+from matmix.data.prepare.streams import find_streams, is_stream
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.compressed import DECODERS
+from matmix.data.prepare.text.mds import MdsShard, mds_files
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.prepare.text.tables import ArrowFile, ParquetFile, arrow_files
+from matmix.data.prepare.text.tars import TarFile
 from matmix.data.prepare.text.texts import TextFile
 
 _LINES = partial(TextFile, kind="jsonl")
@@ -27,9 +30,11 @@ READERS: dict[str, Callable[..., TextSource]] = {
     ".json": _LINES,
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
+    ".mds": MdsShard,  # also with a suffix of its compression
+    ".tar": partial(TarFile, compression=""),
 }
 """Suffix of a file -> what reads it, of name, path, size and `ReadOptions`."""
-_FOLDERS: Sequence[Callable[[Path], list[Path] | None]] = (arrow_files,)
+_FOLDERS: Sequence[Callable[[Path], list[Path] | None]] = (arrow_files, mds_files)
 """Each returns which files of a folder are read, where a library wrote it, and None for any other folder."""
 
 
@@ -43,6 +48,10 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
     sources: dict[str, TextSource] = {}
     ignored: list[str] = []
     for item in inputs:
+        if is_stream(item):
+            for url, size in find_streams(item):
+                sources.setdefault(url, TarFile(url, url, size, options or ReadOptions()))
+            continue
         before = len(ignored)
         paths = _expand(item)
         for path in paths:
@@ -57,13 +66,15 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
             is_file = Path(item).expanduser().is_file()
             what = "has a suffix that cannot be read" if is_file else "holds no file that can be read"
             raise ValueError(
-                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet or .arrow files"
+                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet, .arrow, .mds or .tar files"
             )
     return list(sources.values()), ignored
 
 
 def _reader(path: Path) -> Callable[..., TextSource] | None:
     suffix = path.suffix.lower()
+    if ".mds" in path.suffixes[-2:]:  # its index names the compression
+        return MdsShard
     compression = suffix if suffix in DECODERS else ""
     make = READERS.get(Path(path.stem).suffix.lower() if compression else suffix)
     if isinstance(make, partial):
@@ -75,8 +86,6 @@ def _expand(item: str) -> list[Path]:
     """Returns all files that an argument names, whatever their suffix."""
     if item.startswith("bundled:"):
         return [bundled_path(item.removeprefix("bundled:"))]
-    if "://" in item:
-        raise ValueError(f"{item} is a URL, and prepare reads files of this machine: download it first")
     files: list[Path] = []
     for path in paths_of(item, "data path {} does not exist"):
         if path.is_dir():

@@ -54,6 +54,21 @@ class Rows(TextSource):
         cuts = [rows * place // max(1, self.bytes) for place in places]
         return [row if row < rows else None for row in cuts]
 
+    def gathered(self, records: Iterable[tuple[Any, ...]], row: int) -> Iterator[list[tuple[Any, ...]]]:
+        """Yields records in portions. `row` rows of the file come before them."""
+        portion, size = [], 0
+        for number, record in enumerate(records, start=row + 1):
+            length = sum(map(len, record))
+            if length > self.options.longest_line:
+                raise self.too_long(f"row {number}")
+            portion.append(record)
+            size += length
+            if size >= CHUNK_BYTES:
+                yield portion
+                portion, size = [], 0
+        if portion:
+            yield portion
+
     def unknown_column(self, name: str, columns: Iterable[str]) -> ValueError:
         known = one_line(", ".join(columns))
         return ValueError(f"{self.name} has no column {name!r}; its columns are {known} (choose one with --text-field)")

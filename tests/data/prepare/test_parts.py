@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from failures import each
 from folders import Interruption, contents, interrupt_at
+from foreign import write_mds, write_tar
 from nightly import nightly
 
 from matmix.data.manifest import Manifest
@@ -67,7 +68,7 @@ def inputs(tmp_path):
 
 
 def write_inputs(folder):
-    """Files of five kinds; three lines of 240 are malformed, the last in the middle of a file."""
+    """Files of seven kinds; three lines of 300 are malformed, the last in the middle of a file."""
     folder.mkdir()
     lines = [json.dumps({"text": t}) for t in texts(100)]
     (folder / "a.jsonl").write_text("\n".join([*lines[:70], "{", "[]", *lines[70:90], "not json", *lines[90:]]))
@@ -76,6 +77,12 @@ def write_inputs(folder):
     table = pa.table({"text": texts(10, seed=3)})
     with pa.ipc.new_stream(str(folder / "c.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=3)
+    rows = [{"text": text, "id": i} for i, text in enumerate(texts(20, seed=4))]
+    write_mds(folder / "c2", rows, {"text": "str", "id": "int"}, zstd=True)
+    write_tar(
+        folder / "c3.tar",
+        {f"{i}.{suffix}": text for i, text in enumerate(texts(30, seed=5)) for suffix in ("txt", "cls")},
+    )
     (folder / "d.txt").write_text(" ".join(texts(20, seed=2)) + "\n")
     return folder
 

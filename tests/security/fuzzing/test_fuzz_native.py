@@ -62,6 +62,8 @@ def checkpoint(path):
     from matmix.model.interop import read_checkpoint
     read_checkpoint("mru-lm", path)
 
+arrow = parquet
+
 use, original, count, seed = globals()[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 raw, file = original.read_bytes(), original.with_name("changed" + original.suffix)
 for number in range(count):
@@ -87,6 +89,9 @@ def files(folder: Path) -> dict[str, Path]:
     wordlevel.save(str(folder / "tokenizer.json"))
     rows = [f"text of row {n} " * (n % 7) for n in range(300)]
     pq.write_table(pa.table({"text": rows}), folder / "a.parquet", row_group_size=100, compression="snappy")
+    table = pa.table({"text": pa.array(rows).dictionary_encode(), "of": pa.array([{"by": row} for row in rows])})
+    with pa.ipc.new_stream(str(folder / "a.arrow"), table.schema) as stream:
+        stream.write_table(table, max_chunksize=100)
     state = {"wte.weight": torch.randn(7, 32), "blocks.0.mru.x": torch.randn(4)}
     save_file(state, folder / "a.safetensors")
     torch.save(state, folder / "a.pt")
@@ -95,7 +100,10 @@ def files(folder: Path) -> dict[str, Path]:
     (folder / "model" / "tokenizer.model").write_bytes((path / "tokenizer" / "tokenizer.model").read_bytes())
     return {
         "tokenizer.model": folder / "model" / "tokenizer.model",
-        **{name: folder / name for name in ("tokenizer.json", "a.parquet", "a.safetensors", "a.pt", "legacy.pt")},
+        **{
+            name: folder / name
+            for name in ("tokenizer.json", "a.parquet", "a.arrow", "a.safetensors", "a.pt", "legacy.pt")
+        },
     }
 
 
@@ -110,6 +118,7 @@ def originals(tmp_path_factory):
         ("tokenizer", "tokenizer.model"),
         ("tokenizer", "tokenizer.json"),
         ("parquet", "a.parquet"),
+        ("arrow", "a.arrow"),
         ("checkpoint", "a.safetensors"),
         ("checkpoint", "a.pt"),
         ("checkpoint", "legacy.pt"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tomli_w
 import zstandard
+from foreign import write_mds, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
@@ -34,7 +35,9 @@ KINDS = {
     "a.jsonl.gz": gzip.compress(TEXT) + gzip.compress(TEXT),
     "a.txt.xz": lzma.compress(TEXT) + b"\0" * 4 + lzma.compress(TEXT),
     "a.jsonl.zst": zstandard.compress(TEXT) + zstandard.compress(TEXT),
+    "a.tar": b"",
 }
+TAR = {f"{n}.{suffix}": '{"text": "a line"}' for n in range(9) for suffix in ("txt", "json", "jpg")[n % 3 :]}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -42,7 +45,9 @@ KINDS = {
 @given(data=st.data())
 def test_input_files(tmp_path, name, data):
     file = tmp_path / name
-    file.write_bytes(data.draw(mutated(KINDS[name])))
+    if name == "a.tar":
+        write_tar(file, TAR)
+    file.write_bytes(data.draw(mutated(KINDS.get(name) or file.read_bytes())))
     cutting = data.draw(st.sampled_from(["file", "paragraph", "line", "separator"]))
     options = ReadOptions(
         text_documents=cutting, max_line_megabytes=0.01, max_document_chars=data.draw(st.sampled_from([0, 50]))
@@ -84,6 +89,27 @@ def test_what_cleaning_decided(tmp_path, data):
     (folder / "report.json").write_text(json.dumps(data.draw(mutated_json(report))))
     counts = works_or_is_one_line(lambda: read_report(tmp_path))
     assert counts is None or "\n" not in in_words(counts)
+
+
+@fuzz(60)
+@given(data=st.data())
+def test_mds_directories(tmp_path, data):
+    rows = [{"text": f"row {n} " * n, "id": n, "body": b"raw"} for n in range(20)]
+    zstd, column = data.draw(st.booleans()), data.draw(st.sampled_from(["text", "body"]))
+    folder = write_mds(tmp_path / f"{zstd}", rows, {"text": "str", "id": "int", "body": "bytes"}, zstd=zstd)
+    if data.draw(st.booleans()):
+        index = data.draw(mutated_json(json.loads((folder / "index.json").read_text())))
+        (folder / "index.json").write_text(json.dumps(index))
+    else:
+        shard = data.draw(st.sampled_from(sorted(folder.iterdir())))
+        shard.write_bytes(data.draw(mutated(shard.read_bytes())))
+
+    def read():
+        sources, _ = find_sources([str(folder)], ReadOptions(text_field=column))
+        for chunk in read_chunks(sources):
+            list(documents_of(chunk))
+
+    works_or_is_one_line(read)
 
 
 RECIPES = sorted({**bundled_recipes()}.values())[:6]
