@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 from matmix.data.prepare.base import braces
-from matmix.data.storage.remote import RemoteFolder, is_url
+from matmix.data.storage.remote import RemoteError, RemoteFolder, first_line, is_url, scratch_folder
+
+logger = logging.getLogger(__name__)
 
 _PIPE = "pipe:"
 # What a pipe counts as among other inputs, as nobody knows its size.
@@ -68,3 +74,25 @@ def stream_digest(url: str, size: int) -> str:
         file.seek(max(0, size - _ENDS))
         hashed.update(file.read(_ENDS))
     return hashed.hexdigest()
+
+
+def fetch_stream(url: str, size: int) -> Path:
+    """Returns a copy of a stream below MATMIX_SCRATCH, for sources that are read in any order; one of an earlier call
+    is taken if its size is right. size: as `find_streams` tells. Raises RemoteError, ValueError (one line)."""
+    path = scratch_folder("sources", url) / "copy.tar"
+    if path.is_file() and (url.startswith(_PIPE) or path.stat().st_size == size):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"part-{os.getpid()}")
+    logger.info(f"copying {url} to {path}")
+    try:
+        with open_stream(url) as stream, part.open("wb") as file:
+            shutil.copyfileobj(stream, file, 1 << 20)
+        os.replace(part, path)
+    except RemoteError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{url} cannot be read: {first_line(error)}") from error
+    finally:
+        part.unlink(missing_ok=True)
+    return path

@@ -18,6 +18,7 @@ from matmix.data.images.decode import UnreadablePicture
 from matmix.data.prepare.base import open_parquet, paths_of
 from matmix.data.prepare.pictures import PrepareImagesConfig, files
 from matmix.data.prepare.pictures.files import Item, Label, PictureSource
+from matmix.data.prepare.streams import fetch_stream, find_streams, is_stream
 
 _SHARDS = (".tar", ".parquet")
 _MOST_CLASSES = 1 << 20
@@ -35,6 +36,11 @@ def find_sources(inputs: Sequence[str], config: PrepareImagesConfig) -> list[Pic
         prefix = f"{item.partition(':')[0]}:"
         if any(name.startswith(prefix) for name in PACKAGED):
             raise ValueError(f"{item} is no set of pictures of a package; known: {packages}")
+        if is_stream(item):
+            for url, size in find_streams(item):
+                sources[url] = _source(fetch_stream(url, size), config)
+                sources[url].name = url
+            continue
         for path in paths_of(item, f"{{}} does not exist; give a folder, .tar or .parquet files, or {packages}"):
             shards = sorted(p for p in path.iterdir() if p.suffix in _SHARDS) if path.is_dir() else []
             for file in shards or [path]:

@@ -9,6 +9,7 @@ import tarfile
 import pytest
 from failures import each
 from foreign import write_tar
+from object_store import running_store
 
 from matmix.data.prepare.base import Malformed, Position, find_cuts, read_chunks
 from matmix.data.prepare.text import ReadOptions, sources
@@ -72,6 +73,19 @@ def test_where_they_lie(shards, monkeypatch, form):
         pieces = [documents(item, start=a, stop=b) for a, b in itertools.pairwise(cuts)]
         assert list(itertools.chain(*pieces)) == TEXTS
         assert all(pieces)
+
+
+@pytest.mark.slow
+def test_shards_in_an_object_store(tmp_path, shards, monkeypatch):
+    with running_store(monkeypatch) as store:
+        for path in tmp_path.glob("a-*.tar"):
+            store.put(f"set/{path.name}", path.read_bytes())
+        assert documents(f"{store.url}/set/a-{{00..01}}.tar") == TEXTS
+        found, _ = find_sources([f"{store.url}/set/a-00.tar"])
+        local, _ = find_sources([str(tmp_path / "a-00.tar")])
+        assert (found[0].bytes, found[0].digest()) == (local[0].bytes, local[0].digest())
+        with pytest.raises(FileNotFoundError, match=r"cannot read s3://.*/set/a-02\.tar: it does not exist"):
+            documents(f"{store.url}/set/a-02.tar")
 
 
 def test_samples_that_lack_something(tmp_path):
