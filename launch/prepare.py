@@ -102,7 +102,8 @@ class Prepare(_Verb):
     """
 
     inputs: _Inputs = ()
-    """Files (.txt; .jsonl, .ndjson or .json with one object a line; also .gz .xz .zst; .parquet), folders, globs, or
+    """Files (.txt; .jsonl, .ndjson or .json with one object a line; also .gz .xz .zst; .parquet), WebDataset .tar files
+    (also at URLs, or pipe:COMMAND), MDS directories, folders of `datasets`, folders, globs, lists in braces, or
     bundled:shakespeare, bundled:moby_dick."""
     tokenizer_only: bool = False
     """Only make the tokenizer that all parts share."""

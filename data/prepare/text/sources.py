@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from matmix.data.artifacts import one_line
 from matmix.data.prepare.base import Chunk, Position, Source
 from matmix.data.prepare.text import ReadOptions
@@ -95,6 +97,8 @@ class Table(Rows):
                 raise self.unknown_column(name, schema.names if "." not in name else leaves)
             if not _is_text(leaves[name]):
                 raise self.no_text(name, str(leaves[name]), texts)
+            if schema.names.count(place_of(name, schema.names)[0]) > 1:
+                raise ValueError(f"{self.name} has several columns {name!r}, of which one is meant: rename them")
 
     def rows_of(self, batch: pyarrow.RecordBatch, row: int, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         """Yields the rows of a batch that are wanted, in portions. `row` rows of the file come before the batch."""
@@ -103,7 +107,8 @@ class Table(Rows):
         for begin in range(max(0, start - row), min(batch.num_rows, stop - row), _BATCH):
             values = batch.slice(begin, min(_BATCH, stop - row - begin))
             columns = [_column(values, name) for name in self.options.fields]
-            sizes = sum(compute.fill_null(_lengths(column), 1).to_numpy(zero_copy_only=False) for column in columns)
+            lengths = (compute.fill_null(_lengths(column), 1).to_numpy(zero_copy_only=False) for column in columns)
+            sizes = sum(length.astype(np.int64) for length in lengths)
             if (sizes > self.options.longest_line).any():
                 raise self.too_long(f"row {row + begin + int((sizes > self.options.longest_line).argmax()) + 1}")
             first = size = 0
@@ -114,19 +119,18 @@ class Table(Rows):
                     first, size = end, 0
 
 
-def _leaves(schema: pyarrow.Schema) -> Iterator[tuple[str, pyarrow.DataType]]:
-    """Yields the names and types of columns and, as `column.field`, of what is nested in them."""
+def _leaves(schema: pyarrow.Schema, depth: int = 32) -> Iterator[tuple[str, pyarrow.DataType]]:
+    """Yields the names and types of columns and, as `column.field`, of what is nested in them, not deeper than that."""
     import pyarrow
 
     nested = []
     for field in schema:
         yield field.name, field.type
-        nested += [(field.name, field.type)] if pyarrow.types.is_struct(field.type) else []
+        nested += [(field.name, field.type)] if depth and pyarrow.types.is_struct(field.type) else []
     for name, kind in nested:  # at the end: a column of the same name goes first
         inner = pyarrow.schema([kind.field(i) for i in range(kind.num_fields)])
-        yield from (
-            (f"{name}.{below}", type_) for below, type_ in _leaves(inner) if f"{name}.{below}" not in schema.names
-        )
+        below = ((f"{name}.{inside}", type_) for inside, type_ in _leaves(inner, depth - 1))
+        yield from (leaf for leaf in below if leaf[0] not in schema.names)
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:
@@ -137,17 +141,20 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     return types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)
 
 
-def _column(batch: pyarrow.RecordBatch | pyarrow.StructArray, name: str) -> pyarrow.Array:
-    """Returns a column or, as `column.field`, what is nested in it; where the column is null, so is the field."""
+def place_of(name: str, columns: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the column that `column.field` means, the one with the longest name, and the fields inside of it."""
+    parts = name.split(".")
+    used = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in columns)
+    return ".".join(parts[:used]), parts[used:]
+
+
+def _column(batch: pyarrow.RecordBatch, name: str) -> pyarrow.Array:
+    """Returns a column, or what is nested in it; where the column is null, so is that."""
     import pyarrow.compute as compute
 
-    if (index := batch.schema.get_field_index(name)) >= 0:
-        return batch.column(index)
-    names = name.split(".")
-    for used in range(len(names) - 1, 0, -1):
-        if (index := batch.schema.get_field_index(".".join(names[:used]))) >= 0:
-            return compute.struct_field(batch.column(index), names[used:])
-    raise AssertionError(f"{name} was checked to be a column")
+    column, inside = place_of(name, batch.schema.names)
+    values = batch.column(batch.schema.get_field_index(column))
+    return compute.struct_field(values, inside) if inside else values
 
 
 def _lengths(column: pyarrow.Array) -> pyarrow.Array:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from matmix.data.artifacts import artifact_name, one_line, read_json
 from matmix.data.prepare.base import open_parquet
-from matmix.data.prepare.text.sources import Table
+from matmix.data.prepare.text.sources import Table, place_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -84,11 +84,12 @@ class ArrowFile(Table):
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         self.check_columns()
         row = 0
-        wanted = {name if name in self.schema().names else name.split(".")[0] for name in self.options.fields}
+        names = self.schema().names
+        wanted = sorted({place_of(name, names)[0] for name in self.options.fields})
         with self._batches() as (_, batches):
             for batch in batches:
                 if start < row + batch.num_rows and row < stop:
-                    kept = batch.select(sorted(wanted))
+                    kept = batch.select(wanted)
                     kept.validate(full=True)  # offsets of a foreign file may lead anywhere
                     yield from self.rows_of(kept, row, start, stop)
                 row += batch.num_rows
