@@ -99,7 +99,7 @@ def test_directories_that_streaming_wrote(tmp_path, compression):
     columns = {"text": "str", "id": "int", "body": "bytes", "a": "pkl", "j": "json", "x": "ndarray:int16"}
     with MDSWriter(out=str(tmp_path / "a"), columns=columns, compression=compression, size_limit=1 << 12) as out:
         for row in ROWS:
-            out.write({**row, "a": {1: 2}, "j": {"k": row["id"]}, "x": np.arange(row["id"], dtype=np.int16)})
+            out.write({**row, "a": {1: 2}, "j": {"k": row["id"]}, "x": np.arange(row["id"] + 1, dtype=np.int16)})
     assert len(list((tmp_path / "a").iterdir())) > 3
     assert documents(tmp_path / "a") == TEXTS
     assert documents(tmp_path / "a", text_field="body") == [text.upper() for text in TEXTS]

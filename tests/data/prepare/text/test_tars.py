@@ -26,7 +26,7 @@ def documents(*inputs, start=None, stop=None, **options):
 
 def members(texts=TEXTS, folder="set"):
     """Samples as captions of pictures have them; pickles are among them, which nobody may open."""
-    found = {"__info__.txt": "no sample", f"{folder}/.hidden.txt": "no sample"}
+    found = {"__meta__/0.txt": "no sample", f"{folder}/.hidden.txt": "no sample"}
     for i, text in enumerate(texts):
         key = f"{folder}/{i:04}"
         found[f"{key}.jpg"] = b"no picture" * 100
