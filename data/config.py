@@ -211,7 +211,8 @@ class ImagesConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
     path: str = ""
-    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://, file://, ...)."""
+    """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://, file://, ...); or
+    a folder that `matmix index` has described."""
     mixture: dict[str, float] = field(default_factory=dict)
     """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences (any scale)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from matmix.data.artifacts import artifact_name, fits, is_count, is_digest, one_line, parse_json, require
-from matmix.data.formats import FORMATS
-from matmix.data.formats.base import ShardInfo
+from matmix.data.formats import FORMATS, READ_ONLY
+from matmix.data.formats.base import ShardInfo, Stretch
+from matmix.data.formats.in_place import DTYPES
 
 MANIFEST_NAME = "manifest.json"
 MANIFEST_VERSION = 1
@@ -79,10 +80,11 @@ class Manifest:
 
     version: int = MANIFEST_VERSION
     format: str
-    """Format of the shards: a name in `FORMATS`."""
+    """Format of the shards: a name in `FORMATS` or `READ_ONLY`."""
     compression: Literal["zstd"] | None
     dtype: str
-    """uint16 or uint32 of tokens, uint8 of pictures, one of `OTHER_DTYPES` of other documents."""
+    """uint16 or uint32 of tokens, of those that others have written one of `DTYPES`, uint8 of pictures, one of
+    `OTHER_DTYPES` of other documents."""
     tokenizer: TokenizerInfo | None = None
     """None where the documents are pictures, as are the next two."""
     splits: dict[str, SplitInfo]
@@ -124,8 +126,9 @@ class Manifest:
             values["images"] = ImagesInfo(**{**images, **lists, "counts": counts})
         elif raw.get("facts") is None:
             values["tokenizer"] = TokenizerInfo(**raw["tokenizer"])
+        kind = Stretch if raw["format"] in READ_ONLY else ShardInfo
         values["splits"] = {
-            name: SplitInfo(**{**split, "shards": tuple(ShardInfo(**shard) for shard in split["shards"])})
+            name: SplitInfo(**{**split, "shards": tuple(kind(**shard) for shard in split["shards"])})
             for name, split in raw["splits"].items()
         }
         values["sources"] = tuple(raw["sources"])
@@ -189,9 +192,12 @@ def _check(manifest: Manifest) -> None:
     """Raises ValueError or TypeError, each one line, for a manifest that no preparation writes."""
     tokenizer, images = manifest.tokenizer, manifest.images
     tokens = ("uint16", "uint32") if manifest.facts is None else OTHER_DTYPES
+    if in_place := manifest.format in READ_ONLY:
+        require(tokenizer is not None, "tokenizer", None)
+        tokens = DTYPES
     for what, value, readable in (
-        ("format", manifest.format, tuple(FORMATS)),
-        ("compression", manifest.compression, ("zstd", None)),
+        ("format", manifest.format, (*FORMATS, *READ_ONLY)),
+        ("compression", manifest.compression, (None,) if in_place else ("zstd", None)),
         ("dtype", manifest.dtype, tokens if images is None else ("uint8",)),
         ("kind of tokenizer", "tokenizers" if tokenizer is None else tokenizer.kind, ("sentencepiece", "tokenizers")),
     ):
@@ -236,6 +242,8 @@ def _check(manifest: Manifest) -> None:
         for count in ("documents", "tokens"):
             if sum(getattr(shard, count) for shard in split.shards) != getattr(split, count):
                 raise ValueError(f"the shards of split {name} do not add up to its {count}")
+        for index in ("lengths.npy", "starts.npy") if in_place else ():
+            require(f"{name}/{index}" in manifest.files, f"files.{name}/{index}", None)
     for name, digest in manifest.files.items():
         artifact_name(name, "it", nested=True)
         require(is_digest(digest), f"files.{name}", digest)

@@ -35,6 +35,7 @@ _LAUNCH = {
 }
 VERBS = {
     "prepare": Branch("tokenise text into shards", "matmix.launch.prepare:Prepare"),
+    "index": Branch("use tokens that were made elsewhere, where they lie", "matmix.launch.prepare:Index"),
     "prepare-images": Branch("pictures with labels into shards", "matmix.launch.prepare:PrepareImages"),
     "recipes": Branch("list the recipes that come with matmix, or print one", "matmix.launch.listings:Recipes"),
     "train": Branch("train a recipe, or resume it (--dry-run: show its size and cost)", "matmix.train.entry:Train"),

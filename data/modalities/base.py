@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from matmix.data.config import DataConfig, datasets_of
+from matmix.data.formats import READ_ONLY
 from matmix.data.loading.rows import Facts, Opened, Reading
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
 from matmix.data.prepare.base import PrepareOptions
@@ -36,6 +37,8 @@ def shard_options(data: DataConfig) -> dict[str, Any]:
 def contents_digest(shards: TokenShards, *others: str) -> str:
     """Returns a digest of the contents of a split and of `others`, whatever path it lies at."""
     contents = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
+    if shards.manifest.format in READ_ONLY:  # those bytes do not say where documents lie
+        others += tuple(shards.manifest.files[f"{shards.split}/{name}"] for name in ("lengths.npy", "starts.npy"))
     return hashlib.sha256(json.dumps([*contents, *others]).encode()).hexdigest()[:16]
 
 

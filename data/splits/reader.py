@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.arrays import read_vector
-from matmix.data.formats import FORMATS
+from matmix.data.formats import FORMATS, format_of
 from matmix.data.formats.base import DamagedShard, OpenShard
 from matmix.data.storage.cache import hold_shard, make_room
 from matmix.data.storage.storage import Storage
@@ -73,7 +73,7 @@ class TokenShards:
         if split not in self.manifest.splits:
             known = ", ".join(self.manifest.splits) or "none"
             raise ValueError(f"{storage.path} has no split {split!r}; it has: {known}")
-        self.format, self.info = FORMATS[self.manifest.format], self.manifest.splits[split]
+        self.format, self.info = format_of(self.manifest.format), self.manifest.splits[split]
         self.verify, self.keep_open = verify, keep_open
         self.skip_damaged, self.cache_bytes = skip_damaged, cache_bytes
         self.n_shards = len(self.info.shards)
@@ -127,6 +127,7 @@ class TokenShards:
         verify = self.verify and number not in self._verified
         if self.format.reads_index and self._index is None:
             self._index = self.format.read_index(self.storage.file(f"{self.split}/index.json"), where)
+        index = self._starts_of(number) if self.format.reads_starts else self._index
         fetch = partial(self.storage.shard, self.split, shard, verify=verify)
         before = self.storage.published
         path, hold = hold_shard(self.storage.cache, fetch)
@@ -134,12 +135,19 @@ class TokenShards:
             suffixes = [known.suffix for known in {*FORMATS.values(), self.format}]
             make_room(self.storage.cache.parent, self.cache_bytes, suffixes)
         self._verified.add(number)
-        opened = self.format.open_shard(path, shard, dtype=self.manifest.dtype, where=where, index=self._index)
+        opened = self.format.open_shard(path, shard, dtype=self.manifest.dtype, where=where, index=index)
         opened.hold = hold
         return opened
 
+    def _starts_of(self, shard: int) -> np.ndarray:
+        """Returns int64 (documents,): the first byte of each document of a shard in the shard's file."""
+        if self._index is None:
+            name = f"{self.split}/starts.npy"
+            self._index = read_vector(self.storage.file(name), "int64", f"{self.storage.path}: {name}")
+        return self._index[self._starts[shard] : self._starts[shard + 1]]
+
     def _where(self, number: int) -> str:
-        return f"{self.storage.path}: shard {self.split}/{self.info.shards[number].file}"
+        return f"{self.storage.path}: {self.info.shards[number].called(self.split)}"
 
     @contextmanager
     def _remembering_damage(self, number: int) -> Iterator[None]:

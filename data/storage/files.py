@@ -71,7 +71,14 @@ def set_aside(path: Path) -> Path:
     return path.rename(next(aside for aside in names if not aside.exists()))
 
 
-def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file in hexadecimal."""
+def sha256_of(path: Path, offset: int = 0, size: int | None = None) -> str:
+    """Returns the SHA-256 of a file in hexadecimal, or of `size` bytes of it from `offset` on."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if size is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(offset)
+        digest = hashlib.sha256()
+        while size > 0 and (piece := file.read(min(size, 1 << 20))):
+            digest.update(piece)
+            size -= len(piece)
+        return digest.hexdigest()

@@ -19,6 +19,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from matmix.data.artifacts import artifact_path
+from matmix.data.formats import READ_ONLY
 from matmix.data.formats.base import DamagedShard, ShardInfo
 from matmix.data.manifest import MANIFEST_NAME, Manifest
 from matmix.data.storage import remote
@@ -33,6 +34,8 @@ _PIECE = 1 << 20
 _NPY_HEADER = 4096
 # Bound for files beside the shards whose size does not follow from the manifest.
 _LARGEST_FILE = 1 << 30
+_OTHER_INDEXED = "has another SHA-256 than its index says"
+_INDEX_AGAIN = "put the file back, or delete manifest.json and run `matmix index` again"
 _FETCH_AGAIN = "it is damaged or was changed; fetch or prepare the data again"
 _OTHER_HASH = f"has another SHA-256 than the manifest says, {_FETCH_AGAIN}"
 
@@ -58,6 +61,8 @@ class Storage:
             )
         raw = self._read_remote_manifest() if self.remote else (Path(path) / MANIFEST_NAME).read_bytes()
         self.manifest: Manifest = Manifest.parse(raw, path)
+        if self.remote and self.manifest.format in READ_ONLY:
+            raise ValueError(f"{path} holds an index of tokens that are read where they lie: copy its folder here")
         self.published = 0
         """Number of files that this process has put into the cache."""
         self._checked: set[str] = set()
@@ -120,15 +125,17 @@ class Storage:
 
     def _local_shard(self, split: str, shard: ShardInfo, verify: bool = True) -> Path:
         """Returns the path of a shard as a local dataset stores it; verify: compares its bytes with its digest."""
-        where = f"{self.path}: shard {split}/{shard.file}"
-        path = artifact_path(self.path, f"{split}/{shard.file}", self.path, nested=True)
+        (name, offset, file_bytes), where = shard.place(split), f"{self.path}: {shard.called(split)}"
+        in_place = self.manifest.format in READ_ONLY
+        again = _INDEX_AGAIN if in_place else "prepare the data again"
+        path = artifact_path(self.path, name, self.path, nested=True)
         if not path.is_file():
-            raise FileNotFoundError(f"{where} is missing; prepare the data again")
-        if (size := path.stat().st_size) != shard.bytes:
-            what = f"has {size} bytes instead of {shard.bytes}, it is truncated or was changed"
-            raise DamagedShard(where, f"{what}; prepare the data again")
-        if verify and sha256_of(path) != shard.sha256:
-            raise DamagedShard(where, _OTHER_HASH)
+            raise FileNotFoundError(f"{where} is missing; {again}")
+        if (size := path.stat().st_size) != file_bytes:
+            what = f"has {size} bytes instead of {file_bytes}, it is truncated or was changed"
+            raise DamagedShard(where, f"{what}; {again}")
+        if verify and sha256_of(path, offset, shard.bytes) != shard.sha256:
+            raise DamagedShard(where, f"{_OTHER_INDEXED}; {again}" if in_place else _OTHER_HASH)
         return path
 
     def shard(self, split: str, shard: ShardInfo, *, verify: bool = True) -> Path:

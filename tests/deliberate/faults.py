@@ -255,7 +255,7 @@ DATA = [
     Fault(
         "the hash of a shard is not compared",
         "data/storage/storage.py",
-        "if verify and sha256_of(path) != shard.sha256:",
+        "if verify and sha256_of(path, offset, shard.bytes) != shard.sha256:",
         "if False:",
         "data/splits/test_damaged_shards.py::test_a_damaged_shard_is_named",
     ),

@@ -115,10 +115,7 @@ class TextPreparation(base.Preparation):
         tokenizer = Tokenizer.load(out)
         if len(sums) != tokenizer.vocab_size:
             raise ValueError(f"{out}: {len(sums):,} sums do not fit a vocabulary of {tokenizer.vocab_size:,}")
-        write_vector(out / HISTOGRAM_NAME, "int64", len(sums), [sums.tobytes()])
-        facts = {name: getattr(tokenizer, name) for name in ("kind", "sha256", "vocab_size", "special")}
-        info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", **facts)
-        own = {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(sums)}
+        own = write_counts(out, tokenizer, sums)
         return {**own, "cleaning": cleaning.read_report(out)}
 
     @classmethod
@@ -143,6 +140,15 @@ class TextPreparation(base.Preparation):
         if met.malformed == met.records and any(reason.startswith("not ") for reason in reasons):
             return "give one object a line (jq -c '.[]' FILE makes them of a JSON array), "
         return ""
+
+
+def write_counts(out: Path, tokenizer: Tokenizer, counts: np.ndarray) -> dict[str, Any]:
+    """Writes the histogram of a dataset; returns the members of the manifest that describe tokens. counts: int64
+    (vocab_size,), how often each occurs in the training split."""
+    write_vector(out / HISTOGRAM_NAME, "int64", len(counts), [counts.tobytes()])
+    facts = {name: getattr(tokenizer, name) for name in ("kind", "sha256", "vocab_size", "special")}
+    info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", **facts)
+    return {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(counts)}
 
 
 def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, read: Reader, chunk: Chunk) -> Documents:

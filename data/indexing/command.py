@@ -1,0 +1,351 @@
+"""Describes files of tokens that were made elsewhere, so that they are read where they lie.
+
+    matmix index DIR --format megatron --tokenizer tokenizer.json
+
+Nothing is copied: DIR gets a manifest as of a prepared dataset, whose shards are stretches of the files there, a copy
+of the tokenizer, and for each split where its documents begin (`starts.npy`) and how long they are (`lengths.npy`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from matmix.data.arrays import write_vector
+from matmix.data.artifacts import artifact_path, shell_line
+from matmix.data.formats.base import LARGEST_SHARD, Stretch
+from matmix.data.indexing import LAYOUTS
+from matmix.data.indexing.base import Layout, Places, mapped
+from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
+from matmix.data.prepare.base import HASHES, hash_of
+from matmix.data.prepare.report import Report
+from matmix.data.prepare.text.preparation import HISTOGRAM_NAME, write_counts
+from matmix.data.storage.files import sha256_of, write_atomic
+from matmix.data.storage.remote import is_url, refuse_secrets
+from matmix.data.tokenizer import Tokenizer
+
+STRETCH_BYTES = 64 << 20
+"""Bytes of a stretch, unless its only document is longer: what is verified and shuffled together."""
+# Tokens of a stretch that are decoded to count the bytes of its text; of longer stretches the rest is estimated.
+_DECODED = 1 << 16
+_OURS = ("lengths.npy", "starts.npy", HISTOGRAM_NAME)
+_FRACTION = 0.01
+_END_BYTES = 1 << 16
+
+
+class _Piece(NamedTuple):
+    """A stretch of a file with its documents."""
+
+    shard: Stretch
+    starts: np.ndarray
+    """int64 (documents,): first byte of each in the file."""
+    lengths: np.ndarray
+    """int64 (documents,): tokens of each."""
+    documents: list[np.ndarray]
+    """The ids of each."""
+
+
+@dataclass
+class _Split:
+    """What was found of a split."""
+
+    counts: np.ndarray
+    """int64 (vocab_size,): how often each id occurs."""
+    shards: list[Stretch] = field(default_factory=list)
+    starts: list[np.ndarray] = field(default_factory=list)
+    lengths: list[np.ndarray] = field(default_factory=list)
+    decoded: int = 0
+    """Tokens that were decoded, to so many bytes of text:"""
+    decoded_bytes: int = 0
+
+    def add(self, piece: _Piece, chosen: np.ndarray, tokenizer: Tokenizer) -> None:
+        """Adds some documents of a piece. chosen: their numbers, int64 (n,)."""
+        if not len(chosen):
+            return
+        starts, lengths = piece.starts[chosen], piece.lengths[chosen]
+        self.shards.append(replace(piece.shard, documents=len(chosen), tokens=int(lengths.sum())))
+        self.starts.append(starts)
+        self.lengths.append(lengths)
+        documents = [piece.documents[number] for number in chosen]
+        self.counts += np.bincount(np.concatenate(documents), minlength=len(self.counts))
+        left = _DECODED
+        for document in documents:
+            part = document[:left].tolist()
+            self.decoded += len(part)
+            self.decoded_bytes += len(tokenizer.decode(part).encode())
+            left -= len(part)
+            if not left:
+                break
+
+    def info(self) -> SplitInfo:
+        tokens = sum(shard.tokens for shard in self.shards)
+        return SplitInfo.of(self.shards, round(self.decoded_bytes * tokens / max(1, self.decoded)))
+
+
+def index(
+    folder: str,
+    *,
+    format: str,
+    tokenizer: str,
+    end: str = "eos",
+    dtype: str = "",
+    validation: str = "",
+    validation_fraction: float | None = None,
+) -> Manifest:
+    """Writes the manifest of the files in a folder, and says on stdout what it holds. Arguments: as the fields of
+    `matmix index`. Raises FileNotFoundError and ValueError (one line) for files that are damaged or do not fit."""
+    for option, value in (("DIR", folder), ("tokenizer", tokenizer), ("validation", validation)):
+        refuse_secrets(value, f"index: {option}")
+    root = _folder(folder)
+    if format not in LAYOUTS:
+        raise ValueError(f"index: format must be one of {', '.join(LAYOUTS)}, got {format!r}")
+    if not tokenizer:
+        raise ValueError("index: no --tokenizer is given: name the one that made the tokens")
+    if validation and validation_fraction is not None:
+        raise ValueError("index: --validation and --validation-fraction are both given: keep one of them")
+    fraction = _FRACTION if validation_fraction is None and not validation else validation_fraction or 0.0
+    if not 0 <= fraction < 1:
+        raise ValueError(f"index: validation-fraction must be in [0, 1), got {fraction}")
+    words = Tokenizer.load(tokenizer)
+    layout = LAYOUTS[format](end=_end_id(end, words), dtype=dtype, vocab_size=words.vocab_size)
+    paths = _find_files(root, layout)
+    held_out = {path for path in paths if validation and _matches(path.relative_to(root).as_posix(), validation)}
+    if validation and not held_out:
+        raise FileNotFoundError(f"no file of tokens in {root} matches --validation {validation}")
+    inputs = [(name, name.stat().st_size, _digest(name)) for path in paths for name in layout.files(path)]
+    wanted = {
+        "layout": format,
+        "end": layout.end,
+        "dtype": dtype,
+        "validation": validation,
+        "validation_fraction": fraction,
+        "tokenizer": words.sha256,
+        "inputs": [[path.relative_to(root).as_posix(), size, digest] for path, size, digest in inputs],
+    }
+    when = "earlier, with the same files and options: nothing to do"
+    if (root / MANIFEST_NAME).exists():
+        manifest = Manifest.load(root)
+        if manifest.options != wanted:
+            raise ValueError(
+                f"{root} holds the manifest of another dataset, or of these files before they were changed; delete "
+                f"{root / MANIFEST_NAME} to index them anew"
+            )
+    else:
+        when = "now"
+        manifest = _index(root, layout, paths, held_out, words, wanted)
+    _summarise(root, manifest, when)
+    return manifest
+
+
+def _folder(folder: str) -> Path:
+    if not folder:
+        raise ValueError("no folder given: matmix index DIR --format FORMAT --tokenizer FILE")
+    if is_url(folder):
+        raise ValueError(f"index: tokens are read where they lie, in a folder of this machine, not at {folder}")
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder")
+    return root
+
+
+def _end_id(end: str, tokenizer: Tokenizer) -> int | None:
+    """Returns the id of --end: none, an id, or the role of a special token."""
+    if end == "none":
+        return None
+    index = int(end) if end.isdecimal() else tokenizer.special.get(end)
+    if index is None:
+        known = ", ".join(name for name, value in tokenizer.special.items() if value is not None)
+        raise ValueError(f"index: the tokenizer has no end token {end!r}: give --end an id, none, or one of {known}")
+    if index >= tokenizer.vocab_size:
+        raise ValueError(f"index: --end {index} is outside of the {tokenizer.vocab_size:,} ids of {tokenizer.path}")
+    return index
+
+
+def _find_files(root: Path, layout: Layout) -> list[Path]:
+    found = [path for path in sorted(root.rglob("*")) if path.suffix in layout.suffixes and path.name not in _OURS]
+    found = [path for path in found if path.is_file() and "tokenizer" not in path.relative_to(root).parts[:-1]]
+    if not found:
+        packed = next((path for path in root.rglob("*.mds.*")), None) if ".mds" in layout.suffixes else None
+        hint = f"; {packed.name} is compressed: decompress such files first" if packed else ""
+        raise FileNotFoundError(f"{root} holds no {' or '.join(layout.suffixes)} file{hint}")
+    # Refuses what no manifest could name, and links, which may lead elsewhere.
+    return [artifact_path(root, path.relative_to(root).as_posix(), root, nested=True) for path in found]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern.rstrip('/')}/*")
+
+
+def _digest(path: Path) -> str:
+    """Returns a digest of both ends of a file, which tells versions of it apart."""
+    ends = sha256_of(path, 0, _END_BYTES), sha256_of(path, max(0, path.stat().st_size - _END_BYTES), _END_BYTES)
+    return hashlib.sha256("".join(ends).encode()).hexdigest()
+
+
+def _index(
+    root: Path, layout: Layout, paths: Sequence[Path], held_out: set[Path], tokenizer: Tokenizer, wanted: dict[str, Any]
+) -> Manifest:
+    """Reads all files once, and writes the index. held_out: files of the validation split alone."""
+    if not os.access(root, os.W_OK):
+        raise ValueError(f"{root} cannot be written to: the index lies beside the files")
+    fraction = wanted["validation_fraction"]
+    names = ["train"] * (len(held_out) < len(paths)) + ["validation"] * bool(fraction or held_out)
+    splits = {name: _Split(np.zeros(tokenizer.vocab_size, np.int64)) for name in names}
+    sizes = {path: path.stat().st_size for path in paths}
+    dtype, documents, empty, done, made = None, {}, 0, 0, 0
+    with Report("indexing", sum(sizes.values())) as report:
+        for path in paths:
+            places = layout.places(path)
+            dtype = places.dtype if dtype is None else dtype
+            _check_dtype(path, places.dtype, paths[0], dtype, tokenizer)
+            places, dropped = _without_ends(path, places, layout.end)
+            empty += dropped
+            documents[path.relative_to(root).as_posix()] = len(places.lengths)
+            for piece in _pieces(root, path, places):
+                _check_ids(path, piece, tokenizer)
+                least = HASHES if path in held_out else int(fraction * HASHES)
+                hashes = (hash_of(one) if 0 < least < HASHES else 0 for one in piece.documents)
+                is_held_out = np.array([value < least for value in hashes])
+                for name, split in splits.items():
+                    split.add(piece, np.flatnonzero(is_held_out == (name == "validation")), tokenizer)
+                made += piece.shard.tokens
+                report.update(done + piece.shard.offset + piece.shard.bytes, made)
+            done += sizes[path]
+    total = sum(documents.values())
+    if not total:
+        raise ValueError(f"there is no document in the {len(paths)} files of {root}")
+    for name, split in splits.items():
+        if not split.shards:
+            hint = f" at a validation fraction of {fraction:g}; give another, 0 for none" if fraction else ""
+            raise ValueError(f"the {name} split got none of the {total:,} documents{hint}")
+    return _write(root, tokenizer, splits, documents, empty, wanted, dtype)
+
+
+def _check_dtype(path: Path, dtype: np.dtype, first: Path, wanted: np.dtype, tokenizer: Tokenizer) -> None:
+    if dtype != wanted:
+        raise ValueError(f"{path} holds {dtype.name}, and {first} {wanted.name}: index them in folders of their own")
+    if tokenizer.vocab_size > 1 << 8 * dtype.itemsize:
+        raise ValueError(
+            f"{path} holds {dtype.name}, which has not the {tokenizer.vocab_size:,} ids of {tokenizer.path}: name the "
+            "tokenizer that made the tokens"
+        )
+
+
+def _without_ends(path: Path, places: Places, end: int | None) -> tuple[Places, int]:
+    """Returns the places without the end token of documents that have it, and without documents that are empty then;
+    and how many those are."""
+    lengths = places.lengths.copy()
+    full = np.flatnonzero(lengths)
+    if end is not None and len(full):
+        item = places.dtype.itemsize
+        lasts = places.starts[full] + (lengths[full] - 1) * item
+        data, ids = np.frombuffer(mapped(path), np.uint8), np.zeros(len(full), np.int64)
+        for byte in range(item):
+            ids |= data[lasts + byte].astype(np.int64) << (8 * byte)
+        lengths[full[ids == end]] -= 1
+    kept = np.flatnonzero(lengths)
+    if len(kept) and int(lengths.max()) * places.dtype.itemsize > LARGEST_SHARD:
+        raise ValueError(f"{path}: a document of {int(lengths.max()):,} tokens is too long; cut it")
+    return Places(dtype=places.dtype, starts=places.starts[kept], lengths=lengths[kept]), len(lengths) - len(kept)
+
+
+def _pieces(root: Path, path: Path, places: Places) -> Iterator[_Piece]:
+    """Yields the stretches of a file, each of whole documents."""
+    data, at = mapped(path), 0
+    ends = places.starts + places.lengths * places.dtype.itemsize
+    while at < len(ends):
+        begin = int(places.starts[at])
+        stop = max(at + 1, int(ends.searchsorted(begin + STRETCH_BYTES, side="right")))
+        starts, lengths = places.starts[at:stop], places.lengths[at:stop]
+        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+        documents = [np.frombuffer(data, places.dtype, length, start) for start, length in pairs]
+        raw = data[begin : int(ends[stop - 1])]
+        size, digest = len(raw), hashlib.sha256(raw).hexdigest()
+        shard = Stretch(
+            file=path.relative_to(root).as_posix(),
+            offset=begin,
+            file_bytes=len(data),
+            documents=len(documents),
+            tokens=int(lengths.sum()),
+            bytes=size,
+            raw_bytes=size,
+            sha256=digest,
+            raw_sha256=digest,
+        )
+        yield _Piece(shard, starts, lengths, documents)
+        at = stop
+
+
+def _check_ids(path: Path, piece: _Piece, tokenizer: Tokenizer) -> None:
+    ids = np.concatenate(piece.documents)
+    bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
+    if len(bad):
+        number = int(np.cumsum(piece.lengths).searchsorted(bad[0], side="right"))
+        raise ValueError(
+            f"{path}: the document at byte {int(piece.starts[number]):,} holds the id {int(ids[bad[0]])}, outside of "
+            f"the {tokenizer.vocab_size:,} ids of {tokenizer.path}: name the tokenizer that made the tokens, and the "
+            "right --dtype where the file does not say it"
+        )
+
+
+def _write(
+    root: Path,
+    tokenizer: Tokenizer,
+    splits: dict[str, _Split],
+    documents: dict[str, int],
+    empty: int,
+    wanted: dict[str, Any],
+    dtype: np.dtype,
+) -> Manifest:
+    """Writes the files of the index beside those of the tokens, the manifest last. documents: in each file."""
+    for name in ("tokenizer.model", "tokenizer.json"):
+        path = root / "tokenizer" / name
+        if path.exists() and (name != tokenizer.file_name or path.read_bytes() != tokenizer.raw):
+            raise ValueError(
+                f"{path} is not the tokenizer that was given: name it as --tokenizer, or move it elsewhere"
+            )
+    tokenizer.save(root / "tokenizer")
+    train = splits.get("train", _Split(np.zeros(tokenizer.vocab_size, np.int64)))
+    own, files = write_counts(root, tokenizer, train.counts), [HISTOGRAM_NAME]
+    infos = {name: split.info() for name, split in splits.items()}
+    for name, split in splits.items():
+        (root / name).mkdir(exist_ok=True)
+        for what, kind, pieces in (("lengths", "<u4", split.lengths), ("starts", "<i8", split.starts)):
+            files.append(f"{name}/{what}.npy")
+            write_vector(root / files[-1], kind, infos[name].documents, (one.astype(kind).tobytes() for one in pieces))
+    manifest = Manifest(
+        format="in_place",
+        compression=None,
+        dtype=dtype.name,
+        splits=infos,
+        sources=tuple(
+            {"path": name, "bytes": size, "digest": digest, "documents": documents.get(name, 0)}
+            for name, size, digest in wanted["inputs"]
+        ),
+        malformed={"count": 0, "records": sum(documents.values()) + empty, "examples": []},
+        empty_documents=empty,
+        options=wanted,
+        files={name: sha256_of(root / name) for name in files},
+        **own,
+    )
+    write_atomic(root / MANIFEST_NAME, manifest.to_json().encode())
+    return manifest
+
+
+def _summarise(root: Path, manifest: Manifest, when: str) -> None:
+    lines = [f"indexed {root} ({manifest.options['layout']}, {manifest.dtype}) {when}; no token was copied"]
+    for name, split in manifest.splits.items():
+        lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens")
+    info, most = manifest.tokenizer, max(manifest.splits.values(), key=lambda split: split.tokens)
+    rate = f"{most.bytes / max(1, most.tokens):.2f} bytes a token"
+    lines.append(f"  tokenizer   {info.kind}, {info.vocab_size:,} ids, {rate}")
+    if manifest.empty_documents:
+        lines.append(f"  empty       {manifest.empty_documents:,} documents without tokens were left out")
+    print(*lines, f"next: {shell_line('matmix', 'train', 'RECIPE.toml', '--data.path', root)}", sep="\n", flush=True)

@@ -1,0 +1,90 @@
+"""Whatever files of tokens and their indices hold: they are read, or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import token_files
+from hostile_data import signed
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
+
+from matmix.data.indexing.command import index
+from matmix.data.manifest import Manifest
+from matmix.data.splits.reader import open_dataset
+
+TEXTS = token_files.documents(12, longest=9)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return str(token_files.write_tokenizer(tmp_path_factory.mktemp("words")))
+
+
+def files(folder):
+    """One small file of each kind, and the index of the first."""
+    token_files.write_megatron(folder / "a.bin", [[[*text, token_files.END]] for text in TEXTS])
+    token_files.write_flat(folder / "b.npy", TEXTS, header=True)
+    token_files.write_mds(folder / "bytes", TEXTS, "bytes", "<i8")
+    token_files.write_mds(folder / "arrays", TEXTS, "ndarray:int32", "int32")
+    names = {"a.idx": "megatron", "a.bin": "megatron", "b.npy": "flat"}
+    names |= {f"{kind}/shard.00000.mds": "mds" for kind in ("bytes", "arrays")}
+    return {name: (layout, (folder / name).read_bytes()) for name, layout in names.items()}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    return files(tmp_path_factory.mktemp("originals"))
+
+
+def read_everything(folder):
+    for split in Manifest.load(folder).splits:
+        shards = open_dataset(str(folder), split, verify=False)
+        for shard in range(shards.n_shards):
+            for number in range(len(shards.lengths(shard))):
+                yield shards.read(shard, number)
+
+
+@fuzz(120)
+@given(data=st.data())
+def test_files_of_tokens(originals, tokenizer, tmp_path, data):
+    name = data.draw(st.sampled_from(sorted(originals)))
+    layout, raw = originals[name]
+    folder = tmp_path / "home"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / name).parent.mkdir(parents=True)
+    for other in ("a.idx", "a.bin") if layout == "megatron" else ():
+        (folder / other).write_bytes(originals[other][1])
+    (folder / name).write_bytes(data.draw(mutated(raw) | mutated(raw[:400]).map(lambda head: head + raw[400:])))
+
+    def use():
+        index(str(folder), format=layout, tokenizer=tokenizer, validation_fraction=0.0)
+        assert all(ids.min() >= 0 and ids.max() < token_files.VOCAB_SIZE for ids in read_everything(folder))
+
+    works_or_is_one_line(use)
+    assert {path.name for path in tmp_path.iterdir()} == {"home"}
+
+
+@pytest.fixture(scope="module")
+def dataset(originals, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("indexed") / "data"
+    folder.mkdir()
+    for name in ("a.idx", "a.bin"):
+        (folder / name).write_bytes(originals[name][1])
+    index(str(folder), format="megatron", tokenizer=tokenizer, validation_fraction=0.3)
+    return folder
+
+
+@fuzz(80)
+@given(data=st.data())
+def test_manifests_of_indices(dataset, tmp_path, data):
+    raw = (dataset / "manifest.json").read_bytes()
+    changed = data.draw(mutated(raw) | mutated_json(json.loads(raw)).map(lambda values: signed(values).encode()))
+    folder = tmp_path / "home"
+    if not folder.exists():
+        shutil.copytree(dataset, folder)
+    (folder / "manifest.json").write_bytes(changed)
+    works_or_is_one_line(lambda: list(read_everything(folder)))

@@ -1,0 +1,76 @@
+"""Files of tokens as other programs write them; by hand, from the descriptions of their formats."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, models
+
+END, VOCAB_SIZE = 3, 97
+_CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
+
+
+def documents(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    """Documents of ordinary tokens, all different."""
+    draw = np.random.default_rng(seed)
+    return [
+        [number % 80 + 7, *draw.integers(7, VOCAB_SIZE, draw.integers(1, longest)).tolist()] for number in range(count)
+    ]
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """tokenizer.json of a word a number; the token 3 ends a text."""
+    names = ["<pad>", "<unk>", "<s>", "</s>", "[CLS]", "[SEP]", "[MASK]"]
+    vocab = {name: number for number, name in enumerate([*names, *(f"w{number}" for number in range(7, VOCAB_SIZE))])}
+    made = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def write_megatron(stem: Path, texts: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16") -> Path:
+    """NAME.bin and NAME.idx. texts: of each document its sequences."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    sequences = [sequence for text in texts for sequence in text]
+    raw = [np.array(sequence, np.dtype(dtype).newbyteorder("<")).tobytes() for sequence in sequences]
+    stem.with_suffix(".bin").write_bytes(b"".join(raw))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", _CODES[dtype])
+    index += struct.pack("<QQ", len(sequences), len(texts) + 1)
+    index += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
+    first = 0
+    for one in raw:
+        index += struct.pack("<q", first)
+        first += len(one)
+    number = 0
+    for text in [[], *texts]:
+        number += len(text)
+        index += struct.pack("<q", number)
+    stem.with_suffix(".idx").write_bytes(index)
+    return stem.with_suffix(".bin")
+
+
+def write_flat(path: Path, texts: Sequence[Sequence[int]], dtype: str = "<u2", *, header: bool = False) -> Path:
+    """The ids of all texts, with the end token behind each. header: numpy's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = np.array([token for text in texts for token in [*text, END]], dtype)
+    if header:
+        np.save(path, ids)
+    else:
+        path.write_bytes(ids.tobytes())
+    return path
+
+
+def write_mds(folder: Path, texts: Sequence[Sequence[int]], encoding: str, dtype: str) -> None:
+    """Shards of a few texts with a name and a number beside the tokens, by streaming's own writer."""
+    from streaming import MDSWriter
+
+    columns = {"name": "str", "number": "int", "tokens": encoding}
+    with MDSWriter(columns=columns, out=str(folder), compression=None, size_limit=3000) as writer:
+        for number, text in enumerate(texts):
+            ids = np.array(text, dtype)
+            tokens = ids.tobytes() if encoding == "bytes" else ids
+            writer.write({"name": "x" * (number % 5), "number": number, "tokens": tokens})
