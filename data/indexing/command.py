@@ -118,7 +118,7 @@ def index(
     paths = _find_files(root, layout)
     held_out = {path for path in paths if validation and _matches(path.relative_to(root).as_posix(), validation)}
     if validation and not held_out:
-        raise FileNotFoundError(f"no file of tokens in {root} matches --validation {validation}")
+        raise FileNotFoundError(f"no file of tokens in {root} matches the --validation pattern {validation}")
     inputs = [(name, name.stat().st_size, _digest(name)) for path in paths for name in layout.files(path)]
     wanted = {
         "layout": format,
@@ -164,7 +164,9 @@ def _end_id(end: str, tokenizer: Tokenizer) -> int | None:
         known = ", ".join(name for name, value in tokenizer.special.items() if value is not None)
         raise ValueError(f"index: the tokenizer has no end token {end!r}: give --end an id, none, or one of {known}")
     if index >= tokenizer.vocab_size:
-        raise ValueError(f"index: --end {index} is outside of the {tokenizer.vocab_size:,} ids of {tokenizer.path}")
+        raise ValueError(
+            f"index: the id {index} of --end is outside of the {tokenizer.vocab_size:,} ids of {tokenizer.path}"
+        )
     return index
 
 

@@ -245,7 +245,10 @@ def test_bad_files_are_one_line_and_leave_nothing(name, tmp_path, capsys):
         (["{in}", "--format", "flat", "--tokenizer", "{tok}", "--end", "97"], "outside of the 97 ids"),
         (["{in}", "--format", "flat", "--tokenizer", "{tok}", "--end", "eot"], "no end token 'eot'"),
         (["{in}", "--format", "flat", "--tokenizer", "{tok}", "--dtype", "float32"], "float32, which is none of"),
-        (["{in}", "--format", "flat", "--tokenizer", "{tok}", "--validation", "v*"], "matches --validation v*"),
+        (
+            ["{in}", "--format", "flat", "--tokenizer", "{tok}", "--validation", "v*"],
+            "matches the --validation pattern v*",
+        ),
         (
             [
                 "{in}",
