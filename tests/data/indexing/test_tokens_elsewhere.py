@@ -98,7 +98,7 @@ def test_the_documents_are_those_of_the_files_which_stay_as_they_are(name, tmp_p
 
 def test_batches_are_those_of_a_prepared_dataset_on_any_ranks(tmp_path, data, monkeypatch):
     monkeypatch.setattr(command, "STRETCH_BYTES", 1 << 20)
-    prepared = data.write(tmp_path / "prepared", TEXTS, shard_documents=1000)
+    prepared = data.write(tmp_path / "prepared", TEXTS, format="webdataset", shard_documents=1000)
     write_megatron(tmp_path / "m" / "a.bin", with_end(TEXTS))
     indexed(tmp_path / "m", validation_fraction=0.0)
     write_flat(tmp_path / "f" / "a.bin", TEXTS)
@@ -292,6 +292,21 @@ def test_an_index_is_of_a_folder_here_and_its_borders_belong_to_a_saved_position
     (tmp_path / "a" / "train" / "starts.npy").write_bytes((tmp_path / "b" / "train" / "starts.npy").read_bytes())
     with pytest.raises(ValueError, match=r"train/starts\.npy has another SHA-256"):
         read_all(tmp_path / "a", "train")
+
+
+@pytest.mark.slow  # imports streaming as a whole
+@pytest.mark.parametrize("encoding", ["bytes", "ndarray:int32", "ndarray:uint16:9"])
+def test_shards_by_streaming_itself(encoding, tmp_path):
+    from streaming import MDSWriter
+
+    texts = [(text * 9)[:9] for text in TEXTS] if encoding.endswith("9") else TEXTS
+    dtype = encoding.split(":")[1] if ":" in encoding else "int64"
+    with MDSWriter(columns={"id": "str", "tokens": encoding}, out=str(tmp_path / "a"), size_limit=3000) as writer:
+        for number, text in enumerate(texts):
+            ids = np.array(text, dtype)
+            writer.write({"id": str(number), "tokens": ids.tobytes() if encoding == "bytes" else ids})
+    indexed(tmp_path, "mds", validation_fraction=0.0)
+    assert read_all(tmp_path, "train") == texts
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,12 +66,31 @@ def write_flat(path: Path, texts: Sequence[Sequence[int]], dtype: str = "<u2", *
 
 
 def write_mds(folder: Path, texts: Sequence[Sequence[int]], encoding: str, dtype: str) -> None:
-    """Shards of a few texts with a name and a number beside the tokens, by streaming's own writer."""
-    from streaming import MDSWriter
-
-    columns = {"name": "str", "number": "int", "tokens": encoding}
-    with MDSWriter(columns=columns, out=str(folder), compression=None, size_limit=3000) as writer:
-        for number, text in enumerate(texts):
-            ids = np.array(text, dtype)
-            tokens = ids.tobytes() if encoding == "bytes" else ids
-            writer.write({"name": "x" * (number % 5), "number": number, "tokens": tokens})
+    """Shards of MDS with twenty texts each, and a name and a number beside the tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(
+        {
+            "column_encodings": ["str", "int", encoding],
+            "column_names": ["name", "number", "tokens"],
+            "column_sizes": [None, 8, None],
+            "compression": None,
+            "format": "mds",
+            "hashes": [],
+            "size_limit": 3000,
+            "version": 2,
+        },
+        sort_keys=True,
+    ).encode()
+    for shard in range(-(-len(texts) // 20)):
+        samples = []
+        for number, text in enumerate(texts[20 * shard : 20 * shard + 20]):
+            name, tokens = b"x" * (number % 5), np.array(text, dtype).tobytes()
+            if encoding != "bytes":  # one axis, its length in a byte
+                tokens = bytes([1 << 2, len(text)]) + tokens
+            sizes = struct.pack("<II", len(name), len(tokens))
+            samples.append(sizes + name + struct.pack("<q", number) + tokens)
+        offsets = [4 + 4 * (len(samples) + 1) + len(config)]
+        for sample in samples:
+            offsets.append(offsets[-1] + len(sample))
+        head = struct.pack(f"<{len(offsets) + 1}I", len(samples), *offsets)
+        (folder / f"shard.{shard:05}.mds").write_bytes(head + config + b"".join(samples))
