@@ -315,7 +315,7 @@ def test_a_run_resumes_exactly_and_refuses_another_index(name, tmp_path):
     layout, write, options = LAYOUTS[name]
     folder = tmp_path / "tokens"
     write(folder)
-    indexed(folder, layout, **options)
+    indexed(folder, layout, **(options or {"validation_fraction": 0.2}))
     small = ["--data.seqlen", "16", "--model.dropout", "0", "--evaluation.every", "4"]
     run_recipe("debug_mru", str(folder), tmp_path / "whole", *small)
     run_recipe("debug_mru", str(folder), tmp_path / "halves", *small, "--stop-step", "4")
