@@ -43,7 +43,7 @@ class Layout(abc.ABC):
         line that begins with the file) for a file that is damaged or of another layout."""
 
     def files(self, path: Path) -> Sequence[Path]:
-        """Returns the files that say what lies in the file at `path`, with it."""
+        """Returns the file at `path`, and those that say what lies in it. Raises FileNotFoundError (one line)."""
         return [path]
 
 

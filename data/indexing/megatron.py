@@ -23,12 +23,13 @@ class Megatron(Layout):
     suffixes = (".bin",)
 
     def files(self, path: Path) -> Sequence[Path]:
-        return [path, path.with_suffix(".idx")]
-
-    def places(self, path: Path) -> Places:
         index = path.with_suffix(".idx")
         if not index.is_file():
             raise FileNotFoundError(f"{path} has no {index.name} beside it; files without an index are --format flat")
+        return [path, index]
+
+    def places(self, path: Path) -> Places:
+        index = path.with_suffix(".idx")
         raw, size = mapped(index), path.stat().st_size
         if len(raw) < _HEAD.size or bytes(raw[: len(_MAGIC)]) != _MAGIC:
             raise ValueError(f"{index} is no index of Megatron-LM: it does not begin with MMIDIDX")

@@ -48,7 +48,7 @@ def read_everything(folder):
                 yield shards.read(shard, number)
 
 
-@fuzz(120)
+@fuzz(70)
 @given(data=st.data())
 def test_files_of_tokens(originals, tokenizer, tmp_path, data):
     name = data.draw(st.sampled_from(sorted(originals)))
@@ -78,7 +78,7 @@ def dataset(originals, tokenizer, tmp_path_factory):
     return folder
 
 
-@fuzz(80)
+@fuzz(50)
 @given(data=st.data())
 def test_manifests_of_indices(dataset, tmp_path, data):
     raw = (dataset / "manifest.json").read_bytes()
