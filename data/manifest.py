@@ -36,6 +36,9 @@ class TokenizerInfo:
     vocab_size: int
     special: dict[str, int | None]
     """Ids of pad, unk, bos, eos, cls, sep and mask; None where the tokenizer has no such token."""
+    round_trip: dict[str, int] | None = None
+    """Of how many texts the tokens were turned back into text (`texts`), how many of them were then another text
+    (`changed`), and how many hold what the vocabulary lacks (`unknown`); None: that was not done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +214,9 @@ def _check(manifest: Manifest) -> None:
         require(type(size) is int and 0 < size <= limit, "tokenizer.vocab_size", size)
         for name, value in tokenizer.special.items():
             require(value is None or (is_count(value) and value < size), f"tokenizer.special.{name}", value)
+        met = tokenizer.round_trip
+        form = dict.fromkeys(("texts", "changed", "unknown"), int)
+        require(met is None or (fits(met, form) and len(met) == len(form)), "tokenizer.round_trip", met)
         artifact_name(manifest.token_histogram, "it")
         require(_is_number(manifest.unigram_entropy), "unigram_entropy", manifest.unigram_entropy)
     else:

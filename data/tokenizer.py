@@ -1,4 +1,5 @@
-"""One face for sentencepiece models and `tokenizers` files (tokenizer.json), and the training of the former.
+"""One face for sentencepiece models and `tokenizers` files (tokenizer.json), and the training of the former. Tokenizers
+of transformers become such files (`matmix.data.foreign_tokenizer`).
 
 Models trained here give the ids 0 to 6 to ``<pad> <unk> <s> </s> <cls> <sep> <mask>``, 7 to the line break, 8 to 263 to
 the 256 bytes (with byte fallback), the rest to pieces of text. They keep the text as it is: ``decode(encode(text)) ==
@@ -24,6 +25,7 @@ from tokenizers import pre_tokenizers
 
 from matmix.data.alphabets import ALPHABETS, alphabet
 from matmix.data.artifacts import one_line, panics_as_errors, parse_json
+from matmix.data.foreign_tokenizer import convert, is_transformers_folder, named_roles, with_roles
 from matmix.data.storage.files import write_atomic
 
 SPECIAL_NAMES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
@@ -74,13 +76,17 @@ class Tokenizer:
     @staticmethod
     def load(path: str | Path) -> Tokenizer:
         """Reads a sentencepiece model (.model), a tokenizer.json, or a folder that holds one of them: that of a
-        tokenizer, of an export or of a prepared dataset; or makes one of `ALPHABETS`. Raises FileNotFoundError or
-        ValueError, each with one line."""
+        tokenizer, of an export or of a prepared dataset, or the folder of a tokenizer of transformers, fast or slow; or
+        makes one of `ALPHABETS`. Raises FileNotFoundError or ValueError, each with one line."""
         if path in ALPHABETS:
             return FastTokenizer(Path(path), alphabet(path))
         file = _find_file(Path(path))
-        kind = FastTokenizer if file.suffix == ".json" else SentencePieceTokenizer
-        return kind(file, file.read_bytes())
+        if file.suffix == ".model" and file.is_file():
+            return SentencePieceTokenizer(file, file.read_bytes())
+        folder, raw = (file, convert(file)) if file.is_dir() else (file.parent, file.read_bytes())
+        tokenizer = FastTokenizer(file, raw)
+        said = with_roles(raw, tokenizer.special, named_roles(folder))
+        return tokenizer if said is raw else FastTokenizer(file, said)
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without any special token."""
@@ -179,6 +185,8 @@ class FastTokenizer(Tokenizer):
                 added = file.get("added_tokens") or []
                 names = pieces_of(file["model"]) | {token["content"] for token in added}
                 roles = {role: next(filter(names.__contains__, _COMMON_NAMES[role]), None) for role in SPECIAL_NAMES}
+                said = [(role, token) for token in added for role in token.get("roles", ())]
+                roles |= {role: token["content"] for role, token in said if role in SPECIAL_NAMES}
                 special = {token["content"] for token in added if token.get("special")}
                 special |= {name for name in roles.values() if name is not None}
                 new, changed = make_unspelled(file, special)
@@ -228,9 +236,12 @@ class FastTokenizer(Tokenizer):
         return tokenised
 
     def decode(self, ids: Iterable[int]) -> str:
-        with panics_as_errors():
-            kept = [int(i) for i in ids if int(i) not in self.silent_ids]
-            return self.backend.decode(kept, skip_special_tokens=False)
+        kept = [int(i) for i in ids if int(i) not in self.silent_ids]
+        try:
+            with panics_as_errors():
+                return self.backend.decode(kept, skip_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{self.path} cannot turn tokens into text: {one_line(error)}") from error
 
     def piece(self, index: int) -> str:
         return self._renamed.get(index) or self.backend.id_to_token(index) or f"<unused {index}>"
@@ -324,14 +335,19 @@ def _find_file(path: Path) -> Path:
         return path
     if not path.exists():
         raise FileNotFoundError(
-            f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or a folder with one, or "
-            f"{', '.join(ALPHABETS)} (names of the Hugging Face hub are not read: download its tokenizer.json)"
+            f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or the folder of a tokenizer, or "
+            f"{', '.join(ALPHABETS)} (names of the Hugging Face hub are read by matmix prepare alone)"
         )
     for folder in (path / "tokenizer", path):
-        for name in ("tokenizer.model", "tokenizer.json", "spiece.model", "sentencepiece.bpe.model"):
+        # What transformers adds to a sentencepiece model, or moves its ids by, only its own class knows.
+        foreign = is_transformers_folder(folder)
+        models = ("tokenizer.model", "tokenizer.json", "spiece.model", "sentencepiece.bpe.model")
+        for name in ("tokenizer.json",) if foreign else models:
             if (folder / name).is_file():
                 return folder / name
-    raise FileNotFoundError(f"{path} holds neither tokenizer.model nor tokenizer.json")
+        if foreign:
+            return folder
+    raise FileNotFoundError(f"{path} holds neither tokenizer.model nor tokenizer.json, nor a tokenizer of transformers")
 
 
 # `tokenizers` keeps special tokens out of text only where it looks for added tokens. A model that lists them

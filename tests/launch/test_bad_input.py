@@ -149,7 +149,7 @@ def test_prepare(case, tmp_path, capsys):
         (["train", "debug_mru", "--data.seqlen", "abc"], ["--data.seqlen takes an integer, got 'abc'"]),
         (["train", "debug_mru", "--optimizer.lr", "fast"], ["--optimizer.lr takes a number, got 'fast'"]),
         (["prepare", "https://host.invalid/a/b.jsonl", "--out", "o"], ["https://host.invalid/a/b.jsonl is a URL"]),
-        (["prepare", "bundled:shakespeare", "--out", "o", "--tokenizer", "gpt2"], ["gpt2", "hub are not read"]),
+        (["prepare", "bundled:shakespeare", "--out", "o", "--tokenizer", "gpt2"], ["gpt2", "no file or folder", "hub"]),
         (["train", "."], [". is a folder without config.toml"]),
     ],
 )

@@ -74,8 +74,9 @@ class PrepareConfig(PrepareOptions, ReadOptions, CleanOptions):
     without_effect: ClassVar[Sequence[str]] = (*PrepareOptions.without_effect, "tokenizer", "max_line_megabytes")
 
     tokenizer: str = ""
-    """An existing sentencepiece .model, tokenizer.json, or folder with one of them; or bytes (one id a byte), dna (A C
-    G T N, whatever the case) or dna-cased (a c g t n apart). Empty: train a sentencepiece model on the text."""
+    """An existing sentencepiece .model, tokenizer.json, folder of a tokenizer (also of a fast or slow one of
+    transformers) or its name at the Hugging Face hub (NAME or NAME@REVISION); or bytes (one id a byte), dna (A C G T N,
+    whatever the case) or dna-cased (a c g t n apart). Empty: train a sentencepiece model on the text."""
     vocab_size: int = 8192
     """Number of ids of a trained tokenizer, with its 7 special tokens, the line break and the 256 bytes."""
     model_type: Literal["bpe", "unigram", "char"] = "bpe"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.arrays import write_vector
+from matmix.data.foreign_tokenizer import local_or_hub
 from matmix.data.manifest import Manifest, SplitInfo, TokenizerInfo, unigram_entropy
 from matmix.data.prepare import base
 from matmix.data.prepare.base import Chunk, Document, Documents, Malformed, Position, Progress
@@ -36,6 +37,11 @@ _ERROR = "error.txt"
 # Bytes of text on which a tokenizer is trained within a second or two: starting a process would take as long.
 _FEW = 4_000_000
 _SECONDS_BETWEEN_LOOKS = 0.2
+# Of larger inputs, one document in so many is turned back into text: for all, that would take up to half as long as
+# tokenising them.
+_SMALL, _ONE_IN = 1 << 26, 16
+# What the sums count behind the tokens, of documents that were turned back into text.
+_ROUND_TRIP = ("texts", "changed", "unknown")
 # Number of chunks, of about 1 MiB each, in which documents for both splits are looked for. A longer text has them, or a
 # fraction that gives one split nothing.
 _CHUNKS = 64
@@ -45,7 +51,8 @@ Reader = Callable[[Chunk], Iterator[str | Malformed]]
 
 
 class TextPreparation(base.Preparation):
-    """Text files on their way to shards of tokens. The sums are the tokens' counts in the training split."""
+    """Text files on their way to shards of tokens. The sums are the tokens' counts in the training split, then those of
+    `_ROUND_TRIP`."""
 
     name = "text"
     verb = PrepareConfig.verb
@@ -65,7 +72,7 @@ class TextPreparation(base.Preparation):
         sources, ignored = find_sources(config.inputs, options)
         if ignored:
             logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
-        self.given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+        self.given = Tokenizer.load(local_or_hub(config.tokenizer)) if config.tokenizer else None
         chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
         self.read = cleaning.Cleaner(documents_of, chosen)
         facts = {"tokenizer": self.given.sha256 if self.given else "trained", **cleaning.facts(chosen)}
@@ -97,10 +104,11 @@ class TextPreparation(base.Preparation):
         return ""
 
     def worker(self) -> Callable[[Chunk], Documents]:
-        return functools.partial(tokenize, self.tokenizer, self.dtype, self.fraction, self.read)
+        one_in = 1 if sum(source.bytes for source in self.sources) <= _SMALL else _ONE_IN
+        return functools.partial(tokenize, self.tokenizer, self.dtype, self.fraction, one_in, self.read)
 
     def new_sums(self) -> np.ndarray:
-        return np.zeros(self.tokenizer.vocab_size, np.int64)
+        return np.zeros(self.tokenizer.vocab_size + len(_ROUND_TRIP), np.int64)
 
     def chunks(self, start: Position, stop: Position, entry: Position) -> Iterator[Chunk]:
         sources, first = list(self.sources), entry.source
@@ -113,9 +121,10 @@ class TextPreparation(base.Preparation):
     @classmethod
     def finish(cls, out: Path, options: Mapping[str, Any], splits: Sequence[str], sums: np.ndarray) -> dict[str, Any]:
         tokenizer = Tokenizer.load(out)
-        if len(sums) != tokenizer.vocab_size:
+        if len(sums) != tokenizer.vocab_size + len(_ROUND_TRIP):
             raise ValueError(f"{out}: {len(sums):,} sums do not fit a vocabulary of {tokenizer.vocab_size:,}")
-        own = write_counts(out, tokenizer, sums)
+        counts, texts = np.split(sums, [tokenizer.vocab_size])
+        own = write_counts(out, tokenizer, counts, dict(zip(_ROUND_TRIP, texts.tolist(), strict=True)))
         return {**own, "cleaning": cleaning.read_report(out)}
 
     @classmethod
@@ -127,6 +136,11 @@ class TextPreparation(base.Preparation):
         tokenizer, train = manifest.tokenizer, manifest.splits["train"]
         text = f"{tokenizer.kind}, {tokenizer.vocab_size:,} ids, {train.bytes / max(1, train.tokens):.2f} bytes a token"
         lines = [("tokenizer", f"{text}; entropy of single tokens {manifest.unigram_entropy:.3f} nats")]
+        found = ", ".join(f"{role} {index}" for role, index in tokenizer.special.items() if index is not None)
+        lacking = ", ".join(role for role, index in tokenizer.special.items() if index is None)
+        lines.append(("special", "; ".join(filter(None, [found, lacking and f"no {lacking}"]))))
+        if (met := tokenizer.round_trip) is not None:
+            lines.append(("round trip", _said(**met)))
         if (report := manifest.cleaning) is not None:
             left_out = f"{report['documents'] - report['kept']:,} of {report['documents']:,} documents of the input"
             lines.append(("cleaned", f"{left_out} were left out: {cleaning.in_words(report)}"))
@@ -142,24 +156,41 @@ class TextPreparation(base.Preparation):
         return ""
 
 
-def write_counts(out: Path, tokenizer: Tokenizer, counts: np.ndarray) -> dict[str, Any]:
+def write_counts(
+    out: Path, tokenizer: Tokenizer, counts: np.ndarray, round_trip: dict[str, int] | None = None
+) -> dict[str, Any]:
     """Writes the histogram of a dataset; returns the members of the manifest that describe tokens. counts: int64
-    (vocab_size,), how often each occurs in the training split."""
+    (vocab_size,), how often each occurs in the training split. round_trip: that of `TokenizerInfo`."""
     write_vector(out / HISTOGRAM_NAME, "int64", len(counts), [counts.tobytes()])
     facts = {name: getattr(tokenizer, name) for name in ("kind", "sha256", "vocab_size", "special")}
-    info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", **facts)
+    info = TokenizerInfo(file=f"tokenizer/{tokenizer.file_name}", round_trip=round_trip, **facts)
     return {"tokenizer": info, "token_histogram": HISTOGRAM_NAME, "unigram_entropy": unigram_entropy(counts)}
 
 
-def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, read: Reader, chunk: Chunk) -> Documents:
-    """Returns the documents of a chunk. fraction: share of them for the validation split."""
+def _said(texts: int, changed: int, unknown: int) -> str:
+    """Returns what came of turning so many texts back into text."""
+    if not changed:
+        return f"all of {texts:,} texts come back from their tokens"
+    lacking = f"; {unknown:,} hold what the vocabulary lacks" if unknown else ""
+    share = f"{100 * changed / max(1, texts):.2f} %"
+    return f"{changed:,} of {texts:,} texts ({share}) come back from their tokens as another text{lacking}"
+
+
+def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, one_in: int, read: Reader, chunk: Chunk) -> Documents:
+    """Returns the documents of a chunk. fraction: share of them for the validation split. one_in: of so many documents,
+    one is turned back into text; a hash of each decides."""
     pieces = list(read(chunk))
     tokens = iter(tokenizer.encode_batch([piece for piece in pieces if isinstance(piece, str) and piece]))
     made: list[Document | Malformed | None] = []
+    texts = changed = unknown = 0
     for piece in pieces:
         if isinstance(piece, str):
             # A normalising tokenizer may leave nothing of a document.
             ids, raw = next(tokens) if piece else [], piece.encode("utf-8")
+            if ids and (one_in == 1 or base.hash_of(raw) % one_in == 0):
+                texts += 1
+                changed += tokenizer.decode(ids) != piece
+                unknown += tokenizer.unknown_id in ids
             made.append(Document(ids, raw, len(raw)) if ids else None)
         else:
             made.append(piece)
@@ -167,7 +198,8 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, read: Reader, ch
     # Blank lines of .jsonl files are no records.
     documents.records = sum(not isinstance(r, bytes) or bool(r.strip()) for r in chunk.records)
     trained_on = documents.elements[~np.repeat(documents.validation, documents.lengths)]
-    documents.sums = np.bincount(trained_on, minlength=tokenizer.vocab_size)
+    counts = np.bincount(trained_on, minlength=tokenizer.vocab_size)
+    documents.sums = np.append(counts, [texts, changed, unknown])
     return documents
 
 

@@ -5,6 +5,7 @@ They are read in a process of its own, as a crash could not be told otherwise.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hostile_data import prepared
+from nightly import nightly
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
@@ -49,6 +51,11 @@ def tokenizer(path):
     found.decode(ids)
     found.ordinary_ids()
     found.decode(range(min(found.vocab_size, 50)))
+
+def transformers_folder(path):
+    config = path.parent / "bert" / "tokenizer_config.json"
+    config.write_bytes(path.read_bytes())
+    tokenizer(config.parent)
 
 def parquet(path):
     from matmix.data.prepare.base import read_chunks
@@ -87,6 +94,11 @@ def files(folder: Path) -> dict[str, Path]:
     wordlevel.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits()])
     wordlevel.add_special_tokens(["<s>"])
     wordlevel.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "mask_token": "[MASK]", "unk_token": "[UNK]"}
+    token = {"content": "[MASK]", "lstrip": False, "special": True}
+    (folder / "config.json").write_text(json.dumps({**config, "added_tokens_decoder": {"4": token}}))
+    (folder / "bert").mkdir()
+    (folder / "bert" / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "king"]))
     rows = [f"text of row {n} " * (n % 7) for n in range(300)]
     pq.write_table(pa.table({"text": rows}), folder / "a.parquet", row_group_size=100, compression="snappy")
     table = pa.table({"text": pa.array(rows).dictionary_encode(), "of": pa.array([{"by": row} for row in rows])})
@@ -102,7 +114,7 @@ def files(folder: Path) -> dict[str, Path]:
         "tokenizer.model": folder / "model" / "tokenizer.model",
         **{
             name: folder / name
-            for name in ("tokenizer.json", "a.parquet", "a.arrow", "a.safetensors", "a.pt", "legacy.pt")
+            for name in ("tokenizer.json", "config.json", "a.parquet", "a.arrow", "a.safetensors", "a.pt", "legacy.pt")
         },
     }
 
@@ -117,6 +129,7 @@ def originals(tmp_path_factory):
     [
         ("tokenizer", "tokenizer.model"),
         ("tokenizer", "tokenizer.json"),
+        nightly("transformers_folder", "config.json"),
         ("parquet", "a.parquet"),
         ("arrow", "a.arrow"),
         ("checkpoint", "a.safetensors"),
