@@ -147,8 +147,9 @@ def with_roles(raw: bytes, known: Mapping[str, int | None], named: Mapping[str, 
 
 
 def local_or_hub(name: str) -> str | Path:
-    """Returns the path or the alphabet that `name` is, or the folder with the tokenizer of that name (NAME or NAME@REVISION) from the
-    Hugging Face hub, in the cache of its library. Raises FileNotFoundError (one line) where there is neither."""
+    """Returns the path or the alphabet that `name` is, or the folder with the tokenizer of that name (NAME or
+    NAME@REVISION) from the Hugging Face hub, in the cache of its library. Raises FileNotFoundError (one line) where
+    there is none."""
     path = Path(name).expanduser()
     if name in ALPHABETS:
         return name
