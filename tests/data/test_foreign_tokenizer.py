@@ -112,7 +112,7 @@ def test_exports_carry_them_unchanged(folders, tmp_path, name):
     tokenizer = Tokenizer.load(folders / name)
     saved, export = tokenizer.save(tmp_path / "run"), tmp_path / "export"
     export.mkdir()
-    model = ModelConfig(vocab_size=600, architecture="encoder")
+    model = ModelConfig(vocab_size=600, architecture="encoder", layers=("hydra",))
     around = {"prefix": prefix, "suffix": suffix, "special": tokenizer.special}
     write_tokenizer(export, load_fast_tokenizer(saved, tokenizer.special), model, **around, max_length=512)
     exported, slow = transformers.AutoTokenizer.from_pretrained(export), slow_of(folders / name)
@@ -143,7 +143,7 @@ def test_roles_that_only_the_configuration_tells(folders, tmp_path):
     assert (copy.special, copy.sha256) == (tokenizer.special, tokenizer.sha256)
     (tmp_path / "export").mkdir()
     fast, around = load_fast_tokenizer(copy.path, copy.special), {"prefix": "cls", "suffix": "sep"}
-    model = ModelConfig(vocab_size=600, architecture="encoder")
+    model = ModelConfig(vocab_size=600, architecture="encoder", layers=("hydra",))
     write_tokenizer(tmp_path / "export", fast, model, special=copy.special, **around, max_length=512)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert exported("a [gap]").input_ids == [2, *tokenizer.encode("a"), 4, 3]
