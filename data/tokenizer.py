@@ -336,7 +336,7 @@ def _find_file(path: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"tokenizer {path} does not exist: give a .model or tokenizer.json file, or the folder of a tokenizer, or "
-            f"{', '.join(ALPHABETS)} (names of the Hugging Face hub are read by matmix prepare alone)"
+            f"{', '.join(ALPHABETS)} (only matmix prepare and index read names of the Hugging Face hub)"
         )
     for folder in (path / "tokenizer", path):
         # What transformers adds to a sentencepiece model, or moves its ids by, only its own class knows.

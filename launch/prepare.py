@@ -146,7 +146,8 @@ class Index:
     """megatron: .bin with its .idx beside it; flat: ids alone, in .bin (nanoGPT) or .npy (OLMo); mds: shards of
     mosaicml-streaming with a column `tokens`, each sample a document."""
     tokenizer: str = ""
-    """The tokenizer that made the tokens: a sentencepiece .model, a tokenizer.json, or a folder with one of them."""
+    """The tokenizer that made the tokens: a sentencepiece .model, a tokenizer.json, the folder of a tokenizer, or its
+    name at the Hugging Face hub."""
     end: str = "eos"
     """The token that ends a document: an id, the role of a special token (eos, sep, bos, ...), or none. It is left
     out of documents, as data.suffix puts one there; in flat files it gives their borders."""

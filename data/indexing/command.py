@@ -20,6 +20,7 @@ import numpy as np
 
 from matmix.data.arrays import write_vector
 from matmix.data.artifacts import artifact_path, shell_line
+from matmix.data.foreign_tokenizer import local_or_hub
 from matmix.data.formats.base import LARGEST_SHARD, Stretch
 from matmix.data.indexing import LAYOUTS
 from matmix.data.indexing.base import Layout, Places, mapped
@@ -113,7 +114,7 @@ def index(
     fraction = _FRACTION if validation_fraction is None and not validation else validation_fraction or 0.0
     if not 0 <= fraction < 1:
         raise ValueError(f"index: validation-fraction must be in [0, 1), got {fraction}")
-    words = Tokenizer.load(tokenizer)
+    words = Tokenizer.load(local_or_hub(tokenizer))
     layout = LAYOUTS[format](end=_end_id(end, words), dtype=dtype, vocab_size=words.vocab_size)
     paths = _find_files(root, layout)
     held_out = {path for path in paths if validation and _matches(path.relative_to(root).as_posix(), validation)}
