@@ -4,11 +4,13 @@ import functools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from matmix.data.config import Limits, at_least
 from matmix.data.prepare.base import Preparation, PrepareOptions
 from matmix.data.prepare.cleaning import CLEANING, CleanOptions
+from matmix.data.storage.files import sha256_of
 
 OF_TRAINING = ("vocab_size", "model_type", "byte_fallback", "character_coverage", "normalization")
 """Options that `train_sentencepiece` takes."""
@@ -32,6 +34,11 @@ class ReadOptions:
     max_document_chars: int = 0
     """Cut longer documents into pieces of at most so many characters, between paragraphs, lines or words where
     possible; the pieces are documents of their own. 0: never."""
+    intervals: str = ""
+    """Of FASTA files, read only the intervals of this BED file: chromosome, start and end (from 0 on, end not included)
+    in each line; further columns are not looked at."""
+    raw_bytes: bool = False
+    """Read every file, whatever its suffix, as bytes, cut by --max-document-chars; with --tokenizer bytes."""
     max_line_megabytes: float = 64.0
     """Longest line, paragraph or row that is read; a longer one is an error. It bounds the
     memory that a file can ask for, also a small compressed one."""
@@ -109,12 +116,17 @@ class PrepareConfig(PrepareOptions, ReadOptions, CleanOptions):
         self.fields  # noqa: B018 - raises for a template that names none
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
+        cleans = bool(self.clean_contents() or self.decontaminate)
+        if self.raw_bytes and (self.tokenizer != "bytes" or self.intervals or cleans):
+            raise ValueError("prepare: raw_bytes needs tokenizer=bytes, and neither intervals nor cleaning")
 
     def of_contents(self) -> dict[str, Any]:
         left_out = [*OF_TRAINING, "sample_megabytes"] if self.tokenizer else []
         left_out += ["text_field"] if self.template else ["template"]
-        left_out += CLEANING
+        left_out += [*CLEANING, *(name for name in ("intervals", "raw_bytes") if not getattr(self, name))]
         values = {name: value for name, value in super().of_contents().items() if name not in left_out}
+        if self.intervals:
+            values["intervals"] = sha256_of(Path(self.intervals))
         return {**values, **self.clean_contents()}
 
     @classmethod

@@ -10,12 +10,15 @@ from matmix.data.prepare.text import ReadOptions
 MISSING = object()
 
 
-def documents_of(chunk: Chunk) -> Iterator[str | Malformed]:
-    """Yields the documents of a chunk in order, "" for one of white space only. Blank lines of .jsonl files give none.
-    Raises ValueError at bytes that are not UTF-8, with file, line and byte."""
+def documents_of(chunk: Chunk) -> Iterator[str | bytearray | Malformed]:
+    """Yields the documents of a chunk in order, "" for one of white space only; of raw bytes, a bytearray. Blank lines
+    of .jsonl files give none. Raises ValueError at bytes that are not UTF-8, with file, line and byte."""
     options, line = chunk.source.options, chunk.start.line
     # Bytes are a line or text of a file, (key, members) a sample of a tar file, other tuples the row of a table.
     for record in chunk.records:
+        if isinstance(record, (str, bytearray)):  # a document as it stands
+            yield record
+            continue
         if isinstance(record, bytes):
             text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
         elif isinstance(record[-1], dict):
@@ -35,6 +38,8 @@ def _text_of_bytes(raw: bytes, chunk: Chunk, options: ReadOptions, line: int) ->
     text = decode(raw, chunk.source.name, line)
     if chunk.source.kind == "jsonl":
         return _text_of_json(text, options, line) if text.strip() else None
+    if chunk.source.kind == "fastq":
+        return text.split("\n")[1].strip() if text.strip() else None
     text = text.replace("\r\n", "\n")
     if options.text_documents == "paragraph":
         return text.rstrip()

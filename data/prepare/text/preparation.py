@@ -26,6 +26,7 @@ from matmix.data.prepare.report import Report, check_broken, empty_input, empty_
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_sources
+from matmix.data.prepare.text.sequences import check_intervals
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.prepare.text.texts import TextFile
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
@@ -73,6 +74,8 @@ class TextPreparation(base.Preparation):
         if ignored:
             logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
         self.given = Tokenizer.load(local_or_hub(config.tokenizer)) if config.tokenizer else None
+        if config.intervals:
+            check_intervals(sources, config.intervals)
         chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
         self.read = cleaning.Cleaner(documents_of, chosen)
         facts = {"tokenizer": self.given.sha256 if self.given else "trained", **cleaning.facts(chosen)}
@@ -94,9 +97,10 @@ class TextPreparation(base.Preparation):
 
     @classmethod
     def changed_input(cls, facts: Mapping[str, Any]) -> str:
+        options = ReadOptions(raw_bytes="raw_bytes" in facts["options"])
         for path, (_, size, digest) in zip(facts["paths"], facts["options"]["inputs"], strict=True):
             try:
-                (source,), _ = find_sources([path])
+                (source,), _ = find_sources([path], options)
             except (FileNotFoundError, ValueError):
                 return f"{path} has gone"
             if (source.bytes, source.digest()) != (size, digest):
@@ -192,6 +196,8 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, one_in: int, rea
                 changed += tokenizer.decode(ids) != piece
                 unknown += tokenizer.unknown_id in ids
             made.append(Document(ids, raw, len(raw)) if ids else None)
+        elif isinstance(piece, bytearray):
+            made.append(Document(np.frombuffer(piece, np.uint8), bytes(piece), len(piece)))
         else:
             made.append(piece)
     documents = Documents.of(chunk, made, dtype, fraction)
@@ -214,8 +220,9 @@ def usable_fraction(fraction: float, sources: Sequence[TextSource], read: Reader
         if number == _CHUNKS:
             return fraction
         for document in read(chunk):
-            if isinstance(document, str) and document:
-                documents, value = documents + 1, base.hash_of(document.encode("utf-8"))
+            if document and not isinstance(document, Malformed):
+                raw = document.encode("utf-8") if isinstance(document, str) else bytes(document)
+                documents, value = documents + 1, base.hash_of(raw)
                 smallest, largest = min(smallest, value), max(largest, value)
         if smallest < int(fraction * base.HASHES) <= largest:
             return fraction

@@ -17,12 +17,14 @@ from matmix.data.prepare.streams import find_streams, is_stream
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.compressed import DECODERS
 from matmix.data.prepare.text.mds import MdsShard, mds_files
+from matmix.data.prepare.text.sequences import FastaFile, FastqFile, RawFile
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.prepare.text.tables import ArrowFile, ParquetFile, arrow_files
 from matmix.data.prepare.text.tars import TarFile
 from matmix.data.prepare.text.texts import TextFile
 
 _LINES = partial(TextFile, kind="jsonl")
+_READS = partial(FastqFile, kind="fastq")
 READERS: dict[str, Callable[..., TextSource]] = {
     ".txt": partial(TextFile, kind="txt"),
     ".jsonl": _LINES,
@@ -32,6 +34,11 @@ READERS: dict[str, Callable[..., TextSource]] = {
     ".arrow": ArrowFile,
     ".mds": MdsShard,  # also with a suffix of its compression
     ".tar": partial(TarFile, compression=""),
+    ".fa": partial(FastaFile),
+    ".fna": partial(FastaFile),
+    ".fasta": partial(FastaFile),
+    ".fq": _READS,
+    ".fastq": _READS,
 }
 """Suffix of a file -> what reads it, of name, path, size and `ReadOptions`."""
 _FOLDERS: Sequence[Callable[[Path], list[Path] | None]] = (arrow_files, mds_files)
@@ -55,7 +62,7 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
         before = len(ignored)
         paths = _expand(item)
         for path in paths:
-            if (make := _reader(path)) is None:
+            if (make := RawFile if options and options.raw_bytes else _reader(path)) is None:
                 ignored.append(str(path))
                 continue
             check_utf8(str(path), "the file name {}", "rename it")
@@ -66,7 +73,8 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
             is_file = Path(item).expanduser().is_file()
             what = "has a suffix that cannot be read" if is_file else "holds no file that can be read"
             raise ValueError(
-                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet, .arrow, .mds or .tar files"
+                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet, .arrow, .mds or .tar files, "
+                "or FASTA or FASTQ files"
             )
     return list(sources.values()), ignored
 

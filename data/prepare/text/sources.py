@@ -38,7 +38,7 @@ class TextSource(Source):
 
 class Rows(TextSource):
     """A file of rows. A record is the tuple of one row's values in the columns that the options name, each str, None,
-    or bytes of a text."""
+    or bytes of a text; or a document as it stands, str or bytearray."""
 
     @abc.abstractmethod
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:

@@ -34,7 +34,7 @@ REMEMBERED_BYTES = 1 << 16
 class TextFile(TextSource):
     """A .txt or .jsonl file, which may be compressed."""
 
-    kind: Literal["txt", "jsonl"]
+    kind: Literal["txt", "jsonl", "fastq"]
     compression: str
     """"" or the suffix .gz, .xz, .zst."""
 

@@ -29,7 +29,12 @@ from matmix.train.recipe import config_from_dict, load_config
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, read_toml
 
 TEXT = b"".join(b'{"text": "a line of %d words\\n \xc3\xa9 \xf0\x9f\x8c\x8d", "n": %d}\n\n' % (n, n) for n in range(60))
+FASTA = b"".join(b">chr%d of many\n" % n + b"ACGTNacgtn" * n + b"\nACG\n" for n in range(20))
+FASTQ = b"".join(b"@read %d\n%b\n+\n%b\n" % (n, b"ACGTN" * n, b"@FFF," * n) for n in range(20))
 KINDS = {
+    "a.fa": FASTA,
+    "a.fa.gz": gzip.compress(FASTA),
+    "a.fastq": FASTQ,
     "a.txt": TEXT,
     "a.jsonl": TEXT,
     "a.jsonl.gz": gzip.compress(TEXT) + gzip.compress(TEXT),
