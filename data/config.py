@@ -239,6 +239,9 @@ class DataConfig:
     """Special token put before every document."""
     suffix: Literal["none", "eos", "sep"] = "eos"
     """Special token put after every document."""
+    reverse_complement: float = 0.0
+    """Probability with which a document of DNA in a training sequence, or its part there, becomes its reverse
+    complement. Drawn anew in each epoch, from the seed and the number of the sample."""
     shuffle: bool = True
     """Shuffle the training split anew in every epoch; validation is always read in order."""
     carry: bool = False
@@ -274,7 +277,10 @@ class DataConfig:
         _check_datasets(self, "data")
         refuse_secrets(self.cache_dir, "data.cache_dir")
         lows = at_least(self, seqlen=1, shuffle_block=1, prefetch=1, cache_gigabytes=0, workers=0)
-        check_limits(self, lows, "data.")
+        share = ("reverse_complement", 0 <= self.reverse_complement <= 1, "in [0, 1]")
+        check_limits(self, [*lows, share], "data.")
+        if self.reverse_complement and self.carry:
+            raise ValueError("data.reverse_complement would turn parts that data.carry reads on from: set one of them")
         kinds = {
             "path": self.path,
             "mixture": self.mixture,

@@ -9,11 +9,12 @@ saved.
 import numpy as np
 
 SHARDS, DOCUMENTS, WINDOWS, MASKS, GENERATED_TRAINING, GENERATED_VALIDATION, GENERATED_ANSWERS, EXAMPLES = range(8)
-AUGMENTATION, MIXING, INPUT_ORDER, RATES = range(8, 12)
+AUGMENTATION, MIXING, INPUT_ORDER, RATES, STRANDS = range(8, 13)
 """The purposes: order of shards in an epoch, of documents in a block, of sequences in a block; masking
 of a sample; a generated sample of the training split, of the validation split, and to count answers with;
 order of labelled examples in an epoch; augmentation of a picture, mixing of those of a step; order in which the
-pictures of a folder are prepared; where the rates of masking begin."""
+pictures of a folder are prepared; where the rates of masking begin; which documents of a sample
+are read from the other strand."""
 
 _WORD = (1 << 64) - 1
 

@@ -14,7 +14,8 @@ from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
 from matmix.data.loading.order import Mixture
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
-from matmix.data.loading.rows import Facts, Failure, Opened, Reading, errors_as_failures
+from matmix.data.loading.rows import WHOLE, Facts, Failure, Opened, Reading, errors_as_failures
+from matmix.data.loading.strands import Strands
 from matmix.data.manifest import Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, contents_digest, shard_options
 from matmix.data.prepare.text import PrepareConfig
@@ -110,6 +111,7 @@ class Text(Modality):
             "seed": reading.seed,
             "objective": "causal" if masking is None else "masked",
             **({"window": data.window} if data.window else {}),
+            **({"reverse_complement": data.reverse_complement} if data.reverse_complement else {}),
             # The rows of a global batch are the lanes.
             **({"carry": True, "global_batch_size": reading.global_batch_size} if data.carry else {}),
         }
@@ -134,6 +136,11 @@ class TokenRows:
                     "prepare the data with a tokenizer that has one ([MASK] or <mask>)"
                 )
             self.masker = Masker(masking, _load_tokenizer(shards[0]), reading.seed)
+        self.strands = None
+        if data.reverse_complement and not reading.one_pass:
+            if reading.part != WHOLE:
+                raise ValueError("data.reverse_complement turns whole rows, which engine.context cuts: set one of them")
+            self.strands = Strands(data.reverse_complement, _load_tokenizer(shards[0]), reading.seed)
         self.seqlen, self.part, self.causal = data.seqlen, reading.part, masking is None
         self.packing, self.skip_damaged = data.packing, data.skip_damaged
         self.pad_id = special.get("pad") or 0
@@ -183,6 +190,8 @@ class TokenRows:
                 n_damaged += start == 0
                 damaged.setdefault(error.where, str(error))
                 continue
+            if self.strands is not None:
+                self.strands.turn(tokens[at : at + count], row.begins, epoch, sample)
             counts[number] = row.count
             continues[pieces[number][0]] = row.skipped > 0 and slot[1] >= packing.lanes
             for begin in row.begins:

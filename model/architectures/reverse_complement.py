@@ -17,9 +17,10 @@ from matmix.model.positions import mirrored_places
 class StrandOptions:
     """Options of `StrandEncoder`."""
 
-    complements: str = "0-3 1-2"
-    """Pairs of token ids that are each other's complement; every other token is its own. The default is A-T and C-G of
-    `matmix prepare --tokenizer dna`, "0-3 1-2 5-8 6-7" those of dna-cased."""
+    complements: str = "0-3 1-2 7-8 9-10"
+    """Pairs of token ids that are each other's complement; every other token is its own. The default is that of `matmix
+    prepare --tokenizer dna`: A-T and C-G, and what begins a document with what ends it, so that a document between two
+    special tokens is turned into one again. For dna-cased: "0-3 1-2 5-8 6-7 12-13 14-15"."""
 
 
 @register_architecture("strand_encoder")

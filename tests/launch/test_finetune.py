@@ -198,7 +198,8 @@ def language_model(dataset, tmp_path_factory):
         ("sequence_classification", "which sees no later tokens: give an encoder; matmix train RECIPE --init.from"),
         (
             "masked_lm",
-            '"masked_lm" trains architecture encoder, and {} has architecture language_model: matmix train RECIPE',
+            '"masked_lm" trains architecture encoder or strand_encoder, and {} has architecture language_model: '
+            "matmix train RECIPE",
         ),
         ("causal_lm", '"causal_lm" is no task on labelled examples: matmix train RECIPE --init.from {} goes on'),
     ],

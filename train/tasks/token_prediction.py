@@ -83,7 +83,7 @@ class CausalLM(TokenPrediction):
 class MaskedLM(TokenPrediction):
     """Some tokens are hidden and predicted from those on both sides."""
 
-    architectures = ("encoder",)
+    architectures = ("encoder", "strand_encoder")
     accuracy = "masked_accuracy"
     metrics = (Metric(name="masked_accuracy", title="masked accuracy", unit="%", higher_is_better=True, digits=1),)
 

@@ -116,8 +116,7 @@ class PrepareConfig(PrepareOptions, ReadOptions, CleanOptions):
         self.fields  # noqa: B018 - raises for a template that names none
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
-        cleans = bool(self.clean_contents() or self.decontaminate)
-        if self.raw_bytes and (self.tokenizer != "bytes" or self.intervals or cleans):
+        if self.raw_bytes and (self.tokenizer != "bytes" or self.intervals or self.cleans):
             raise ValueError("prepare: raw_bytes needs tokenizer=bytes, and neither intervals nor cleaning")
 
     def of_contents(self) -> dict[str, Any]:

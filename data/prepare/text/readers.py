@@ -73,8 +73,8 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
             is_file = Path(item).expanduser().is_file()
             what = "has a suffix that cannot be read" if is_file else "holds no file that can be read"
             raise ValueError(
-                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet, .arrow, .mds or .tar files, "
-                "or FASTA or FASTQ files"
+                f"{item} {what}; give .txt or .jsonl files (also .gz, .xz, .zst), .parquet, .arrow, .mds, .tar, FASTA "
+                "or FASTQ files"
             )
     return list(sources.values()), ignored
 
