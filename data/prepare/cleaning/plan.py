@@ -52,8 +52,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "cleaning"
 REMOVED_NAME, REPORT_NAME = f"{FOLDER}/removed.npy", f"{FOLDER}/report.json"
-# Seconds between two saved states; saving takes at most a twentieth of the time.
+# Seconds between two saved states, more where saving would take more than the given share of the time.
 SAVE_SECONDS = 5.0
+SAVE_SHARE = 0.05
 _EXAMPLES = 5
 _SHOWN_CHARACTERS = 100
 _REPORT = {"documents": int, "kept": int, "removed": dict}
@@ -194,7 +195,7 @@ def _examine_all(
                     if (now := time.monotonic()) - saved >= pause:
                         found.save()
                         saved = time.monotonic()
-                        pause = max(SAVE_SECONDS, 20 * (saved - now))
+                        pause = max(SAVE_SECONDS, (saved - now) / SAVE_SHARE)
             decided = _decide(options, sources, found)
         except ValueError:  # of the input, which will be another one
             shutil.rmtree(folder, ignore_errors=True)

@@ -166,6 +166,7 @@ def test_a_stopped_pass_goes_on(tmp_path, inputs, scratch, monkeypatch, told):
 
     monkeypatch.setattr(plan, "_examine", stopping)
     monkeypatch.setattr(plan, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(plan, "SAVE_SHARE", float("inf"))
     stop = 0
     prepare(options(folder, tmp_path / "whole", **chosen))
     chunks, stop = list(examined), len(examined) + 9
