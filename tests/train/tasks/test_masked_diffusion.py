@@ -88,11 +88,11 @@ def test_the_loss_is_the_same_however_the_batch_is_cut(dataset):
     torch.testing.assert_close(sums / 2, expected, rtol=1e-5, atol=1e-5)
 
 
-@each("layer", ["hydra", "lion", "attention"])
+@each("layer", ["hydra", "lion_s", "attention"])
 @pytest.mark.slow
 def test_a_run_resumes_exactly_and_its_bound_falls(layer, dataset, tmp_path):
     options = [*DIFFUSION, "--model.layers", layer, "--steps", "40", "--checkpoint.every", "0"]
-    options += ["--model.mixers.lion.headdim", "16"] if layer == "lion" else []
+    options += ["--model.mixers.lion_s.headdim", "16"] if layer == "lion_s" else []
     run_recipe("debug_hydra", dataset, tmp_path / "whole", *options)
     for stop in (["--stop-step", "7"], []):
         run_recipe("debug_hydra", dataset, tmp_path / "parts", *options, *stop)
