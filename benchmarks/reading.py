@@ -88,10 +88,11 @@ class Reading(Dataset):
     def run(self, rest: list[str], typed: list[str]) -> int:
         data = replace(self.data(rest, DataConfig()), path=self.recipe)
         loader = self.loader(data, masking=MaskingConfig() if self.masked else None)
-        speed, _ = self.rate(batch.n_tokens for batch in loader)
+        speed, on_cpu = self.rate(batch.n_tokens for batch in loader)
+        own = "" if data.workers else f"; {on_cpu:,.0f} per second of CPU time"
         print(
-            f"{speed:,.0f} tokens/s with {data.workers} worker(s): {self.recipe}, {data.packing}, sequences of "
-            f"{data.seqlen}, {self.batch} in a micro-batch, {'masked' if self.masked else 'causal'}"
+            f"{speed:,.0f} tokens/s with {data.workers} worker(s): {self.recipe}, {data.reader}, {data.packing}, "
+            f"sequences of {data.seqlen}, {self.batch} in a micro-batch, {'masked' if self.masked else 'causal'}{own}"
         )
         return 0
 

@@ -251,9 +251,15 @@ class DataConfig:
     shuffle_block: int = 16
     """Shards shuffled together: more mixes better, fewer keeps less open (and, for remote data, downloaded) at once."""
     workers: int = 1
-    """Reading processes per rank; 0 reads in the training process. Does not change the batches."""
+    """Reading processes per rank; 0 reads in the training process. Does not change the batches, but with the libraries
+    as data.reader."""
     worker_start: Literal["fork", "spawn", "forkserver"] = "fork"
     """How reading processes are started; spawn is slower to start but safe with any library loaded before."""
+    reader: Literal["addressable", "streaming", "webdataset"] = "addressable"
+    """What reads the training split. addressable: any sequence from anywhere, the same batches on any ranks. streaming
+    (MDS) or webdataset (tar files): the library of the format, each reading process through shards of its own, one
+    after another; the order then depends on the numbers of ranks and reading processes and the sizes of batches, and
+    no run goes on with others. webdataset takes shards straight from their store into memory."""
     prefetch: int = 4
     """Micro-batches that each reading process prepares ahead."""
     verify: bool = True
@@ -272,6 +278,10 @@ class DataConfig:
     def cache_bytes(self) -> int:
         """The same in bytes; 0 and -1 for 0 and inf."""
         return -1 if math.isinf(self.cache_gigabytes) else int(self.cache_gigabytes * 1e9)
+
+    def streams(self, *, one_pass: bool) -> bool:
+        """Returns whether each reading process has shards of its own, which a library reads."""
+        return self.reader != "addressable" and not one_pass
 
     def __post_init__(self) -> None:
         _check_datasets(self, "data")
@@ -294,6 +304,22 @@ class DataConfig:
             if "." in other:
                 hint = ' (data.synthetic.task = "" generates nothing)' if other == "synthetic.task" else ""
                 raise ValueError(f"data.{first} and data.{other} are both given: keep one of them{hint}")
+        if self.reader != "addressable":
+            images = self.images
+            unable = {
+                "mixture": self.mixture or images.mixture,
+                "window": self.window,
+                "carry": self.carry,
+                "skip_damaged": self.skip_damaged,
+                "images.mixup, cutmix or repeats": images.path and (images.mixes or images.repeats > 1),
+                "examples.train": self.examples.train,
+                "synthetic.task": self.synthetic.task,
+            }
+            for name, given in unable.items():
+                if given:
+                    raise ValueError(
+                        f'data.reader = "{self.reader}" cannot be used with data.{name}; take "addressable"'
+                    )
         if self.window:
             is_cut = self.packing != "document" and not self.carry and not any("." in name for name in (first, *others))
             if self.window < 0 or self.window % self.seqlen or not is_cut:

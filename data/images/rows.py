@@ -20,7 +20,7 @@ from matmix.data.images.decode import UnreadablePicture, decode
 from matmix.data.images.transforms import Transform
 from matmix.data.loading.batch import Batch, image_batch
 from matmix.data.loading.masking import IGNORED
-from matmix.data.loading.order import Mixture, Order
+from matmix.data.loading.order import Mixture, Order, Streams
 from matmix.data.loading.rows import Failure, Reading, errors_as_failures
 from matmix.data.rng import AUGMENTATION, generator
 from matmix.data.splits.reader import TokenShards
@@ -41,7 +41,10 @@ class ImageRows:
         self.orders = [Order(one, data, reading) for one in shards]
         self.sizes = [order.total_documents for order in self.orders]
         weights = list(datasets_of(data.images, reading.split).values())
-        self.mixture = Mixture(self.sizes, weights if self.training else None)
+        streaming = data.streams(one_pass=reading.one_pass)
+        self.mixture = (
+            Streams(self.sizes, reading) if streaming else Mixture(self.sizes, weights if self.training else None)
+        )
         self.limit = None if self.training else self.mixture.samples_per_epoch
         self.classes = len(shards[0].manifest.images.classes)
         # Of all shards of all datasets: the number of the first picture.

@@ -78,7 +78,8 @@ class Order:
     def __init__(self, shards: TokenShards, data: DataConfig, reading: Reading, extra: int = 0) -> None:
         self.shards = shards
         self.extra = extra
-        self.shuffle, self.shuffle_block, self.seed = reading.shuffles(data), data.shuffle_block, reading.seed
+        self.shuffle, self.seed = reading.shuffles(data), reading.seed
+        self.shuffle_block = 1 if data.streams(one_pass=reading.one_pass) else data.shuffle_block
         lengths = [shards.lengths(s) for s in range(shards.n_shards)]
         self._shard_documents = np.array([np.count_nonzero(n) for n in lengths], dtype=np.int64)
         tokens = np.array([n.sum(dtype=np.int64) for n in lengths], dtype=np.int64)
@@ -125,6 +126,32 @@ class Order:
             order = generator(self.seed, epoch, DOCUMENTS, number).permutation(len(index))
             index, shard, sizes = index[order], shard[order], sizes[order]
         return Block(shard, index, np.cumsum(sizes))
+
+
+class Streams:
+    """The samples of streams, of which each reading process of each rank has one: it alone reads the shards of its
+    stream, one after another, epoch after epoch. So the order is another one for each number of ranks and reading
+    processes and each size of batches. sizes: sequences in an epoch of each stream."""
+
+    def __init__(self, sizes: Sequence[int], reading: Reading) -> None:
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.samples_per_epoch = int(self.sizes.sum())
+        self.global_batch, self.micro_batch = reading.global_batch_size, reading.micro_batch_size
+        self.rank_batch, self.workers = self.global_batch // reading.data_size, len(sizes) // reading.data_size
+
+    def epoch(self, samples: np.ndarray) -> np.ndarray:
+        """Returns the epoch of the streams together for each sample number."""
+        return samples // self.samples_per_epoch
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (stream, its epoch, slot in that epoch), each int64 (n,), of sample numbers int64 (n,)."""
+        batch, place = np.divmod(samples, self.global_batch)
+        rank, place = np.divmod(place, self.rank_batch)
+        micro, row = np.divmod(place, self.micro_batch)
+        # Reading processes take the micro-batches of a rank in turn.
+        turn, worker = np.divmod(batch * (self.rank_batch // self.micro_batch) + micro, self.workers)
+        stream = rank * self.workers + worker
+        return stream, *np.divmod(turn * self.micro_batch + row, self.sizes[stream])
 
 
 PERIOD = 1 << 16

@@ -51,6 +51,9 @@ class Reading:
     """Read the split once, in order; else for ever, epoch after epoch."""
     global_batch_size: int = 1
     """Samples in one optimizer step over all ranks."""
+    micro_batch_size: int = 1
+    data_size: int = 1
+    """Ranks that have samples of their own."""
     part: Part = WHOLE
     """What is made of each micro-batch."""
     tokenizer_sha256: str | None = None

@@ -34,6 +34,17 @@ def shard_options(data: DataConfig) -> dict[str, Any]:
     return {**same, "keep_open": 2 * data.shuffle_block + 2}
 
 
+def streams(shards: list[TokenShards], data: DataConfig, reading: Reading) -> tuple[list[TokenShards], dict[str, Any]]:
+    """Returns what each reading process of each rank reads (`Streams`), and what of it a saved position belongs to; the
+    shards as they are, and {}, where they are addressable or read in order. Raises as `TokenShards.streams`."""
+    if not data.streams(one_pass=reading.one_pass):
+        return shards, {}
+    processes = max(data.workers, 1)
+    parts = shards[0].streams(reading.data_size * processes, data.reader)
+    sizes = {name: getattr(reading, name) for name in ("global_batch_size", "micro_batch_size")}
+    return parts, {"reader": {"name": data.reader, "ranks": reading.data_size, "workers": processes, **sizes}}
+
+
 def contents_digest(shards: TokenShards, *others: str) -> str:
     """Returns a digest of the contents of a split and of `others`, whatever path it lies at."""
     contents = [[shard.documents, shard.tokens, shard.sha256] for shard in shards.info.shards]
@@ -161,5 +172,6 @@ class Modality:
 
         self.options(data)
         known = options.keys() & {field.name for field in dataclasses.fields(Reading)}
-        reading = Reading(**{name: options.pop(name) for name in known})
+        sizes = {"micro_batch_size": micro_batch_size, "data_size": data_size}
+        reading = Reading(**sizes, **{name: options.pop(name) for name in known})
         return Loader(self.open(data, reading, **options), data, reading, micro_batch_size, data_rank, data_size)

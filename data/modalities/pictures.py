@@ -10,7 +10,7 @@ import numpy as np
 from matmix.data.config import DataConfig, datasets_of
 from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
-from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options
+from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options, streams
 from matmix.data.prepare.pictures import PrepareImagesConfig
 from matmix.data.splits.reader import open_split
 from matmix.data.storage.storage import Storage
@@ -86,10 +86,11 @@ class Pictures(Modality):
         for path, one in zip(sources, shards, strict=True):
             _check_classes(path, _images(path, one.manifest).classes, facts.classes, next(iter(config.datasets)))
         make = functools.partial(make_transform, config, facts.mean, facts.std, training=not reading.one_pass)
-        rows = ImageRows(shards, data, reading, make)
-        for path, size in zip(sources, rows.sizes, strict=True):
+        read, reader = streams(shards, data, reading)
+        rows = ImageRows(read, data, reading, make)
+        for one, size in zip(read, rows.sizes, strict=True):
             if not size:
-                raise ValueError(f"the {reading.split} split of {path} holds no pictures")
+                raise ValueError(f"the {reading.split} split of {one.storage.path} holds no pictures")
         make()  # what is wrong with the options is said now, and not by a reading process
         facts.class_counts = np.sum([one.manifest.images.counts[one.split] for one in shards], axis=0)
         fingerprint = {
@@ -100,6 +101,7 @@ class Pictures(Modality):
             "shuffle": reading.shuffles(data),
             "shuffle_block": data.shuffle_block,
             "repeats": config.repeats,
+            **reader,
             "seed": reading.seed,
             "objective": "images",
         }

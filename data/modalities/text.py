@@ -12,12 +12,12 @@ from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig, datasets_of
 from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
-from matmix.data.loading.order import Mixture
+from matmix.data.loading.order import Mixture, Streams
 from matmix.data.loading.packing import ConcatPacking, DocumentPacking, Packing
 from matmix.data.loading.rows import WHOLE, Facts, Failure, Opened, Reading, errors_as_failures
 from matmix.data.loading.strands import Strands
 from matmix.data.manifest import Manifest, SplitInfo
-from matmix.data.modalities.base import Modality, contents_digest, shard_options
+from matmix.data.modalities.base import Modality, contents_digest, shard_options, streams
 from matmix.data.prepare.text import PrepareConfig
 from matmix.data.splits.reader import TokenShards, open_dataset
 from matmix.data.storage.files import sha256_of
@@ -89,7 +89,8 @@ class Text(Modality):
                     f"the datasets of a mixture need one tokenizer, but {shards[0].storage.path} and "
                     f"{other.storage.path} were prepared with different ones"
                 )
-        rows = TokenRows(shards, data, reading, masking)
+        read, reader = streams(shards, data, reading)
+        rows = TokenRows(read, data, reading, masking)
         fingerprint = {
             "data": [contents_digest(one, one.manifest.tokenizer.sha256) for one in shards],
             # What else decides batches or metrics, whatever path a dataset lies at.
@@ -112,6 +113,7 @@ class Text(Modality):
             "objective": "causal" if masking is None else "masked",
             **({"window": data.window} if data.window else {}),
             **({"reverse_complement": data.reverse_complement} if data.reverse_complement else {}),
+            **reader,
             # The rows of a global batch are the lanes.
             **({"carry": True, "global_batch_size": reading.global_batch_size} if data.carry else {}),
         }
@@ -127,7 +129,9 @@ class TokenRows:
     ) -> None:
         self.packings = [_make_packing(one, data, reading, masking is None) for one in shards]
         weights = None if reading.one_pass else list(datasets_of(data, reading.split).values())
-        self.mixture = Mixture([len(packing) for packing in self.packings], weights)
+        sizes = [len(packing) for packing in self.packings]
+        streaming = data.streams(one_pass=reading.one_pass)
+        self.mixture = Streams(sizes, reading) if streaming else Mixture(sizes, weights)
         special, self.masker = shards[0].manifest.tokenizer.special, None
         if masking is not None:
             if special.get("mask") is None:

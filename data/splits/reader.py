@@ -11,6 +11,8 @@ split, which makes every sequence addressable without reading a shard.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ import numpy as np
 from matmix.data.arrays import read_vector
 from matmix.data.formats import FORMATS, format_of
 from matmix.data.formats.base import DamagedShard, OpenShard
+from matmix.data.splits.libraries import FORMAT_OF, OpenByStreaming, open_by_webdataset
 from matmix.data.storage.cache import hold_shard, make_room
 from matmix.data.storage.storage import Storage
 
@@ -76,9 +79,10 @@ class TokenShards:
         self.format, self.info = format_of(self.manifest.format), self.manifest.splits[split]
         self.verify, self.keep_open = verify, keep_open
         self.skip_damaged, self.cache_bytes = skip_damaged, cache_bytes
+        self.reader = "addressable"
         self.n_shards = len(self.info.shards)
         self.shard_documents = np.array([s.documents for s in self.info.shards], dtype=np.int64)
-        self._starts = np.concatenate([[0], np.cumsum(self.shard_documents)])
+        self._first = np.cumsum(self.shard_documents) - self.shard_documents
         self._lengths_path = storage.file(f"{split}/lengths.npy") if self.info.shards else None
         self._damaged: dict[int, str] = {}
         self.__setstate__({})
@@ -100,7 +104,34 @@ class TokenShards:
             assert self._lengths_path is not None
             where = f"{self.storage.path}: {self.split}/lengths.npy"
             self._lengths = read_vector(self._lengths_path, "uint32", where)
-        return self._lengths[self._starts[shard] : self._starts[shard + 1]]
+        first = int(self._first[shard])
+        return self._lengths[first : first + int(self.shard_documents[shard])]
+
+    def streams(self, count: int, reader: str) -> list[TokenShards]:
+        """Returns the split in so many parts: stream s has every count-th shard from s on, to be read one shard after
+        another by the library `reader`. Raises ValueError where it reads other shards, or there are too few."""
+        where = f"the {self.split} split of {self.storage.path}"
+        if self.manifest.format != FORMAT_OF[reader]:
+            raise ValueError(
+                f'data.reader = "{reader}" reads shards of the format {FORMAT_OF[reader]}, but {where} has '
+                f'{self.manifest.format}; set data.reader = "addressable"'
+            )
+        if self.n_shards < count:
+            raise ValueError(
+                f'data.reader = "{reader}" gives each of {count} reading processes shards of its own, but {where} has '
+                f"{self.n_shards}; take fewer data.workers, or prepare the data with a smaller --shard-megabytes"
+            )
+        storage = copy.copy(self.storage)
+        storage.by_streaming = reader == "streaming"
+        parts = []
+        for number in range(count):
+            part, own = copy.copy(self), slice(number, None, count)
+            part.storage, part.reader, part.keep_open = storage, reader, 2
+            part.info = dataclasses.replace(self.info, shards=self.info.shards[own])
+            part.n_shards = len(part.info.shards)
+            part.shard_documents, part._first = self.shard_documents[own], self._first[own]
+            parts.append(part)
+        return parts
 
     def read(self, shard: int, index: int) -> np.ndarray:
         """Returns one document (n,) of the dataset's dtype, not to be written to. Raises as `opened`."""
@@ -125,6 +156,8 @@ class TokenShards:
     def _open_shard(self, number: int) -> OpenShard:
         shard, where = self.info.shards[number], self._where(number)
         verify = self.verify and number not in self._verified
+        if self.reader == "webdataset":
+            return open_by_webdataset(self.storage, self.split, shard, verify=self.verify, where=where)
         if self.format.reads_index and self._index is None:
             self._index = self.format.read_index(self.storage.file(f"{self.split}/index.json"), where)
         index = self._starts_of(number) if self.format.reads_starts else self._index
@@ -136,6 +169,8 @@ class TokenShards:
             make_room(self.storage.cache.parent, self.cache_bytes, suffixes)
         self._verified.add(number)
         opened = self.format.open_shard(path, shard, dtype=self.manifest.dtype, where=where, index=index)
+        if self.reader == "streaming":  # of which it reads what has been checked by now
+            opened = OpenByStreaming(path, self._index[path.name], self.manifest.dtype, where)
         opened.hold = hold
         return opened
 
@@ -144,7 +179,8 @@ class TokenShards:
         if self._index is None:
             name = f"{self.split}/starts.npy"
             self._index = read_vector(self.storage.file(name), "int64", f"{self.storage.path}: {name}")
-        return self._index[self._starts[shard] : self._starts[shard + 1]]
+        first = int(self._first[shard])
+        return self._index[first : first + int(self.shard_documents[shard])]
 
     def _where(self, number: int) -> str:
         return f"{self.storage.path}: {self.info.shards[number].called(self.split)}"

@@ -190,10 +190,10 @@ class RemoteFolder:
             return self._do("list", prefix, look)
         return {}
 
-    def read(self, name: str) -> bytes | None:
-        """Returns the content of a small file, None where there is no such file."""
+    def read(self, name: str, largest: int | None = None) -> bytes | None:
+        """Returns the content of a small file, or its first `largest` bytes; None where there is no such file."""
         with contextlib.suppress(FileNotFoundError):
-            return self._do("read", name, lambda client, path: client.cat_file(path))
+            return self._do("read", name, lambda client, path: client.cat_file(path, end=largest))
         return None
 
     def size(self, name: str) -> int:

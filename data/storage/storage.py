@@ -5,7 +5,8 @@ its name there only when it is complete, verified and on the disk, and each proc
 first use. The cache folder's name has the digest of the manifest, so newly prepared data never meets an old cache.
 
 fsspec reads every scheme whose client is installed. mosaicml-streaming's downloaders read oci://, azure://, dbfs:/,
-alipan:// and gs:// without gcsfs, and sftp://, because they check the host's key, which fsspec does not.
+alipan:// and gs:// without gcsfs, and sftp://, because they check the host's key, which fsspec does not; with
+`data.reader = "streaming"` they fetch the shards of all schemes but file://.
 """
 
 import hashlib
@@ -63,6 +64,8 @@ class Storage:
         self.manifest: Manifest = Manifest.parse(raw, path)
         if self.remote and self.manifest.format in READ_ONLY:
             raise ValueError(f"{path} holds an index of tokens that are read where they lie: copy its folder here")
+        self.by_streaming = False
+        """Fetch shards by mosaicml-streaming's clients from wherever it has one."""
         self.published = 0
         """Number of files that this process has put into the cache."""
         self._checked: set[str] = set()
@@ -221,7 +224,7 @@ class Storage:
     def _download(self, name: str, target: Path, largest: int, is_good: Callable[[Path], bool]) -> bool:
         """Downloads a file, a second time where the first copy is damaged; returns False if both are."""
         for _ in range(2):
-            download(f"{self.path.rstrip('/')}/{name}", target, largest)
+            download(f"{self.path.rstrip('/')}/{name}", target, largest, by_streaming=self.by_streaming)
             if is_good(target):
                 return True
         return False
@@ -236,12 +239,14 @@ class Storage:
             return target.read_bytes()
 
 
-def download(url: str, target: Path, largest: int) -> None:
-    """Downloads one file of at most `largest` bytes (where the client tells the size beforehand). Raises
-    FileNotFoundError, FileTooLarge, ValueError if nothing installed reads such URLs, RemoteError if the store fails."""
+def download(url: str, target: Path, largest: int, *, by_streaming: bool = False) -> None:
+    """Downloads one file of at most `largest` bytes (where the client tells the size beforehand). by_streaming: by
+    mosaicml-streaming, which has no client for file://. Raises FileNotFoundError, FileTooLarge, ValueError if nothing
+    installed reads such URLs, RemoteError if the store fails."""
     folder, _, name = url.rpartition("/")
     problem = None
-    if url.partition(":")[0] not in _BY_STREAMING:
+    scheme = url.partition(":")[0]
+    if scheme == "file" or not (by_streaming or scheme in _BY_STREAMING):
         try:
             store = remote.RemoteFolder(folder)
         except ValueError as error:

@@ -47,7 +47,18 @@ def prepared(tmp_path_factory):
 
 
 def loader_of(
-    path="", *, workers=0, micro=4, world=1, rank=0, total=GLOBAL, seed=3, skip_damaged=False, shuffle=True, **options
+    path="",
+    *,
+    workers=0,
+    micro=4,
+    world=1,
+    rank=0,
+    total=GLOBAL,
+    seed=3,
+    skip_damaged=False,
+    shuffle=True,
+    reader="addressable",
+    **options,
 ):
     images = {name: options.pop(name) for name in list(options) if name in ImagesConfig.__dataclass_fields__}
     config = DataConfig(
@@ -56,6 +67,7 @@ def loader_of(
         shuffle=shuffle,
         shuffle_block=2,
         skip_damaged=skip_damaged,
+        reader=reader,
     )
     sizes = {"global_batch_size": total, "micro_batch_size": micro, "data_rank": rank, "data_size": world}
     return build_loader(config, **{"seed": 3, **sizes, **options})
@@ -335,3 +347,25 @@ def test_pictures_at_a_url_and_packed_give_the_same_batches(tmp_path, monkeypatc
     expected = global_batches([loader_of(plain, **FULL)], 2)
     assert same(global_batches([loader_of(url, workers=1, **FULL)], 2), expected)
     assert not (tmp_path / "scratch" / "prepare").exists() or not any((tmp_path / "scratch" / "prepare").iterdir())
+
+
+@pytest.mark.slow
+def test_pictures_are_read_by_the_libraries(tmp_path):
+    """Each once an epoch by one process of one rank, and exactly on from the middle of a shard."""
+    source, options = write_tree(tmp_path / "tree", samples(14)), {"train_crop": "none", "hflip": 0.0}
+    for form, reader in (("mds", "streaming"), ("webdataset", "webdataset")):
+        path = prepare(source, tmp_path / form, format=form, shard_megabytes=0.004)
+        whole = loader_of(path, **options)
+        expected = torch.cat([batch[0] for batch in global_batches([whole], 3)])[: whole.samples_per_epoch]
+        loaders = ranks(path, 2, reader=reader, **options)
+        batches, half = global_batches(loaders, 6), GLOBAL // 2
+        found = [
+            torch.cat([batch[0][rank * half : (rank + 1) * half] for batch in batches])[: one.dataset.sizes[rank]]
+            for rank, one in enumerate(loaders)
+        ]
+        assert sorted(p.numpy().tobytes() for p in torch.cat(found)) == sorted(p.numpy().tobytes() for p in expected)
+        first, again = (ranks(path, 2, reader=reader, **options) for _ in range(2))
+        global_batches(first, 2)
+        for loader in again:
+            loader.load_state_dict(first[0].state_dict())
+        assert same(global_batches(again, 4), batches[2:])

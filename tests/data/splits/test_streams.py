@@ -74,10 +74,10 @@ def test_remote_copy(any_format, data, tmp_path):
 def read_and_send(path: str, cache: str, log: Path, start, queue) -> None:
     real = storage.download
 
-    def logged(url, target, largest):
+    def logged(url, target, largest, **options):
         with log.open("a") as file:
             file.write(url.rsplit("/", 1)[-1] + "\n")
-        real(url, target, largest)
+        real(url, target, largest, **options)
 
     storage.download = logged
     start.wait()
