@@ -65,10 +65,10 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By the size of the memory: other views of larger memory would lose theirs, as it moves to shared memory.
-        def small(one: torch.Tensor) -> bool:
-            return one.is_cpu and one.untyped_storage().nbytes() <= SMALL
+        def sent(one: torch.Tensor) -> torch.Tensor | np.ndarray:
+            return one.numpy() if one.is_cpu and one.untyped_storage().nbytes() <= SMALL else one
 
-        return _unpickled, (self.map(lambda one: one.numpy() if small(one) else one).values(),)
+        return _unpickled, (tree_map_only(torch.Tensor, sent, self.values()),)
 
     def values(self) -> dict[str, Any]:
         """Returns its fields by name."""

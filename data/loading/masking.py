@@ -10,6 +10,7 @@ For masked diffusion every sample has a rate of its own instead, which its (seed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -71,8 +72,13 @@ class DiffusionMasking(MaskingConfig):
     likelihood of texts whose last tokens, this share, are drawn at once."""
 
     def rate(self, seed: int, sample: int) -> float:
-        begin = int(generator(seed, 0, RATES, 0).integers(1 << 64, dtype=np.uint64))
-        return max(1 - ((begin + sample * _GOLDEN) % (1 << 64)) / (1 << 64), self.least)
+        return max(1 - ((_first_rate(seed) + sample * _GOLDEN) % (1 << 64)) / (1 << 64), self.least)
+
+
+@functools.cache
+def _first_rate(seed: int) -> int:
+    """Returns where the rates of a seed begin, as a fraction of 2^64."""
+    return int(generator(seed, 0, RATES, 0).integers(1 << 64, dtype=np.uint64))
 
 
 class Stretch(NamedTuple):
