@@ -101,6 +101,16 @@ def errors_in_one_line(*kinds: type[Exception]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def from_extra(extra: str, needs: str) -> Iterator[None]:
+    """Raises ValueError (one line) for an ImportError within the context: that of a package of an extra of matmix.
+    needs: who needs which package, such as "pictures need Pillow"."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{needs} ({error}): in the clone of matmix, pip install -e '.[{extra}]'") from None
+
+
+@contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
     """Makes the PanicException of a library written in Rust that gives up a ValueError of one line. Also a decorator.
     It is no Exception, cannot be imported, and cannot be sent to another process."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from matmix.data.artifacts import from_extra
 from matmix.data.config import ImagesConfig
 from matmix.data.rng import MIXING, generator
 
@@ -47,13 +48,9 @@ Transform = Callable[[Image.Image], torch.Tensor]
 def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[float], *, training: bool) -> Transform:
     """Returns a function from a picture to float32 (channels, size, size), normalised. mean, std: one a channel. Raises
     ValueError (one line) for an unknown `augment`, or where timm is not installed."""
-    try:
+    with from_extra("vision", "pictures need timm and torchvision"):
         from timm.data import create_transform
         from torchvision.transforms import Compose
-    except ImportError as error:
-        raise ValueError(
-            f"pictures need timm and torchvision ({error}): in the clone of matmix, pip install -e '.[vision]'"
-        ) from None
     # Libraries augment colours: for them a picture of one channel has three equal ones until the end.
     coloured = training and (config.augment or config.color_jitter or config.erasing)
     channels = 3 if config.channels == 3 or coloured else 1

@@ -6,16 +6,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from matmix.data.artifacts import from_extra
 from matmix.train.optim.base import Optimizer, State, local_part
 from matmix.train.optim.config import OptimizerConfig
 
-try:
+with from_extra("lowbit", "optimizer adamw_8bit needs torchao"):
     from torchao.optim.adam import single_param_adam
     from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
-except ImportError as error:
-    raise ValueError(
-        f"optimizer adamw_8bit needs torchao ({error}): in the clone of matmix, pip install -e '.[lowbit]'"
-    ) from None
 
 SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
 """The entries with the codes of the moments, and those with their scales."""

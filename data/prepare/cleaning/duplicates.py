@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from matmix.data.artifacts import from_extra
 from matmix.data.prepare.cleaning.words import runs
 
 BANDS, ROWS = 42, 6
@@ -26,12 +27,8 @@ _LEADERS = 8
 
 @functools.cache
 def _minhash() -> Any:
-    try:
+    with from_extra("clean", "--dedup minhash needs datasketch"):
         from datasketch import MinHash
-    except ImportError as error:
-        raise ValueError(
-            f"--dedup minhash needs datasketch ({error}): in the clone of matmix, pip install -e '.[clean]'"
-        ) from None
     return MinHash(num_perm=BANDS * ROWS, seed=1, hashfunc=int, scheme="affine32")
 
 

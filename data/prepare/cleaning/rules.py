@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from matmix.data.artifacts import from_extra
 from matmix.data.prepare.cleaning.words import hashed_words, runs
 
 _STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
@@ -106,10 +107,6 @@ def check_languages(codes: Sequence[str]) -> None:
 
 @functools.cache
 def _identifier() -> Any:
-    try:
+    with from_extra("clean", "--language needs py3langid"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError as error:
-        raise ValueError(
-            f"--language needs py3langid ({error}): in the clone of matmix, pip install -e '.[clean]'"
-        ) from None
     return LanguageIdentifier.from_model_file(MODEL_FILE)

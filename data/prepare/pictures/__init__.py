@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from matmix.data.artifacts import from_extra
 from matmix.data.config import Limits, at_least
 from matmix.data.prepare.base import Preparation, PrepareOptions
 
@@ -62,10 +63,6 @@ class PrepareImagesConfig(PrepareOptions):
 
     @classmethod
     def kind(cls) -> type[Preparation]:
-        try:
+        with from_extra("vision", "pictures need Pillow"):
             from matmix.data.prepare.pictures.preparation import PicturePreparation
-        except ImportError as error:
-            raise ValueError(
-                f"pictures need Pillow ({error}): in the clone of matmix, pip install -e '.[vision]'"
-            ) from None
         return PicturePreparation

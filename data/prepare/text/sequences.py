@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from matmix.data.alphabets import AMBIGUOUS, BASES
-from matmix.data.artifacts import one_line
+from matmix.data.artifacts import from_extra, one_line
 from matmix.data.prepare.base import Source
 from matmix.data.prepare.text import sources
 from matmix.data.prepare.text.compressed import open_text
@@ -245,12 +245,8 @@ def _version(path: str) -> tuple[int, int] | None:
 @functools.lru_cache(maxsize=4)
 def _indexed(file: FastaFile, version: tuple[int, int]) -> pyfaidx.Fasta:
     """Opens an uncompressed file with its index. Raises ValueError (one line)."""
-    try:
+    with from_extra("dna", "FASTA files need pyfaidx"):
         import pyfaidx
-    except ImportError as error:
-        raise ValueError(
-            f"FASTA files need pyfaidx ({error}): in the clone of matmix, pip install -e '.[dna]'"
-        ) from None
     beside = Path(f"{file.path}.fai")
     use = beside.is_file() and beside.stat().st_mtime_ns >= version[1]
     with tempfile.TemporaryDirectory() as scratch:
