@@ -111,11 +111,13 @@ class Manifest:
     """The options that decide the contents; asking again with the same ones changes nothing."""
     files: dict[str, str] = field(default_factory=dict)
     """Hex digests of the small files (histogram, lengths, indices), by their paths."""
+    folder: str | None = None
+    """Absolute path of the folder with files that are read where they lie; None where they lie in the dataset."""
 
     def to_json(self) -> str:
         """Returns the text of the file, with a digest over all that it says."""
         values = asdict(self)
-        for name in ("images", "facts", "cleaning"):
+        for name in ("images", "facts", "cleaning", "folder"):
             if values[name] is None:
                 del values[name]
         return json.dumps({**values, "digest": _digest(values)}, indent=1, ensure_ascii=False) + "\n"
@@ -234,6 +236,9 @@ def _check(manifest: Manifest) -> None:
     for source in manifest.sources:
         require(isinstance(source, dict) and is_count(source.get("documents", 0)), "sources", source)
     require(isinstance(manifest.options, dict), "options", manifest.options)
+    if (folder := manifest.folder) is not None:
+        fine = in_place and isinstance(folder, str) and folder.startswith("/") and one_line(folder) == folder
+        require(fine, "folder", folder)
     malformed = manifest.malformed
     require(isinstance(malformed, dict), "malformed", malformed)
     for name in ("count", "records"):

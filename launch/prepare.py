@@ -143,8 +143,8 @@ class Index:
     folder: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""
     """Folder with the files, also in folders of it."""
     format: str = ""
-    """megatron: .bin with its .idx beside it; flat: ids alone, in .bin (nanoGPT) or .npy (OLMo); mds: shards of
-    mosaicml-streaming with a column `tokens`, each sample a document."""
+    """megatron: .bin with its .idx beside it; flat: ids alone, in .bin (nanoGPT) or .npy (OLMo), or behind the header
+    of llm.c; mds: shards of mosaicml-streaming with a column `tokens`, each sample a document."""
     tokenizer: str = ""
     """The tokenizer that made the tokens: a sentencepiece .model, a tokenizer.json, the folder of a tokenizer, or its
     name at the Hugging Face hub."""
@@ -158,6 +158,8 @@ class Index:
     """Files in DIR that are the validation split, by a pattern such as val.bin or val/*, or by their folder."""
     validation_fraction: float | None = None
     """Share of the documents that go to the validation split, by a hash of each. None: 0.01, without --validation."""
+    out: str = ""
+    """Folder for the index, where DIR cannot be written to; it names DIR by its absolute path. Empty: DIR."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
         from matmix.data.indexing.command import index

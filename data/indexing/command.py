@@ -4,14 +4,16 @@
 
 Nothing is copied: DIR gets a manifest as of a prepared dataset, whose shards are stretches of the files there, a copy
 of the tokenizer, and for each split where its documents begin (`starts.npy`) and how long they are (`lengths.npy`).
+`.index.json`, which is written before them, lists them, so that no file of somebody else is ever overwritten.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from matmix.data.arrays import write_vector
-from matmix.data.artifacts import artifact_path, shell_line
+from matmix.data.artifacts import artifact_path, fits, read_json, shell_line
 from matmix.data.foreign_tokenizer import local_or_hub
+from matmix.data.formats import READ_ONLY
 from matmix.data.formats.base import LARGEST_SHARD, Stretch
 from matmix.data.indexing import LAYOUTS
 from matmix.data.indexing.base import Layout, Places, mapped
 from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
-from matmix.data.prepare.base import HASHES, hash_of
+from matmix.data.prepare.base import HASHES, SPLITS, hash_of
 from matmix.data.prepare.report import Report
 from matmix.data.prepare.text.preparation import HISTOGRAM_NAME, write_counts
 from matmix.data.storage.files import sha256_of, write_atomic
@@ -36,7 +39,9 @@ STRETCH_BYTES = 64 << 20
 """Bytes of a stretch, unless its only document is longer: what is verified and shuffled together."""
 # Tokens of a stretch that are decoded to count the bytes of its text; of longer stretches the rest is estimated.
 _DECODED = 1 << 16
-_OURS = ("lengths.npy", "starts.npy", HISTOGRAM_NAME)
+_RECORD = ".index.json"
+_TOKENIZERS = ("tokenizer/tokenizer.model", "tokenizer/tokenizer.json")
+_VECTORS = ("lengths.npy", "starts.npy")
 _FRACTION = 0.01
 _END_BYTES = 1 << 16
 
@@ -99,12 +104,14 @@ def index(
     dtype: str = "",
     validation: str = "",
     validation_fraction: float | None = None,
+    out: str = "",
 ) -> Manifest:
     """Writes the manifest of the files in a folder, and says on stdout what it holds. Arguments: as the fields of
     `matmix index`. Raises FileNotFoundError and ValueError (one line) for files that are damaged or do not fit."""
-    for option, value in (("DIR", folder), ("tokenizer", tokenizer), ("validation", validation)):
+    for option, value in (("DIR", folder), ("tokenizer", tokenizer), ("validation", validation), ("out", out)):
         refuse_secrets(value, f"index: {option}")
     root = _folder(folder)
+    home = _home(out, root)
     if format not in LAYOUTS:
         raise ValueError(f"index: format must be one of {', '.join(LAYOUTS)}, got {format!r}")
     if not tokenizer:
@@ -116,7 +123,8 @@ def index(
         raise ValueError(f"index: validation-fraction must be in [0, 1), got {fraction}")
     words = Tokenizer.load(local_or_hub(tokenizer))
     layout = LAYOUTS[format](end=_end_id(end, words), dtype=dtype, vocab_size=words.vocab_size)
-    paths = _find_files(root, layout)
+    known = _earlier(home)
+    paths = _find_files(root, layout, [home / name for name in {*_own_files(home), *(known.files if known else ())}])
     held_out = {path for path in paths if validation and _matches(path.relative_to(root).as_posix(), validation)}
     if validation and not held_out:
         raise FileNotFoundError(f"no file of tokens in {root} matches the --validation pattern {validation}")
@@ -130,18 +138,18 @@ def index(
         "tokenizer": words.sha256,
         "inputs": [[path.relative_to(root).as_posix(), size, digest] for path, size, digest in inputs],
     }
-    when = "earlier, with the same files and options: nothing to do"
-    if (root / MANIFEST_NAME).exists():
-        manifest = Manifest.load(root)
-        if manifest.options != wanted:
-            raise ValueError(
-                f"{root} holds the manifest of another dataset, or of these files before they were changed; delete "
-                f"{root / MANIFEST_NAME} to index them anew"
-            )
+    elsewhere = None if home == root else str(root.resolve())
+    if known is None:
+        manifest = _index(root, home, layout, paths, held_out, words, wanted)
+    elif (known.options, known.folder) == (wanted, elsewhere):
+        manifest = known
     else:
-        when = "now"
-        manifest = _index(root, layout, paths, held_out, words, wanted)
-    _summarise(root, manifest, when)
+        raise ValueError(
+            f"{home} holds the manifest of another dataset, or of these files before they were changed; delete "
+            f"{home / MANIFEST_NAME} to index them anew"
+        )
+    when = "now" if known is None else "earlier, with the same files and options: nothing to do"
+    _summarise(root, home, manifest, when)
     return manifest
 
 
@@ -154,6 +162,55 @@ def _folder(folder: str) -> Path:
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is no folder")
     return root
+
+
+def _home(out: str, root: Path) -> Path:
+    """Returns the folder that the index lies in."""
+    if is_url(out):
+        raise ValueError(f"index: an index lies in a folder of this machine, not at {out}")
+    home = Path(out).expanduser() if out else root
+    if home.exists() and not home.is_dir():
+        raise ValueError(f"index: {home} of --out is no folder")
+    return root if home.resolve() == root.resolve() else home
+
+
+def _earlier(home: Path) -> Manifest | None:
+    """Returns the manifest of an earlier index; None where there is none. Raises ValueError (one line) for another."""
+    if not (home / MANIFEST_NAME).exists():
+        return None
+    try:
+        manifest = Manifest.load(home)
+    except ValueError as error:
+        raise ValueError(f"{home / MANIFEST_NAME} is in the way of an index: {error}") from None
+    if manifest.format not in READ_ONLY:
+        raise ValueError(f"{home} holds a prepared dataset, which needs no index: data.path reads it as it is")
+    return manifest
+
+
+def _files(splits: Iterable[str]) -> list[str]:
+    """Returns the files of an index of these splits, without the manifest and the tokenizer."""
+    return [HISTOGRAM_NAME, *(f"{split}/{vector}" for split in splits for vector in _VECTORS)]
+
+
+def _own_files(home: Path) -> set[str]:
+    """Returns the files in a folder that an index, finished or not, has made. Raises ValueError (one line)."""
+    names = read_json(home / _RECORD) if (home / _RECORD).is_file() else []
+    return {*_files(SPLITS), *_TOKENIZERS}.intersection(names if fits(names, [str]) else ())
+
+
+def _refuse_others(home: Path, names: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Raises ValueError (one line) where a file of an index, or another tokenizer, lies there and is somebody else's.
+    The same tokenizer may."""
+    own = _own_files(home)
+    for name in (*names, *_TOKENIZERS):
+        path = artifact_path(home, name, "the index", nested=True)
+        found = path.parent if path.parent.exists() and not path.parent.is_dir() else path
+        same = name in _TOKENIZERS and path.is_file() and path.read_bytes() == tokenizer.raw
+        if name not in own and found.exists() and not same:
+            raise ValueError(
+                f"{found} was not made by `matmix index`, which has a file of that name: move it, or name another "
+                "folder for the index with --out"
+            )
 
 
 def _end_id(end: str, tokenizer: Tokenizer) -> int | None:
@@ -171,9 +228,11 @@ def _end_id(end: str, tokenizer: Tokenizer) -> int | None:
     return index
 
 
-def _find_files(root: Path, layout: Layout) -> list[Path]:
-    found = [path for path in sorted(root.rglob("*")) if path.suffix in layout.suffixes and path.name not in _OURS]
-    found = [path for path in found if path.is_file() and "tokenizer" not in path.relative_to(root).parts[:-1]]
+def _find_files(root: Path, layout: Layout, own: Iterable[Path]) -> list[Path]:
+    """Returns the files of tokens, sorted. own: files of an index, which are none."""
+    ours = {path.resolve() for path in own}
+    found = [path for path in sorted(root.rglob("*")) if path.suffix in layout.suffixes and path.is_file()]
+    found = [path for path in found if path.resolve() not in ours]
     if not found:
         packed = next((path for path in root.rglob("*.mds.*")), None) if ".mds" in layout.suffixes else None
         hint = f"; {packed.name} is compressed: decompress such files first" if packed else ""
@@ -193,13 +252,21 @@ def _digest(path: Path) -> str:
 
 
 def _index(
-    root: Path, layout: Layout, paths: Sequence[Path], held_out: set[Path], tokenizer: Tokenizer, wanted: dict[str, Any]
+    root: Path,
+    home: Path,
+    layout: Layout,
+    paths: Sequence[Path],
+    held_out: set[Path],
+    tokenizer: Tokenizer,
+    wanted: dict[str, Any],
 ) -> Manifest:
     """Reads all files once, and writes the index. held_out: files of the validation split alone."""
-    if not os.access(root, os.W_OK):
-        raise ValueError(f"{root} cannot be written to: the index lies beside the files")
+    place = next(path for path in (home, *home.resolve().parents) if path.exists())
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{place} cannot be written to: name another folder for the index with --out")
     fraction = wanted["validation_fraction"]
     names = ["train"] * (len(held_out) < len(paths)) + ["validation"] * bool(fraction or held_out)
+    _refuse_others(home, _files(names), tokenizer)
     splits = {name: _Split(np.zeros(tokenizer.vocab_size, np.int64)) for name in names}
     sizes = {path: path.stat().st_size for path in paths}
     dtype, documents, empty, done, made = None, {}, 0, 0, 0
@@ -228,7 +295,7 @@ def _index(
         if not split.shards:
             hint = f" at a validation fraction of {fraction:g}; give another, 0 for none" if fraction else ""
             raise ValueError(f"the {name} split got none of the {total:,} documents{hint}")
-    return _write(root, tokenizer, splits, documents, empty, wanted, dtype)
+    return _write(root, home, tokenizer, splits, documents, empty, wanted, dtype)
 
 
 def _check_dtype(path: Path, dtype: np.dtype, first: Path, wanted: np.dtype, tokenizer: Tokenizer) -> None:
@@ -300,6 +367,7 @@ def _check_ids(path: Path, piece: _Piece, tokenizer: Tokenizer) -> None:
 
 def _write(
     root: Path,
+    home: Path,
     tokenizer: Tokenizer,
     splits: dict[str, _Split],
     documents: dict[str, int],
@@ -307,22 +375,24 @@ def _write(
     wanted: dict[str, Any],
     dtype: np.dtype,
 ) -> Manifest:
-    """Writes the files of the index beside those of the tokens, the manifest last. documents: in each file."""
-    for name in ("tokenizer.model", "tokenizer.json"):
-        path = root / "tokenizer" / name
-        if path.exists() and (name != tokenizer.file_name or path.read_bytes() != tokenizer.raw):
-            raise ValueError(
-                f"{path} is not the tokenizer that was given: name it as --tokenizer, or move it elsewhere"
-            )
-    tokenizer.save(root / "tokenizer")
+    """Writes the files of the index, the manifest last. documents: in each file."""
+    home.mkdir(parents=True, exist_ok=True)
+    own, files, copy = _own_files(home), _files(splits), f"tokenizer/{tokenizer.file_name}"
+    made = {*files, copy} if copy in own or not (home / copy).exists() else {*files}
+    write_atomic(home / _RECORD, json.dumps(sorted(own | made)))
+    for name in own - made:  # of an index of other splits, or with another tokenizer
+        (home / name).unlink(missing_ok=True)
+    if copy in made:
+        tokenizer.save(home / "tokenizer")
     train = splits.get("train", _Split(np.zeros(tokenizer.vocab_size, np.int64)))
-    own, files = write_counts(root, tokenizer, train.counts), [HISTOGRAM_NAME]
+    facts = write_counts(home, tokenizer, train.counts)
     infos = {name: split.info() for name, split in splits.items()}
     for name, split in splits.items():
-        (root / name).mkdir(exist_ok=True)
-        for what, kind, pieces in (("lengths", "<u4", split.lengths), ("starts", "<i8", split.starts)):
-            files.append(f"{name}/{what}.npy")
-            write_vector(root / files[-1], kind, infos[name].documents, (one.astype(kind).tobytes() for one in pieces))
+        (home / name).mkdir(exist_ok=True)
+        for vector, kind, pieces in zip(_VECTORS, ("<u4", "<i8"), (split.lengths, split.starts), strict=True):
+            write_vector(
+                home / name / vector, kind, infos[name].documents, (one.astype(kind).tobytes() for one in pieces)
+            )
     manifest = Manifest(
         format="in_place",
         compression=None,
@@ -335,14 +405,15 @@ def _write(
         malformed={"count": 0, "records": sum(documents.values()) + empty, "examples": []},
         empty_documents=empty,
         options=wanted,
-        files={name: sha256_of(root / name) for name in files},
-        **own,
+        files={name: sha256_of(home / name) for name in files},
+        folder=None if home == root else str(root.resolve()),
+        **facts,
     )
-    write_atomic(root / MANIFEST_NAME, manifest.to_json().encode())
+    write_atomic(home / MANIFEST_NAME, manifest.to_json().encode())
     return manifest
 
 
-def _summarise(root: Path, manifest: Manifest, when: str) -> None:
+def _summarise(root: Path, home: Path, manifest: Manifest, when: str) -> None:
     lines = [f"indexed {root} ({manifest.options['layout']}, {manifest.dtype}) {when}; no token was copied"]
     for name, split in manifest.splits.items():
         lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens")
@@ -351,4 +422,4 @@ def _summarise(root: Path, manifest: Manifest, when: str) -> None:
     lines.append(f"  tokenizer   {info.kind}, {info.vocab_size:,} ids, {rate}")
     if manifest.empty_documents:
         lines.append(f"  empty       {manifest.empty_documents:,} documents without tokens were left out")
-    print(*lines, f"next: {shell_line('matmix', 'train', 'RECIPE.toml', '--data.path', root)}", sep="\n", flush=True)
+    print(*lines, f"next: {shell_line('matmix', 'train', 'RECIPE.toml', '--data.path', home)}", sep="\n", flush=True)

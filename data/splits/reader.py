@@ -77,7 +77,8 @@ class TokenShards:
             known = ", ".join(self.manifest.splits) or "none"
             raise ValueError(f"{storage.path} has no split {split!r}; it has: {known}")
         self.format, self.info = format_of(self.manifest.format), self.manifest.splits[split]
-        self.verify, self.keep_open = verify, keep_open
+        # What lies elsewhere is always compared, so that whoever wrote the index had the contents of what it names.
+        self.verify, self.keep_open = verify or self.manifest.folder is not None, keep_open
         self.skip_damaged, self.cache_bytes = skip_damaged, cache_bytes
         self.reader = "addressable"
         self.n_shards = len(self.info.shards)

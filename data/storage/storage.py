@@ -119,7 +119,10 @@ class Storage:
 
     def is_there(self) -> bool:
         """Returns False where a local dataset has gone; for remote ones, downloads tell."""
-        return self.remote or (Path(self.path) / MANIFEST_NAME).is_file()
+        folder = self.manifest.folder
+        return self.remote or (
+            (Path(self.path) / MANIFEST_NAME).is_file() and (folder is None or Path(folder).is_dir())
+        )
 
     def check_shard(self, split: str, shard: ShardInfo) -> None:
         """Checks, without reading it, that a local shard is there and has its size; remote ones when fetched."""
@@ -131,9 +134,10 @@ class Storage:
         (name, offset, file_bytes), where = shard.place(split), f"{self.path}: {shard.called(split)}"
         in_place = self.manifest.format in READ_ONLY
         again = _INDEX_AGAIN if in_place else "prepare the data again"
-        path = artifact_path(self.path, name, self.path, nested=True)
+        path = artifact_path(self.manifest.folder or self.path, name, self.path, nested=True)
         if not path.is_file():
-            raise FileNotFoundError(f"{where} is missing; {again}")
+            place = f" in {self.manifest.folder}" if self.manifest.folder else ""
+            raise FileNotFoundError(f"{where} is missing{place}; {again}")
         if (size := path.stat().st_size) != file_bytes:
             what = f"has {size} bytes instead of {file_bytes}, it is truncated or was changed"
             raise DamagedShard(where, f"{what}; {again}")

@@ -12,8 +12,9 @@ import token_files
 from failures import each
 from folders import contents
 from runs import losses, run_recipe
-from token_files import END, write_flat, write_mds, write_megatron
+from token_files import END, write_flat, write_llm_c, write_mds, write_megatron
 
+from matmix.data import arrays
 from matmix.data.config import DataConfig
 from matmix.data.formats.base import DamagedShard
 from matmix.data.indexing import command
@@ -49,6 +50,8 @@ LAYOUTS = {
     ),
     "olmo": ("flat", lambda f: write_flat(f / "part-0" / "a.npy", TEXTS, "<u4"), {"dtype": "uint32"}),
     "numpy": ("flat", lambda f: write_flat(f / "a.npy", TEXTS, "<i4", header=True), {}),
+    "llm.c": ("flat", lambda f: write_llm_c(f / "a.bin", TEXTS), {}),
+    "llm.c, llama": ("flat", lambda f: write_llm_c(f / "a.bin", TEXTS, "<u4"), {}),
     "llm-foundry": ("mds", lambda f: mds(f, "bytes", "<i8"), {"validation": "val"}),
     "mds": ("mds", lambda f: mds(f, "ndarray:int32", "int32"), {"validation": "val/"}),
 }
@@ -204,6 +207,16 @@ BAD = {
         r"a\.bin does not hold the end token 3, so that its documents have no borders",
     ),
     "odd": ("flat", lambda f: (f / "a.bin").write_bytes(bytes([7, 0, 3, 0, 7])), "no whole number of uint16"),
+    "llm.c, cut": (
+        "flat",
+        lambda f: _append(write_llm_c(f / "a.bin", TEXTS)),
+        r"a\.bin begins with the mark of llm\.c",
+    ),
+    "llm.c, head": (
+        "flat",
+        lambda f: (f / "a.bin").write_bytes(struct.pack("<4i", 20240520, 3, 7, 3)),
+        "version 3 and 7",
+    ),
     "nothing": ("flat", lambda f: None, r"holds no \.bin or \.npy file"),
     "empty": ("flat", lambda f: (f / "a.bin").write_bytes(b""), "does not hold the end token"),
     "packed": ("mds", lambda f: (f / "shard.00000.mds.zstd").write_bytes(b"x"), "is compressed: decompress"),
@@ -239,6 +252,7 @@ def test_bad_files_are_one_line_and_leave_nothing(name, tmp_path, capsys):
     [
         ([], "no folder given: matmix index DIR"),
         (["s3://bucket/a", "--format", "flat"], "in a folder of this machine"),
+        (["{in}", "--format", "flat", "--out", "s3://bucket/a"], "an index lies in a folder of this machine"),
         (["{in}", "--format", "parquet"], "format must be one of megatron, flat, mds, got 'parquet'"),
         (["{in}", "--format", "flat"], "no --tokenizer is given"),
         (["{in}/nowhere", "--format", "flat"], "nowhere is no folder"),
@@ -292,6 +306,76 @@ def test_an_index_is_of_a_folder_here_and_its_borders_belong_to_a_saved_position
     (tmp_path / "a" / "train" / "starts.npy").write_bytes((tmp_path / "b" / "train" / "starts.npy").read_bytes())
     with pytest.raises(ValueError, match=r"train/starts\.npy has another SHA-256"):
         read_all(tmp_path / "a", "train")
+
+
+OWN = ["token_histogram.npy", "train/lengths.npy", "validation/starts.npy", "tokenizer/tokenizer.json", "manifest.json"]
+
+
+@each("name", [*OWN, "train"])
+def test_files_of_others_with_the_names_of_an_index_stay(name, tmp_path):
+    folder, tokenizer = tmp_path / "in", str(token_files.write_tokenizer(tmp_path / "words"))
+    write_flat(folder / "a.npy", TEXTS)
+    if name in OWN:
+        write_flat(folder / name, TEXTS)
+    else:
+        (folder / name).touch()
+    before = contents(folder)
+    with pytest.raises(ValueError, match=rf"{name} (was not made by `matmix index`.*--out|is in the way)") as caught:
+        command.index(str(folder), format="flat", tokenizer=tokenizer)
+    assert "\n" not in str(caught.value)
+    assert contents(folder) == before
+    if not name.endswith(".npy"):  # these are tokens
+        (folder / name).rename(tmp_path / "away")
+    elif "/" in name:
+        (folder / name).rename(folder / name.replace("/", "-"))
+    command.index(str(folder), format="flat", tokenizer=tokenizer, out=str(tmp_path / "index"))
+
+
+@pytest.mark.parametrize("stop", ["train/lengths.npy", "validation/starts.npy", "manifest.json"])
+def test_an_index_goes_on_after_a_stop_and_is_made_anew(stop, tmp_path, monkeypatch):
+    folder, options = tmp_path / "in", {"format": "flat", "tokenizer": str(token_files.write_tokenizer(tmp_path / "t"))}
+    write_flat(folder / "a.npy", TEXTS)
+
+    def stopped(path, *rest, **more):
+        if str(path).endswith(stop):
+            raise KeyboardInterrupt
+        return write(path, *rest, **more)
+
+    for module in (arrays, command):
+        write = module.write_atomic
+        monkeypatch.setattr(module, "write_atomic", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        command.index(str(folder), **options, validation_fraction=0.2)
+    monkeypatch.undo()
+    manifest = command.index(str(folder), **options, validation_fraction=0.2)
+    assert [name for name, *_ in manifest.options["inputs"]] == ["a.npy"]
+    write_flat(folder / "b.npy", TEXTS)  # of an index that is finished, too
+    (folder / "manifest.json").unlink()
+    command.index(str(folder), **options, validation_fraction=0.0)
+    assert read_all(folder, "train") == TEXTS * 2
+    assert not (folder / "validation" / "starts.npy").exists()
+
+
+def test_an_index_in_another_folder_of_one_that_is_only_read(tmp_path, capsys, monkeypatch):
+    folder, index = tmp_path / "shared", tmp_path / "mine" / "index"
+    write_megatron(folder / "a.bin", with_end(TEXTS))
+    before = contents(folder)
+    words = [str(folder), "--format", "megatron", "--tokenizer", str(token_files.write_tokenizer(tmp_path / "t"))]
+    words += ["--validation-fraction", "0"]
+    monkeypatch.setattr(command.os, "access", lambda path, mode: path != folder)
+    assert re.search(r"shared cannot be written to: name another folder for the index with --out", say(capsys, *words))
+    for _ in range(2):
+        assert main(["index", *words, "--out", str(index)]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert contents(folder) == before
+    assert read_all(index, "train") == TEXTS
+    damage(folder, "flipped")
+    shards = open_dataset(str(index), verify=False)  # it is compared all the same
+    with pytest.raises(DamagedShard, match="another SHA-256"):
+        [shards.opened(number) for number in range(shards.n_shards)]
+    folder.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match=rf"a\.bin from byte 0 is missing in {folder};"):
+        open_dataset(str(index), skip_damaged=True)
 
 
 @pytest.mark.slow  # imports streaming as a whole

@@ -65,6 +65,16 @@ def write_flat(path: Path, texts: Sequence[Sequence[int]], dtype: str = "<u2", *
     return path
 
 
+def write_llm_c(path: Path, texts: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:
+    """The ids of all texts behind the header of llm.c, with the token that separates documents before each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ids = np.array([token for text in texts for token in [END, *text]], dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = *{"<u2": (20240520, 1), "<u4": (20240801, 7)}[dtype], len(ids)
+    path.write_bytes(header.tobytes() + ids.tobytes())
+    return path
+
+
 def write_mds(folder: Path, texts: Sequence[Sequence[int]], encoding: str, dtype: str) -> None:
     """Shards of MDS with twenty texts each, and a name and a number beside the tokens."""
     folder.mkdir(parents=True, exist_ok=True)
