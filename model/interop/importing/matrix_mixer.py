@@ -14,9 +14,19 @@ from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, Quas
 from matmix.model.mixers.structured.toeplitz import Toeplitz, ToeplitzDD, ToeplitzDI
 from matmix.model.mixers.structured.vandermonde import VandermondeDD
 
+
+class PublishedSoftmaxDI(SoftmaxDI):
+    """Attention with weights for every position as the authors' code computes it: where there are as many heads as
+    positions, the first dimension of its q and k counts heads. Elsewhere that code fails."""
+
+    def queries_and_keys(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = super().queries_and_keys(inputs)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if self.nheads == self.max_seqlen else (q, k)
+
+
 # matrix_mixer_type -> the form with parameters of its own and the one made from the data.
 _MIXERS: dict[str, tuple[type[MatrixMixer], type[MatrixMixer] | None]] = {
-    "attention": (SoftmaxDI, SoftmaxDD),
+    "attention": (PublishedSoftmaxDI, SoftmaxDD),
     "cauchy": (CauchyDI, CauchyDD),
     "dense": (Dense, None),
     "dft": (DFT, None),
@@ -33,13 +43,10 @@ _WITHOUT_EFFECT = ("conv_init", "chunk_size", "layer_idx", "device", "dtype", "q
 def matrix_mixer_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> Layout:
     """Returns the layout of a block (kind hydra-matrix-mixer) from its constructor arguments.
 
-    A Toeplitz block takes offset "published", the diagonals as the papers' code computes them. That code runs for
-    sequences of max_seq_len tokens only.
-
-    Two functions differ from the papers' code. Where a data-dependent cauchy block has denominators e^q + e^k + 2 b
-    below 1e-2, which needs b < 0.005, ours continues 1 / x by its tangent (see `CauchyDD`). An attention block without
-    data dependence takes the softmax over positions; that code sums over the wrong dimensions and fails, unless there
-    are as many heads as positions.
+    All of them compute what the papers' code does. A Toeplitz block takes offset "published", the diagonals as that
+    code has them, which runs for sequences of max_seq_len tokens only. A data-dependent cauchy block has no guard, so
+    that a bias below 0 can make a pole, as there. An attention block without data dependence fails there, unless there
+    are as many heads as positions; here it takes the softmax over positions.
     """
     config = ForeignConfig("hydra-matrix-mixer", values)
     kind = config.choice("matrix_mixer_type", config.require("matrix_mixer_type", str), _MIXERS)
@@ -65,6 +72,8 @@ def matrix_mixer_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, 
         raise ValueError(f"{config.kind}: d_conv = {options['d_conv']}: must be odd and at least 1")
     if issubclass(mixer, Toeplitz):
         options["offset"] = "published"
+    if mixer is CauchyDD:
+        options["guard"] = False
     if "d_state" in fields:
         options["d_state"] = expand * d_model // headdim * width["qk_dim"]
     elif width:

@@ -1,7 +1,9 @@
 """Cauchy matrices in the shared block of the matrix mixers (arXiv 2407.09941)."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +13,26 @@ from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKeyMixer, mix_in_row_blocks
 
+SMALL = 1e-8
+"""Stands beside e^q + e^k in the papers' code."""
+
 SMALLEST_DENOMINATOR = 1e-2
-"""Below this 1 / x is continued by its tangent. With b >= 0.005 no denominator is that small, whatever q and k are."""
+"""Down to here, and down to its negative, terms are 1 / x. With b >= 0.005 no e^q + e^k + 2 b is smaller."""
 
 LARGEST_EXPONENT = 80.0
 """e^q is finite in float32 up to here, and 1 / e^q is 0 for all that is added."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CauchyDDConfig(QueryKeyConfig):
+    """Options of the Cauchy mixer whose queries and keys are made from the data."""
+
+    denominator: Literal["exponential", "difference"] = "exponential"
+    """e^q + e^k + 2 b ("exponential"), as the papers' code has it, or q - k + c ("difference"), as their text writes
+    it, with one learned c."""
+    guard: bool = True
+    """Denominators below 0.01 do not give a pole, but values that stay finite: with differences, between -0.01 and
+    0.01. False: 1 / x whatever x is, which can be infinite, as the papers' code computes it."""
 
 
 class Cauchy(QueryKeyMixer):
@@ -31,18 +48,18 @@ class Cauchy(QueryKeyMixer):
         return seqlen * (per_term * nheads * config.qk_dim + 2.0 * d_inner)
 
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """e^q + b and e^k + b, (B or 1, L, H, d), in float32 at least."""
+        """What queries and keys add to denominators, (B or 1, L, H, d) each, in float32 at least."""
         q, k = (positive(part) for part in self.queries_and_keys(inputs))
-        return q, k
+        return q + SMALL, k
 
     @property
     def reciprocal(self) -> Callable[[Tensor], Tensor]:
         """Returns the function that takes denominators to terms."""
-        return guarded_reciprocals if self.data_dependent else torch.reciprocal
+        return torch.reciprocal
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         q, k = (part.permute(0, 2, 1, 3) for part in self.summands(inputs))  # (B, H, L, d)
-        return self.reciprocal(q.unsqueeze(3) + k.unsqueeze(2) + 1e-8).sum(-1) * self.scale()
+        return self.reciprocal(q.unsqueeze(3) + k.unsqueeze(2)).sum(-1) * self.scale()
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
         rows = partial(cauchy_rows, reciprocal=self.reciprocal)
@@ -56,24 +73,44 @@ class CauchyDI(Cauchy):
 
 
 class CauchyDD(Cauchy):
-    """q and k are projected from x; b is one learned number.
+    """q and k are projected from x; b, or c, is one learned number.
 
-    Nothing keeps b from becoming so negative that a denominator passes through zero. Denominators, not b, are guarded:
-    a trained b below 0 is fine wherever e^q + e^k is large enough. The guard is 1 / x above `SMALLEST_DENOMINATOR` and
-    its tangent below: finite, and with a gradient that leads back, which a constant has not. Denominators below, which
-    need b < 0.005, give another M than the papers' code does, whose 1 / x changes sign at its pole.
+    With denominator "difference", M_ij = (N d)^-1/2 sum over d of 1 / (q_id - k_jd + c). No c keeps all denominators
+    from 0, as they have either sign and nothing bounds q and k. With "exponential" a trained b below 0 is fine wherever
+    e^q + e^k is large enough; nothing keeps it from becoming so negative that a denominator passes through zero, which
+    needs b < 0.005.
+
+    So denominators x are guarded, and neither b nor c. The guard is 1 / x from `SMALLEST_DENOMINATOR` on. Below, it is
+    its tangent where denominators are to be positive: finite, and with a gradient that leads back, which a constant has
+    not. With differences it is 1 / x for negative ones too, and a straight line between the two. No entry is larger
+    than 100 (d / N)^1/2 then, and with "exponential" and b > 0 none than (d / N)^1/2 / (2 b).
     """
 
+    Config = CauchyDDConfig
     data_dependent = sequence_aligned = True
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         # One entry rather than none: FSDP cannot shard a tensor without dimensions.
-        return {"bias": ((1,), constant_init(0.5))}
+        return {"c": ((1,), constant_init(1.0))} if self.differences else {"bias": ((1,), constant_init(0.5))}
+
+    @property
+    def differences(self) -> bool:
+        """Whether denominators are q - k + c."""
+        return self.config.denominator == "difference"
+
+    @property
+    def reciprocal(self) -> Callable[[Tensor], Tensor]:
+        if not self.config.guard:
+            return torch.reciprocal
+        return bounded_reciprocals if self.differences else guarded_reciprocals
 
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        q, k = super().summands(inputs)
+        q, k = self.queries_and_keys(inputs)
+        if self.differences:
+            return working(q) + weight_of(self.matrix_mixer, "c").to(working(q).dtype), -working(k)
+        q, k = positive(q), positive(k)
         bias = weight_of(self.matrix_mixer, "bias").to(q.dtype)
-        return q + bias, k + bias
+        return q + bias + SMALL, k + bias
 
 
 def positive(x: Tensor) -> Tensor:
@@ -84,7 +121,7 @@ def positive(x: Tensor) -> Tensor:
 def cauchy_rows(q: Tensor, k: Tensor, first: int, reciprocal: Callable[[Tensor], Tensor]) -> Tensor:
     """Rows of the matrix without its scale, (B, H, R, L), for q (B, R, H, d) and k (B, L, H, d)."""
     q, k = (part.permute(0, 2, 3, 1) for part in (q, k))
-    return reciprocal((q + 1e-8).unsqueeze(-1) + k.unsqueeze(-2)).sum(2)
+    return reciprocal(q.unsqueeze(-1) + k.unsqueeze(-2)).sum(2)
 
 
 def guarded_reciprocals(x: Tensor) -> Tensor:
@@ -92,3 +129,9 @@ def guarded_reciprocals(x: Tensor) -> Tensor:
     tangent = (2 - x / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
     # Clamped too: an infinite reciprocal, even where it is not chosen, would make the gradient NaN.
     return torch.where(x < SMALLEST_DENOMINATOR, tangent, x.clamp(min=SMALLEST_DENOMINATOR).reciprocal())
+
+
+def bounded_reciprocals(x: Tensor) -> Tensor:
+    """1 / x, and between -`SMALLEST_DENOMINATOR` and `SMALLEST_DENOMINATOR` the straight line that joins the two."""
+    near = x.abs() < SMALLEST_DENOMINATOR
+    return torch.where(near, x / SMALLEST_DENOMINATOR**2, torch.where(near, SMALLEST_DENOMINATOR, x).reciprocal())

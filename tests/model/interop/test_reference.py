@@ -59,8 +59,9 @@ def test_golden_hydra_layers(name, config):
     torch.testing.assert_close(u.grad, golden["input_grad.u"], rtol=1e-4, atol=1e-5)
 
 
-def test_golden_hydra_encoder():
-    golden, state, gradients, metadata = _golden("hydra_mlm_postnorm")
+@each("name", ["postnorm", "prenorm"])  # the latter with position embeddings, relu and another epsilon
+def test_golden_hydra_encoders(name):
+    golden, state, gradients, metadata = _golden(f"hydra_mlm_{name}")
     model = from_reference("hydra-mlm", state, **metadata)
     logits = model(golden["input_ids"], golden["attention_mask"])
     torch.testing.assert_close(logits, golden["logits"], rtol=1e-4, atol=1e-5)

@@ -36,17 +36,66 @@ def make():
     return build
 
 
-def test_vandermonde_of_parameters_by_definition(make):
-    mixer = make("vandermonde_di", 11, torch.float64, std=60.0, qk_dim=3)
-    q, k = mixer.matrix_mixer.q_bias, mixer.matrix_mixer.k_bias
-    expected = torch.eye(11, dtype=torch.float64).repeat(mixer.nheads, 1, 1)
-    for i in range(11):
-        for j in range(11):
-            terms = torch.cos(2e-3 * math.pi * q[:, :, i] * j) - torch.cos(2e-3 * math.pi * k[:, :, j] * i)
-            expected[:, i, j] += terms.sum(1) / math.sqrt(2 * 11 * 3)
-    x = torch.randn(1, 11, D_MODEL, dtype=torch.float64)
-    torch.testing.assert_close(mixer.matrix(x)[0], expected)
-    torch.testing.assert_close(mixer(x), mixer.combine(mixer.mix(expected[None], mixer.values(x)), x))
+FORMULAS = {
+    "the papers' code": ("cauchy_dd", {}, lambda q, k, i, j, b: 1 / (q.exp() + k.exp() + 2 * b + 1e-8)),
+    "their code with a pole": (
+        "cauchy_dd",
+        {"guard": False, "b": -0.8},
+        lambda q, k, i, j, b: 1 / (q.exp() + k.exp() + 2 * b + 1e-8),
+    ),
+    "the text": ("cauchy_dd", {"denominator": "difference", "b": 20}, lambda q, k, i, j, c: 1 / (q - k + c)),
+    "the text with a pole": (
+        "cauchy_dd",
+        {"denominator": "difference", "guard": False, "b": 0.1},
+        lambda q, k, i, j, c: 1 / (q - k + c),
+    ),
+    "cos - cos": (
+        "vandermonde_dd",
+        {},
+        lambda q, k, i, j, _: torch.cos(2e-3 * math.pi * q * j) - torch.cos(2e-3 * math.pi * k * i),
+    ),
+    "whole turns": (
+        "vandermonde_dd",
+        {"eps": 1.0},
+        lambda q, k, i, j, _: torch.cos(2 * math.pi * q * j) - torch.cos(2 * math.pi * k * i),
+    ),
+    "powers": (
+        "vandermonde_dd",
+        {"angle": "power", "std": 0.2},
+        lambda q, k, i, j, _: torch.cos(2 * math.pi * q**j) - torch.cos(2 * math.pi * k**i),
+    ),
+    "cos + cos": (
+        "vandermonde_di",
+        {"eps": 1.0, "combination": "sum"},
+        lambda q, k, i, j, _: torch.cos(2 * math.pi * q * j) + torch.cos(2 * math.pi * k * i),
+    ),
+}
+"""Name -> mixer, options and b or c, and the term of q_id, k_jd, i, j and b or c as it is written."""
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_entries_are_the_formula(make, name):
+    """In float64, entry by entry, and the fast algorithm with them."""
+    mixer_name, options, term = FORMULAS[name]
+    b = options.get("b", 2.0)
+    options = {key: value for key, value in options.items() if key != "b"}
+    length, width = 11, 3
+    mixer = make(mixer_name, length, torch.float64, qk_dim=width, **options)
+    x = torch.randn(1, length, D_MODEL, dtype=torch.float64)
+    with torch.no_grad():
+        if mixer_name == "cauchy_dd":
+            next(mixer.matrix_mixer.parameters()).fill_(b)
+        _, v, inputs = mixer.parts(x, None)
+        q, k = mixer.queries_and_keys(inputs)
+        found = mixer.matrix(x)[0]
+        y = mixer(x)
+    scale = math.sqrt((2 if mixer_name.startswith("vandermonde") else 1) * length * width)
+    expected = torch.eye(length, dtype=torch.float64).repeat(mixer.nheads, 1, 1)
+    for i in range(length):
+        for j in range(length):
+            expected[:, i, j] += term(q[0, i], k[0, j], i, j, b).sum(-1) / scale
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(y, mixer.combine(mixer.mix(expected[None], v), x), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("length", [12, 13, 16])
@@ -137,6 +186,20 @@ def test_a_bias_that_would_make_a_pole_is_guarded(make):
         assert mixer.matrix_mixer.bias.grad.abs() > 1e-9
         values.append(mixer.entries(v, inputs).min())
     assert min(values) > 0
+
+
+def test_differences_near_zero_and_large_powers_are_bounded(make):
+    """Terms are 1 / x outside of +-0.01 and at most 100 inside; powers give no NaN, not even as gradients."""
+    mixer = make("cauchy_dd", 12, torch.float64, denominator="difference")
+    x = torch.tensor([-3, -0.011, -0.005, 0, 0.005, 0.011, 3], dtype=torch.float64)
+    expected = torch.tensor([-1 / 3, -1 / 0.011, -50, 0, 50, 1 / 0.011, 1 / 3], dtype=torch.float64)
+    torch.testing.assert_close(mixer.reciprocal(x), expected)
+    assert make("cauchy_dd", 12, denominator="difference", guard=False).reciprocal(x)[3].isinf()
+    mixer = make("vandermonde_dd", 80, angle="power", std=2.0)
+    x = torch.randn(1, 80, D_MODEL)
+    assert mixer.queries_and_keys(mixer.parts(x, None)[2])[0].abs().max() > 10  # whose powers float32 has not
+    mixer(x).square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
 
 
 @pytest.mark.parametrize("name", ["cauchy_dd", "cauchy_di", "vandermonde_dd", "vandermonde_di"])

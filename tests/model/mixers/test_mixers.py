@@ -424,6 +424,8 @@ MISTAKES = [
     ("local_attention", {"headdim": 4, "window": 0}, "window = 0: must be at least 1"),
     ("rwkv7", {"headdim": 5}, "headdim = 5 does not divide"),
     ("rwkv7", {"headdim": 8, "chunk_size": 256}, "chunk_size = 256: must be from 1 to 128"),
+    ("vandermonde_dd", {"headdim": 8, "eps": 0.0}, "eps = 0.0: must be above 0"),
+    ("cauchy_dd", {"headdim": 8, "denominator": "sum"}, "denominator = 'sum'; known: exponential, difference"),
     ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
     ("hyena", {"d_conv": 4}, "d_conv = 4: must be odd"),
