@@ -116,6 +116,11 @@ class PrepareConfig(PrepareOptions, ReadOptions, CleanOptions):
         self.fields  # noqa: B018 - raises for a template that names none
         if self.text_documents == "separator" and not self.document_separator.strip():
             raise ValueError("prepare: document_separator is blank; for blank lines use text_documents=paragraph")
+        trained = [
+            name for name in (*OF_TRAINING, "sample_megabytes") if getattr(self, name) != getattr(PrepareConfig, name)
+        ]
+        if self.tokenizer and trained:
+            raise ValueError(f"prepare: {trained[0]} is for a tokenizer that is trained, and --tokenizer names one")
         if self.raw_bytes and (self.tokenizer != "bytes" or self.intervals or self.cleans):
             raise ValueError("prepare: raw_bytes needs tokenizer=bytes, and neither intervals nor cleaning")
 

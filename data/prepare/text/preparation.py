@@ -25,7 +25,7 @@ from matmix.data.prepare.pool import start_process, without_interrupts
 from matmix.data.prepare.report import Report, check_broken, empty_input, empty_split
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
-from matmix.data.prepare.text.readers import find_sources
+from matmix.data.prepare.text.readers import check_options, find_sources
 from matmix.data.prepare.text.sequences import check_intervals
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.prepare.text.texts import TextFile
@@ -73,6 +73,7 @@ class TextPreparation(base.Preparation):
         sources, ignored = find_sources(config.inputs, options)
         if ignored:
             logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
+        check_options(sources, options)
         self.given = Tokenizer.load(local_or_hub(config.tokenizer)) if config.tokenizer else None
         if config.intervals:
             check_intervals(sources, config.intervals)

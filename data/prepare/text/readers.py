@@ -41,6 +41,15 @@ READERS: dict[str, Callable[..., TextSource]] = {
     ".fastq": _READS,
 }
 """Suffix of a file -> what reads it, of name, path, size and `ReadOptions`."""
+_FIELDS = ".jsonl files, tables, MDS shards and tar files"
+OF_SOME = {
+    "text_field": _FIELDS,
+    "template": _FIELDS,
+    "text_documents": ".txt files",
+    "document_separator": ".txt files",
+    "intervals": "FASTA files",
+}
+"""Option -> which sources take it (`TextSource.takes`)."""
 _FOLDERS: Sequence[Callable[[Path], list[Path] | None]] = (arrow_files, mds_files)
 """Each returns which files of a folder are read, where a library wrote it, and None for any other folder."""
 
@@ -54,15 +63,18 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
     """
     sources: dict[str, TextSource] = {}
     ignored: list[str] = []
+    raw = options is not None and options.raw_bytes
     for item in inputs:
         if is_stream(item):
+            if raw:
+                raise ValueError(f"{item}: --raw-bytes reads files of this machine: download it first")
             for url, size in find_streams(item):
                 sources.setdefault(url, TarFile(url, url, size, options or ReadOptions()))
             continue
         before = len(ignored)
-        paths = _expand(item)
+        paths = _expand(item, raw)
         for path in paths:
-            if (make := RawFile if options and options.raw_bytes else _reader(path)) is None:
+            if (make := RawFile if raw else _reader(path)) is None:
                 ignored.append(str(path))
                 continue
             check_utf8(str(path), "the file name {}", "rename it")
@@ -79,6 +91,22 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
     return list(sources.values()), ignored
 
 
+def check_options(sources: Sequence[TextSource], options: ReadOptions) -> None:
+    """Raises ValueError (one line) for an option that was given and decides nothing: no source takes it, or another
+    option stands in its way."""
+
+    def given(name: str) -> bool:
+        return getattr(options, name) != getattr(ReadOptions, name)
+
+    for name, kinds in OF_SOME.items():
+        if given(name) and not any(name in source.takes for source in sources):
+            raise ValueError(f"prepare: --{name.replace('_', '-')} is for {kinds}, and no input is read as such")
+    if given("template") and given("text_field"):
+        raise ValueError("prepare: --template takes the place of --text-field: leave one of them out")
+    if given("document_separator") and options.text_documents != "separator":
+        raise ValueError("prepare: --document-separator is for --text-documents separator")
+
+
 def _reader(path: Path) -> Callable[..., TextSource] | None:
     suffix = path.suffix.lower()
     if ".mds" in path.suffixes[-2:]:  # its index names the compression
@@ -90,14 +118,14 @@ def _reader(path: Path) -> Callable[..., TextSource] | None:
     return None if compression else make
 
 
-def _expand(item: str) -> list[Path]:
-    """Returns all files that an argument names, whatever their suffix."""
+def _expand(item: str, raw: bool) -> list[Path]:
+    """Returns all files that an argument names, whatever their suffix. raw: of folders that a library wrote, too."""
     if item.startswith("bundled:"):
         return [bundled_path(item.removeprefix("bundled:"))]
     files: list[Path] = []
     for path in paths_of(item, "data path {} does not exist"):
         if path.is_dir():
-            files += _below(path)
+            files += _below(path, raw)
         elif path.is_file():
             files.append(path)
         else:
@@ -105,12 +133,12 @@ def _expand(item: str) -> list[Path]:
     return files
 
 
-def _below(folder: Path) -> list[Path]:
+def _below(folder: Path, raw: bool) -> list[Path]:
     """Returns the files of a folder and its subfolders, without hidden ones, sorted; of a folder that a library wrote,
     those with data in the library's order."""
-    for files_of in _FOLDERS:
+    for files_of in () if raw else _FOLDERS:
         if (files := files_of(folder)) is not None:
             return files
     names = sorted(glob.glob("*", root_dir=folder))
     paths = (folder / name for name in names)
-    return [file for path in paths for file in (_below(path) if path.is_dir() else [path])]
+    return [file for path in paths for file in (_below(path, raw) if path.is_dir() else [path])]

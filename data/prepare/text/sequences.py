@@ -51,6 +51,8 @@ class FastaFile(Rows):
     compression: str
     """"" or the suffix .gz, .xz, .zst."""
 
+    takes = ("intervals",)
+
     @property
     def end(self) -> int:
         return self._documents[-1]
@@ -135,6 +137,7 @@ class FastaFile(Rows):
 class FastqFile(TextFile):
     """The reads of a FASTQ file, four lines each. Names and qualities are left out."""
 
+    takes = ()
     _records_are = "read"
 
     def _records(self, stream: io.BufferedReader, line: int) -> Iterator[bytes]:
@@ -168,6 +171,8 @@ class FastqFile(TextFile):
 
 class RawFile(Rows):
     """The bytes of a file, whatever is in it, in documents of `max_document_chars` bytes."""
+
+    takes = ()
 
     @property
     def _width(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,11 @@ class TextSource(Source):
     path: str
     bytes: int
     options: ReadOptions
+
+    @property
+    def takes(self) -> Collection[str]:
+        """Those of the options in `readers.OF_SOME` that decide how it is read."""
+        return ("text_field", "template")
 
     def too_long(self, where: str) -> ValueError:
         return ValueError(

@@ -12,7 +12,7 @@ import io
 import itertools
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,6 +37,10 @@ class TextFile(TextSource):
     kind: Literal["txt", "jsonl", "fastq"]
     compression: str
     """"" or the suffix .gz, .xz, .zst."""
+
+    @property
+    def takes(self) -> Collection[str]:
+        return ("text_documents", "document_separator") if self.kind == "txt" else super().takes
 
     @property
     def end(self) -> int | None:

@@ -33,6 +33,8 @@ def options(tmp_path, *inputs, **changes):
         "validation_fraction": 0.2,
         "processes": 1,
     }
+    if "tokenizer" in changes:
+        del chosen["vocab_size"]
     return PrepareConfig(**{**chosen, **changes})
 
 
@@ -123,6 +125,58 @@ def test_missing_text_field(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(module, "HOPELESS_RECORDS", 100)
     config = options(tmp_path, text_field="content", tokenizer=str(tmp_path / "made"))
     fails(config, "200 of 200 lines", BrokenInputError, True)
+
+
+IDLE = {
+    "text_field": ("body", ["a.txt", "a.fa", "a.fq", "raw"]),
+    "template": ("{a}{b}", ["a.txt", "a.txt.gz", "a.fa", "a.fq", "raw"]),
+    "text_documents": ("line", ["a.jsonl", "a.parquet", "a.arrow", "a.mds", "a.tar", "a.fa", "a.fq", "raw"]),
+    "document_separator": ("---", ["a.jsonl", "a.parquet", "a.txt", "raw"]),
+    "intervals": ("a.bed", ["a.txt", "a.jsonl", "a.parquet", "a.fq"]),
+}
+
+
+@each("option", IDLE)
+def test_an_option_that_no_input_takes(tmp_path, option):
+    value, names = IDLE[option]
+    for name in names:
+        path = tmp_path / ("a.txt" if name == "raw" else name)
+        path.touch()
+        raw = {"raw_bytes": True, "tokenizer": "bytes"} if name == "raw" else {}
+        flag = option.replace("_", "-")
+        fails(options(tmp_path, path.name, **raw, **{option: value}), rf"^prepare: --{flag} is for [^:]*[a-z]$")
+
+
+@each(
+    "name, changes, message",
+    [
+        ("a.jsonl", {"template": "{a}", "text_field": "b"}, "--template takes the place of --text-field"),
+        ("file:///a.tar", {"raw_bytes": True, "tokenizer": "bytes"}, "raw-bytes reads files of this machine: download"),
+        (
+            "pipe:cat a.tar",
+            {"raw_bytes": True, "tokenizer": "bytes"},
+            "raw-bytes reads files of this machine: download",
+        ),
+        (
+            "a.jsonl",
+            {"tokenizer": "bytes", "vocab_size": 300},
+            "vocab_size is for a tokenizer that is trained, and --to",
+        ),
+        ("a.jsonl", {"tokenizer": "bytes", "sample_megabytes": 3.0}, "sample_megabytes is for a tokenizer that is tra"),
+    ],
+)
+def test_options_that_exclude_each_other(tmp_path, name, changes, message):
+    (tmp_path / "a.jsonl").touch()
+    inputs = (name if ":" in name else str(tmp_path / name),)
+    with pytest.raises(ValueError, match=message):
+        prepare(PrepareConfig(**{"inputs": inputs, "out": str(tmp_path / "out"), **changes}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_option_that_some_input_takes(tmp_path, corpus):
+    (tmp_path / "a.txt").write_text("some text\n")
+    documents = prepare(options(tmp_path, "in.jsonl", "a.txt", text_documents="line", vocab_size=300)).splits
+    assert sum(split.documents for split in documents.values()) == 201
 
 
 def test_output_that_is_something_else(tmp_path, corpus):

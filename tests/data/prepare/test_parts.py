@@ -98,6 +98,8 @@ def options(inputs, out, **changes):
         "shard_megabytes": 0.004,
         "processes": 1,
     }
+    if "tokenizer" in changes:
+        del chosen["vocab_size"]
     return PrepareConfig(**{**chosen, **changes})
 
 

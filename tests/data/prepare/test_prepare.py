@@ -49,6 +49,8 @@ def options(tmp_path, **changes):
         "shard_megabytes": 0.005,
         "processes": 1,
     }
+    if "tokenizer" in changes:
+        del chosen["vocab_size"]
     return PrepareConfig(**{**chosen, **changes})
 
 
