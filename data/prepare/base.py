@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from pyarrow import parquet
 
 SPLITS = ("train", "validation")
+Examination = Callable[[Path, Sequence["Position"], int, Callable[[], bool]], None]
+"""Looks at the whole input, together with other processes: takes a folder for what they find, positions between which
+the shares of the input lie, the share to begin with (from 1), and what tells that others have gone on."""
 HASHES = 2**64
 """Number of values of `hash_of`."""
 KEPT_EXAMPLES = 100
@@ -451,6 +454,11 @@ class Preparation(abc.ABC):
         """The fingerprint: two preparations with the same one give the same dataset. Inputs count by name, size and
         digest, not by folder."""
 
+    @property
+    def digest(self) -> str:
+        """Digest of the fingerprint."""
+        return hashlib.sha256(json.dumps(self.wanted, sort_keys=True).encode()).hexdigest()
+
     def save_shared(self, folder: Path, *, alone: bool = True) -> None:
         """Writes the shared files that are not there. alone: as for `write_atomic`."""
         for path, content in ((folder / name, content) for name, content in self.shared.items()):
@@ -475,6 +483,11 @@ class Preparation(abc.ABC):
     @abc.abstractmethod
     def worker(self) -> Callable[[Chunk], Documents]:
         """Returns the function that works on a chunk; each process gets it once, pickled."""
+
+    def examination(self, folder: Path) -> Examination | None:
+        """Returns what looks at the whole input before `ready`, where what is made of one document depends on others
+        and `folder` lacks what came of that. Raises ValueError (one line) for options that cannot be met."""
+        return None
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         """Fills `shared` and decides `fraction`, before anything is written. folder: may have the shared files already.

@@ -81,7 +81,7 @@ def _make(preparation: Preparation, out: str) -> tuple[Manifest, Path, str]:
     share, shared = Share(0, 1, Position(), Position(source=len(preparation.sources))), workspace.out
     if preparation.config.share is not None and not (workspace.out / MANIFEST_NAME).exists():
         parts = Parts(out, type(preparation))
-        parts.begin(preparation)
+        parts.begin(preparation, *preparation.config.share)
         share = parts.share(preparation, *preparation.config.share)
         wanted = {**preparation.wanted, "part": preparation.config.part}
         workspace, shared = Workspace(parts.part(share), wanted), parts.folder

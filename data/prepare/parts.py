@@ -3,15 +3,19 @@
     OUT/parts/options.json            what is prepared, and with which command; written after the tokenizer
     OUT/parts/tokenizer/              the files that all parts use (of text)
     OUT/parts/cuts.json               where each part begins and ends in the input
+    OUT/parts/findings-.../           what cleaning has found in each part, until cuts.json is there
     OUT/parts/part-00003-of-00064/    part 3: a dataset of its own, part.json (what it has read) and sums.npy
 
 The first process makes the first three under a lock. They are the same whoever makes them, and appear whole, so a file
-system without locks costs work and not correctness.
+system without locks costs work and not correctness. Where the input is cleaned, processes first look at all parts: each
+at its own, then at those that nobody is at work on, since some may not run before others have ended.
 """
 
 import contextlib
+import functools
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,16 +73,19 @@ class Parts:
     def part(self, share: Share) -> Path:
         return self.folder / _name(share.number, share.of)
 
-    def begin(self, preparation: Preparation) -> None:
-        """Makes what all parts share, unless an earlier part has. Raises ValueError if OUT holds anything but parts of
-        this preparation, or for an input of which nothing can be made."""
-        if not (self.folder / "options.json").exists():
+    def begin(self, preparation: Preparation, number: int = 1, of: int = 1) -> None:
+        """Makes what all parts share, unless an earlier part has. number, of: the part that is made, of so many. Raises
+        ValueError if OUT holds anything but parts of this preparation, or for an input of which nothing can be made."""
+        options, look = self.folder / "options.json", None
+        if not options.exists():
             for path in self.out.iterdir() if self.out.is_dir() else ():
                 if path.name != PARTS_NAME:
                     kind = "an unfinished preparation in one piece" if path.name == WORK_NAME else "something else"
                     raise ValueError(f"{self.out} holds {kind} ({path.name}); choose another output folder")
-        made = [path for path in (self.out, self.folder) if not path.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
+            look = preparation.examination(self.folder)
+        findings = self._findings(preparation, of)
+        made = [path for path in (self.out, self.folder, findings) if not path.exists()]
+        (findings if look else self.folder).mkdir(parents=True, exist_ok=True)
 
         def begun() -> dict[str, Any]:
             preparation.ready(self.folder, is_part=True)
@@ -92,6 +99,11 @@ class Parts:
             }
 
         try:
+            if look:
+                cuts = f"{findings.name}/cuts.json"
+                self._write_once(cuts, "cuts the input", functools.partial(_cut, preparation, of))
+                starts = [share.start for share in self.shares(cuts)]
+                look(findings, [*starts, Position(len(preparation.sources))], number, options.exists)
             self._write_once("options.json", "begins with the parts", begun, indent=1)
         except (ValueError, FileNotFoundError):
             (self.folder / "lock").unlink(missing_ok=True)
@@ -107,11 +119,12 @@ class Parts:
 
     def share(self, preparation: Preparation, number: int, of: int) -> Share:
         """Returns what belongs to a part. Raises ValueError if the folder is for another number of parts."""
-
-        def cut() -> dict[str, Any]:
-            cuts = [[cut.source, cut.offset] for cut in find_cuts(preparation.sources, of)]
-            return {"parts": of, "cuts": cuts, "ends": [source.end for source in preparation.sources]}
-
+        made = self._findings(preparation, of) / "cuts.json"
+        cut = (
+            functools.partial(parse_json, made.read_bytes(), made)
+            if made.exists()
+            else functools.partial(_cut, preparation, of)
+        )
         self._write_once("cuts.json", "cuts the input", cut)
         shares = self.shares()
         if len(shares) != of:
@@ -119,7 +132,13 @@ class Parts:
                 f"{self.out} is prepared in {len(shares)} parts; give --part k/{len(shares)}, or delete {self.folder} "
                 "to begin anew"
             )
+        for folder in self.folder.glob("findings-*"):
+            shutil.rmtree(folder, ignore_errors=True)
         return shares[number - 1]
+
+    def _findings(self, preparation: Preparation, of: int) -> Path:
+        # Named after the preparation: until options.json is there, nothing else tells whose it is.
+        return self.folder / f"findings-{of}-{preparation.digest[:16]}"
 
     def check_shared(self, folder: Path, advice: str) -> None:
         """Raises ValueError (one line) unless a folder has the shared files that the parts were begun with."""
@@ -132,9 +151,9 @@ class Parts:
         """Returns the contents of options.json. Raises FileNotFoundError without parts, ValueError if it is damaged."""
         return self._read("options.json", _FACTS)
 
-    def shares(self) -> list[Share]:
+    def shares(self, name: str = "cuts.json") -> list[Share]:
         """Returns what belongs to each part. Raises as `facts`."""
-        cuts = [Position(source, offset) for source, offset in self._read("cuts.json", _CUTS)["cuts"]]
+        cuts = [Position(source, offset) for source, offset in self._read(name, _CUTS)["cuts"]]
         return [Share(number, len(cuts) - 1, *ends) for number, ends in enumerate(itertools.pairwise(cuts), start=1)]
 
     def ends(self) -> list[int | None]:
@@ -166,6 +185,11 @@ class Parts:
         if kind != self.kind.name:
             raise ValueError(f"{self.out} holds parts of {one_line(kind)}, which {self.kind.verb} does not join")
         return raw
+
+
+def _cut(preparation: Preparation, of: int) -> dict[str, Any]:
+    cuts = [[cut.source, cut.offset] for cut in find_cuts(preparation.sources, of)]
+    return {"parts": of, "cuts": cuts, "ends": [source.end for source in preparation.sources]}
 
 
 _INPUTS = [(str, int, str)]

@@ -21,7 +21,8 @@ class CleanOptions:
     """Rules that documents must meet: those of Gopher (lengths, symbols, stop words, repetitions) and of C4 (lines that
     are no sentences go, then documents of few sentences)."""
     decontaminate: tuple[str, ...] = ()
-    """Files of evaluations (.txt or .jsonl): leave out documents that share a run of 13 words with them."""
+    """Files of evaluations, or folders of them, of the kinds that are prepared (.txt, .jsonl, .parquet, ...): leave out
+    documents that share a run of 13 words with a text in them."""
 
     @property
     def cleans(self) -> bool:

@@ -1,10 +1,11 @@
-"""Cleans an input: one pass over all of it decides which documents are left out, before any shard is written.
+"""Cleans an input: all of it is looked at to decide which documents are left out, before any shard is written.
 
     OUT/cleaning/removed.npy    int64 (3 n,), ascending: number of the source, offset of the record, document in it
     OUT/cleaning/report.json    how many documents each rule removed, and the first five of them
 
-Whoever makes shards reads the input through a `Cleaner`, which passes over those documents. In parts the first process
-makes the two files, and the others take them: what is left does not depend on the number of parts or processes.
+Whoever makes shards reads the input through a `Cleaner`, which passes over those documents. In parts, each looks at its
+own share, and one of them decides on what all have found: what is left does not depend on the number of parts or
+processes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import io
 import itertools
 import json
 import logging
-import shutil
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +29,19 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.artifacts import fits, is_count, one_line, parse_json
-from matmix.data.prepare.base import Chunk, Malformed, Position, Source, read_chunks
+from matmix.data.prepare.base import Chunk, Malformed, Position, Source
 from matmix.data.prepare.cleaning import CleanOptions
-from matmix.data.prepare.cleaning.duplicates import BANDS, ROWS, check_minhash, first_equal, first_similar, signature
-from matmix.data.prepare.cleaning.evaluations import Runs, is_contaminated, read_evaluations
-from matmix.data.prepare.cleaning.findings import Examined, Findings, Place
+from matmix.data.prepare.cleaning.duplicates import (
+    BANDS,
+    ROWS,
+    Stacked,
+    check_minhash,
+    first_equal,
+    first_similar,
+    signature,
+)
+from matmix.data.prepare.cleaning.evaluations import Evaluation, Runs, is_contaminated, read_evaluations
+from matmix.data.prepare.cleaning.findings import Examined, Findings, Place, lines_before
 from matmix.data.prepare.cleaning.rules import (
     broken_rule_of_c4,
     broken_rule_of_gopher,
@@ -45,8 +54,6 @@ from matmix.data.prepare.pool import work_in_order
 from matmix.data.prepare.report import Report
 from matmix.data.prepare.workspace import locked
 from matmix.data.processes import cores
-from matmix.data.storage.files import sha256_of
-from matmix.data.storage.remote import scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -107,33 +114,24 @@ class Cleaner:
             at = Position(at.source, at.offset + size, at.line + lines)
 
 
-def facts(options: CleanOptions) -> dict[str, Any]:
-    """Returns what decides the contents beside the options: digests of the files of evaluations. Raises
-    FileNotFoundError where there is none."""
-    paths = [Path(path).expanduser() for path in options.decontaminate]
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"the evaluation file {path} does not exist")
-    return {"decontaminate": sorted(map(sha256_of, paths))} if paths else {}
+def is_decided(folder: Path) -> bool:
+    """Returns whether a folder says what is left out."""
+    return all((folder / name).is_file() for name in (REMOVED_NAME, REPORT_NAME))
 
 
-def clean(
-    cleaner: Cleaner, folder: Path, sources: Sequence[Source], processes: int, wanted: Mapping[str, Any]
-) -> tuple[Cleaner, dict[str, bytes]]:
-    """Returns the cleaner that knows what is left out, and the files of this in a dataset. folder: may have them
-    already. processes: 0 for one a core, as far as there is work. wanted: the fingerprint of the preparation. Raises
-    ValueError (one line) where nothing is left, and for options that cannot be met."""
-    names = (REMOVED_NAME, REPORT_NAME)
-    if all((folder / name).is_file() for name in names):
-        files = {name: (folder / name).read_bytes() for name in names}
+def decided(cleaner: Cleaner, folder: Path, look: Look | None) -> tuple[Cleaner, dict[str, bytes]]:
+    """Returns the cleaner that knows what is left out, and the files of this in a dataset. folder: has them, or else
+    `look` has ended. Raises ValueError (one line) where nothing is left."""
+    if look is None or is_decided(folder):
+        files = {name: (folder / name).read_bytes() for name in (REMOVED_NAME, REPORT_NAME)}
         return replace(cleaner, removed=read_removed(folder)), files
-    removed, report = _examine_all(cleaner, sources, processes, wanted)
+    removed, report = look.decide()
     if report["documents"] and not report["kept"]:
         raise ValueError(f"cleaning leaves none of the {report['documents']:,} documents: {in_words(report)}")
     buffer = io.BytesIO()
     np.save(buffer, removed.reshape(-1))
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    return replace(cleaner, removed=removed), dict(zip(names, (buffer.getvalue(), text.encode()), strict=True))
+    return replace(cleaner, removed=removed), {REMOVED_NAME: buffer.getvalue(), REPORT_NAME: text.encode()}
 
 
 def read_removed(folder: Path) -> np.ndarray:
@@ -164,79 +162,126 @@ def in_words(report: dict[str, Any]) -> str:
     return ", ".join(f"{count:,} {rule}" for rule, count in report["removed"].items()) or "nothing to leave out"
 
 
-def _examine_all(
-    cleaner: Cleaner, sources: Sequence[Source], processes: int, wanted: Mapping[str, Any]
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """Returns what is left out, int64 (n, 3), and the report. A pass that was stopped goes on."""
-    options = cleaner.options
-    if options.language:
-        check_languages(options.language)
-    if options.dedup == "minhash":
-        check_minhash()
-    evaluations = read_evaluations(options.decontaminate)
-    total = sum(source.bytes for source in sources)
-    before = list(itertools.accumulate((source.bytes for source in sources), initial=0))
-    processes = processes or min(cores(), 1 + (total >> 20))
-    folder = scratch_folder("clean", hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest())
-    folder.mkdir(exist_ok=True)
-    with locked(folder, "another process is cleaning the same input right now"), Findings(folder) as found:
+class Look:
+    """A look at all documents of an input, in shares that processes on machines which see the same folder do by turns,
+    and the decision that follows."""
+
+    def __init__(
+        self,
+        cleaner: Cleaner,
+        sources: Sequence[Source],
+        chunks: Callable[[Position, Position, Position], Iterator[Chunk]],
+        evaluations: Sequence[Evaluation],
+        processes: int,
+    ) -> None:
+        """chunks: `Preparation.chunks`. processes: 0 for one a core, as far as there is work. Raises ValueError (one
+        line) for options that cannot be met."""
+        self._cleaner, self._sources, self._chunks, self._processes = cleaner, sources, chunks, processes
+        if cleaner.options.language:
+            check_languages(cleaner.options.language)
+        if cleaner.options.dedup == "minhash":
+            check_minhash()
+        self._work = functools.partial(_examine, cleaner, read_evaluations(evaluations))
+
+    def run(self, folder: Path, cuts: Sequence[Position], first: int, is_over: Callable[[], bool]) -> None:
+        """Ends when all shares are looked at, as `Examination`: does those that no other process has done or is at work
+        on, and waits for those of others."""
+        starts, count = list(itertools.pairwise(cuts)), len(cuts) - 1
+        places = [folder / f"{number:05}" for number in range(1, count + 1)]
+        for wait in (False, True):
+            for number in (*range(first, count + 1), *range(1, first)):
+                place, (start, stop) = places[number - 1], starts[number - 1]
+                if Findings(place, start).is_complete:
+                    continue
+                if is_over():
+                    return
+                place.mkdir(parents=True, exist_ok=True)
+                part = f" part {number}/{count}" if count > 1 else ""
+                with ExitStack() as stack:
+                    try:
+                        stack.enter_context(
+                            locked(place, f"waiting for another process, which cleans{part}", wait=wait)
+                        )
+                    except ValueError:  # for now, others are left to do
+                        continue
+                    if not is_over():
+                        self._examine(Findings(place, start), stop, number, count)
+        self.found = [Findings(place, start) for place, (start, _) in zip(places, starts, strict=True)]
+
+    def decide(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """Returns what is left out, int64 (n, 3), and the report, after `run`."""
+        return _decide(self._cleaner.options, self._sources, self.found)
+
+    def _examine(self, found: Findings, stop: Position, number: int, count: int) -> None:
+        """Brings a share to its end."""
+        if found.is_complete:
+            return
+        part = f" part {number}/{count}" if count > 1 else ""
         if found.documents:
-            logger.info(f"cleaning goes on after {found.documents:,} documents")
-        chunks, work = read_chunks(sources, found.position), functools.partial(_examine, cleaner, evaluations)
-        saved, pause = time.monotonic(), SAVE_SECONDS
-        try:
-            with (
-                Report("cleaning", total, unit="documents", made=found.documents) as report,
-                closing(work_in_order(chunks, processes, work, doing="cleaning")) as results,
-            ):
-                for chunk, examined in results:
-                    found.add(chunk.end, examined)
-                    report.update(before[chunk.start.source] + chunk.disk_bytes, found.documents)
-                    if (now := time.monotonic()) - saved >= pause:
-                        found.save()
-                        saved = time.monotonic()
-                        pause = max(SAVE_SECONDS, (saved - now) / SAVE_SHARE)
-            decided = _decide(options, sources, found)
-        except ValueError:  # of the input, which will be another one
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return decided
+            logger.info(f"cleaning{part} goes on after {found.documents:,} documents")
+        before = list(itertools.accumulate((source.bytes for source in self._sources), initial=0))
+        size = before[-1] // count  # about: shares hold whole records
+        begin = size * (number - 1)
+        processes = self._processes or min(cores(), 1 + (size >> 20))
+        chunks, saved, pause = self._chunks(found.position, stop, found.start), time.monotonic(), SAVE_SECONDS
+        with (
+            found,
+            Report(f"cleaning{part}", size, unit="documents", made=found.documents) as report,
+            closing(work_in_order(chunks, processes, self._work, doing="cleaning")) as results,
+        ):
+            for chunk, examined in results:
+                found.add(chunk, examined)
+                report.update(before[chunk.start.source] + chunk.disk_bytes - begin, found.documents)
+                if (now := time.monotonic()) - saved >= pause:
+                    found.save()
+                    saved = time.monotonic()
+                    pause = max(SAVE_SECONDS, (saved - now) / SAVE_SHARE)
+            found.save(is_complete=True)
 
 
-def _decide(options: CleanOptions, sources: Sequence[Source], found: Findings) -> tuple[np.ndarray, dict[str, Any]]:
+def _decide(
+    options: CleanOptions, sources: Sequence[Source], shares: Sequence[Findings]
+) -> tuple[np.ndarray, dict[str, Any]]:
     """Returns what is left out, int64 (n, 3), and the report."""
     removed: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = {}
-    gone: list[tuple[int, ...]] = []
+    gone = [np.zeros((0, 3), np.int64)]
+    lines = lines_before(shares)
 
-    def where(place: Sequence[int]) -> dict[str, Any]:
-        return {"file": sources[place[0]].name, "line": int(place[3])}
+    def where(place: Sequence[int], share: int) -> dict[str, Any]:
+        source, line = place[0], place[3]
+        return {"file": sources[source].name, "line": line + lines[share] * (source == shares[share].start.source)}
 
-    def remove(rule: str, place: Sequence[int], **shown: Any) -> None:
-        removed[rule] += 1
-        gone.append(tuple(place[:3]))
-        if len(known := examples.setdefault(rule, [])) < _EXAMPLES:
-            known.append({**where(place), **shown})
-
-    for rule, place, text in found.broken():
-        remove(rule, place, text=text)
-    left = found.column("places")
+    for number, share in enumerate(shares):
+        places = array("q")
+        for rule, place, text in share.broken():
+            removed[rule] += 1
+            places.extend(place[:3])
+            if len(known := examples.setdefault(rule, [])) < _EXAMPLES:
+                known.append({**where(place, number), "text": text})
+        gone.append(np.array(places, np.int64).reshape(-1, 3))
     if options.dedup != "none":
-        own = np.arange(len(left))
-        first = first_equal(*found.column("digests").T)
-        equal = first != own
+        left = Stacked([share.column("places") for share in shares])
+
+        def shown(row: int) -> dict[str, Any]:
+            (place,), (owner,) = left.take(np.array([row])).tolist(), left.owners(np.array([row])).tolist()
+            return where(place, owner)
+
+        first = equal = first_equal(*np.concatenate([share.column("digests") for share in shares]).T)
         if options.dedup == "minhash":
-            first = first_similar(found.column("signatures"), options.dedup_similarity)
-        for one in np.flatnonzero(first != own).tolist():
-            rule = "equal to another" if equal[one] else "similar to another"
-            remove(rule, left[one].tolist(), other=where(left[first[one]]))
-    counts = {
-        "documents": found.documents,
-        "kept": found.documents - len(gone),
-        "removed": dict(sorted(removed.items())),
-    }
-    return np.array(sorted(gone), np.int64).reshape(-1, 3), {**counts, "examples": dict(sorted(examples.items()))}
+            signatures = Stacked([share.column("signatures") for share in shares])
+            first = first_similar(signatures, equal, options.dedup_similarity)
+        own = np.arange(len(left))
+        for rule, again in (("equal", equal != own), ("similar", (first != own) & (equal == own))):
+            rows = np.flatnonzero(again)
+            gone.append(left.take(rows)[:, :3])
+            if len(rows):
+                removed[f"{rule} to another"] = len(rows)
+                examples[f"{rule} to another"] = [{**shown(n), "other": shown(first[n])} for n in rows[:_EXAMPLES]]
+    places = np.concatenate(gone)
+    documents = sum(share.documents for share in shares)
+    counts = {"documents": documents, "kept": documents - len(places), "removed": dict(sorted(removed.items()))}
+    return places[np.lexsort(places.T[::-1])], {**counts, "examples": dict(sorted(examples.items()))}
 
 
 def _examine(cleaner: Cleaner, evaluations: Runs, chunk: Chunk) -> Examined:

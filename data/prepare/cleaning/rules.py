@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from matmix.data.artifacts import from_extra
-from matmix.data.prepare.cleaning.words import hashed_words, runs
+from matmix.data.prepare.cleaning.words import hashed_words, runs_up_to
 
 _STOP_WORDS = {"the", "be", "to", "of", "and", "that", "have", "with"}
 _BULLETS = ("•", "‣", "◦", "●", "▪", "-", "*", "–")
@@ -39,7 +39,7 @@ def broken_rule_of_gopher(text: str) -> str:
         return "ellipses"
     if sum(any(map(str.isalpha, word)) for word in words) < 0.8 * len(words):
         return "words without letters"
-    if len(_STOP_WORDS & {word.strip('.,;:!?"()').lower() for word in words}) < 2:
+    if len(_STOP_WORDS & {word.strip('.,;:!?"()') for word in set(text.lower().split())}) < 2:
         return "stop words"
     return _repetition(text, lines, words)
 
@@ -54,14 +54,14 @@ def _repetition(text: str, lines: Sequence[str], words: Sequence[str]) -> str:
     hashes = hashed_words(text)
     # The hashes are those of words without punctuation: as many characters belong to each, on average.
     size = sum(map(len, words)) / max(1, len(hashes)) / len(text)
+    every = dict(enumerate(runs_up_to(hashes, max(_REPEATED_RUNS)), start=1))
     for length, most in _TOP_RUNS.items():
-        counts = np.unique(runs(hashes, length), return_counts=True)[1]
+        counts = np.unique(every[length], return_counts=True)[1]
         if len(counts) and counts.max() > 1 and counts.max() * length * size > most:
             return f"one run of {length} words"
     for length, most in _REPEATED_RUNS.items():
-        every = runs(hashes, length)
-        is_first = np.zeros(len(every), bool)
-        is_first[np.unique(every, return_index=True)[1]] = True
+        is_first = np.zeros(len(every[length]), bool)
+        is_first[np.unique(every[length], return_index=True)[1]] = True
         covered = np.zeros(len(hashes) + 1, np.int64)
         np.add.at(covered, np.flatnonzero(~is_first), 1)
         np.add.at(covered, np.flatnonzero(~is_first) + length, -1)

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -25,8 +26,21 @@ def _hash(word: str) -> int:
 
 def runs(hashes: np.ndarray, length: int) -> np.ndarray:
     """Returns a hash of each run of so many words, uint64 (max(0, words - length + 1),)."""
-    count = max(0, len(hashes) - length + 1)
-    total = np.zeros(count, np.uint64)
-    for place in range(length):
-        total = total * _FACTOR + hashes[place : place + count]
+    *_, longest = runs_up_to(hashes, length)
+    return longest
+
+
+def runs_up_to(hashes: np.ndarray, length: int) -> Iterator[np.ndarray]:
+    """Yields what `runs` gives for one word, for two, and so on."""
+    total = hashes
+    for words in range(1, length + 1):
+        total = total[:-1] * _FACTOR + hashes[words - 1 :] if words > 1 else total
+        yield total
+
+
+def hashed_rows(rows: np.ndarray) -> np.ndarray:
+    """Returns a hash of each row, uint64 (n,). rows: (n, width), of whole numbers."""
+    total = np.zeros(len(rows), np.uint64)
+    for column in rows.T:
+        total = total * _FACTOR + column
     return total

@@ -115,6 +115,17 @@ def _joined(values: Sequence[object], options: ReadOptions, kind: str, line: int
     return options.fill(texts) if any(text.strip() for text in texts) else ""
 
 
+def strings_in(value: object) -> Iterator[str]:
+    """Yields the texts in a value of JSON or of a table. Half a surrogate pair is no character, and left out."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            yield one.encode("utf-8", "ignore").decode("utf-8")
+        elif isinstance(one, dict | list | tuple):
+            left.extend(one.values() if isinstance(one, dict) else one)
+
+
 def decode(raw: bytes, name: str, first_line: int) -> str:
     """Returns the text of bytes that begin at line `first_line` of a file. Raises ValueError if they are not UTF-8."""
     try:

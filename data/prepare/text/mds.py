@@ -19,6 +19,7 @@ from matmix.data.artifacts import artifact_name, fits, one_line, read_json
 from matmix.data.formats.base import LARGEST_SHARD, damaged
 from matmix.data.formats.mds import mds_codec
 from matmix.data.prepare.text.compressed import DECODERS, open_text
+from matmix.data.prepare.text.documents import strings_in
 from matmix.data.prepare.text.sources import Rows
 
 INDEX = "index.json"
@@ -68,7 +69,14 @@ class MdsShard(Rows):
             if encodings[name] not in _TEXTS:
                 raise self.no_text(name, encodings[name], (n for n, kind in encodings.items() if kind in _TEXTS))
         with self._open(entry) as data:
-            yield from self.gathered(self._samples(data, entry, start, stop), start)
+            yield from self.gathered(self._samples(data, entry, start, stop, self.options.fields), start)
+
+    def texts(self) -> Iterator[str]:
+        entry = self._entry()
+        names = [name for name, encoding, _ in entry.columns if encoding in _TEXTS]
+        with self._open(entry) as data:
+            for values in self._samples(data, entry, 0, entry.samples, names):
+                yield from strings_in([v.decode("utf-8", "ignore") if isinstance(v, bytes) else v for v in values])
 
     @contextmanager
     def _open(self, entry: _Entry) -> Iterator[memoryview]:
@@ -89,7 +97,9 @@ class MdsShard(Rows):
             raise damaged(self.name, f"without compression it has not the {entry.raw_bytes:,} bytes of its index")
         yield memoryview(data)
 
-    def _samples(self, data: memoryview, entry: _Entry, start: int, stop: int) -> Iterator[tuple[Any, ...]]:
+    def _samples(
+        self, data: memoryview, entry: _Entry, start: int, stop: int, wanted: Sequence[str]
+    ) -> Iterator[tuple[Any, ...]]:
         # uint32 count, uint32 offsets[count + 1], the configuration as JSON, then the samples one after another.
         if len(data) < 4 * (entry.samples + 2) or int.from_bytes(data[:4], "little") != entry.samples:
             raise damaged(self.name, f"it does not begin with its {entry.samples:,} samples")
@@ -99,11 +109,11 @@ class MdsShard(Rows):
             try:
                 if not begin <= end <= len(data):
                     raise ValueError("its place is out of the file")
-                yield self._values(data[begin:end], entry)
+                yield self._values(data[begin:end], entry, wanted)
             except ValueError as error:
                 raise damaged(self.name, f"sample {row + 1} does not decode ({one_line(error)})") from None
 
-    def _values(self, sample: memoryview, entry: _Entry) -> tuple[Any, ...]:
+    def _values(self, sample: memoryview, entry: _Entry, wanted: Sequence[str]) -> tuple[Any, ...]:
         """Returns the wanted columns of a sample: the sizes of those that have none, then all columns in order."""
         own = sum(1 for *_, size in entry.columns if not size)
         sizes = iter(np.frombuffer(sample, "<u4", own).tolist())
@@ -112,14 +122,14 @@ class MdsShard(Rows):
             length = size or next(sizes)
             if at + length > len(sample):
                 raise ValueError(f"column {name!r} ends behind it")
-            if name in self.options.fields:
+            if name in wanted:
                 raw = bytes(sample[at : at + length])
                 try:
                     values[name] = mds_codec().mds_decode(encoding, raw)
                 except UnicodeDecodeError:
                     values[name] = raw  # a malformed record, which is counted later
             at += length
-        return tuple(values[name] for name in self.options.fields)
+        return tuple(values[name] for name in wanted)
 
 
 @functools.lru_cache(maxsize=8)

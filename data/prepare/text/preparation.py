@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import multiprocessing
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,12 +24,15 @@ from matmix.data.prepare.cleaning import CLEANING, CleanOptions
 from matmix.data.prepare.cleaning import plan as cleaning
 from matmix.data.prepare.pool import start_process, without_interrupts
 from matmix.data.prepare.report import Report, check_broken, empty_input, empty_split
+from matmix.data.prepare.streams import is_stream
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import check_options, find_sources
 from matmix.data.prepare.text.sequences import check_intervals
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.prepare.text.texts import TextFile
+from matmix.data.storage.files import sha256_of
+from matmix.data.storage.remote import scratch_folder
 from matmix.data.tokenizer import Tokenizer, train_sentencepiece
 
 logger = logging.getLogger(__name__)
@@ -79,14 +83,28 @@ class TextPreparation(base.Preparation):
             check_intervals(sources, config.intervals)
         chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
         self.read = cleaning.Cleaner(documents_of, chosen)
-        facts = {"tokenizer": self.given.sha256 if self.given else "trained", **cleaning.facts(chosen)}
+        self.look: cleaning.Look | None = None
+        self.evaluations, _ = find_sources(config.decontaminate)
+        facts = {"tokenizer": self.given.sha256 if self.given else "trained"}
+        if self.evaluations:
+            digests = (e.digest() if is_stream(e.path) else sha256_of(Path(e.path)) for e in self.evaluations)
+            facts["decontaminate"] = sorted(digests)
         super().__init__(config, sources, **facts)
+
+    def examination(self, folder: Path) -> base.Examination | None:
+        if not self.read.options.cleans or cleaning.is_decided(folder):
+            return None
+        self.look = cleaning.Look(self.read, self.sources, self.chunks, self.evaluations, self.config.processes)
+        return self.look.run
 
     def ready(self, folder: Path, *, is_part: bool) -> None:
         # A part may have one split only.
-        self.fraction, files = self.config.validation_fraction, {}
+        self.fraction, files, scratch = self.config.validation_fraction, {}, None
         if self.read.options.cleans:
-            self.read, files = cleaning.clean(self.read, folder, self.sources, self.config.processes, self.wanted)
+            if not is_part and (look := self.examination(folder)):
+                scratch = scratch_folder("clean", self.digest)
+                look(scratch, [Position(), Position(len(self.sources))], 1, lambda: False)
+            self.read, files = cleaning.decided(self.read, folder, self.look)
         if not is_part:
             self.fraction = usable_fraction(self.fraction, self.sources, self.read)
         paths = (folder / "tokenizer" / name for name in ("tokenizer.model", "tokenizer.json"))
@@ -95,6 +113,8 @@ class TextPreparation(base.Preparation):
         self.tokenizer = known or train_tokenizer(self.config, self.sources, self.read)
         self.dtype = "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
         self.shared = {f"tokenizer/{self.tokenizer.file_name}": self.tokenizer.raw, **files}
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
     @classmethod
     def changed_input(cls, facts: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from matmix.data.artifacts import one_line
 from matmix.data.prepare.base import Chunk, Position, Source
 from matmix.data.prepare.text import ReadOptions
+from matmix.data.prepare.text.documents import documents_of, strings_in
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,6 +40,11 @@ class TextSource(Source):
             f"{self.name}, {where}, is longer than {self.options.max_line_megabytes:g} MiB: the file is damaged or not "
             "what it seems; else raise --max-line-megabytes"
         )
+
+    def texts(self) -> Iterator[str]:
+        """Yields every text in it, in whatever field of objects and rows. Raises ValueError (one line) for damage."""
+        for chunk in self.chunks(Position(), None):
+            yield from (one for one in documents_of(chunk) if isinstance(one, str))
 
 
 class Rows(TextSource):
@@ -92,6 +98,18 @@ class Table(Rows):
     def schema(self) -> pyarrow.Schema:
         """Returns the columns. Raises ValueError (one line) for a damaged file."""
 
+    @abc.abstractmethod
+    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+        """Yields all rows. Raises ValueError (one line) for a damaged file."""
+
+    def texts(self) -> Iterator[str]:
+        names = [field.name for field in self.schema() if _holds_text(field.type)]
+        for batch in self.batches() if names else ():
+            kept = batch.select(names)
+            kept.validate(full=True)  # offsets of a foreign file may lead anywhere
+            for begin in range(0, kept.num_rows, _BATCH):
+                yield from strings_in(kept.slice(begin, _BATCH).to_pylist())
+
     def check_columns(self) -> None:
         """Raises ValueError unless the columns that the options name are there and hold text."""
         schema = self.schema()
@@ -144,6 +162,10 @@ def _is_text(kind: pyarrow.DataType) -> bool:
     types = pyarrow.types
     values = kind.value_type if types.is_dictionary(kind) else kind  # how a categorical column is kept
     return types.is_string(values) or types.is_large_string(values) or types.is_string_view(values)
+
+
+def _holds_text(kind: pyarrow.DataType) -> bool:
+    return _is_text(kind) or any(_holds_text(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def place_of(name: str, columns: Sequence[str]) -> tuple[str, list[str]]:

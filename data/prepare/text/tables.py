@@ -33,6 +33,10 @@ class ParquetFile(Table):
         with open_parquet(self.path, self.name) as file:
             return file.schema_arrow
 
+    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+        with open_parquet(self.path, self.name) as file:
+            yield from file.iter_batches(batch_size=1024)
+
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         self.check_columns()
         columns, row = list(self.options.fields), 0
@@ -80,6 +84,10 @@ class ArrowFile(Table):
     def schema(self) -> pyarrow.Schema:
         with self._batches() as (schema, _):
             return schema
+
+    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+        with self._batches() as (_, batches):
+            yield from batches
 
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         self.check_columns()

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
-from matmix.data.artifacts import one_line
+from matmix.data.artifacts import one_line, parse_json
 from matmix.data.prepare.base import Chunk, Position, WholeTar
 from matmix.data.prepare.streams import is_stream, open_stream, stream_digest
 from matmix.data.prepare.text import sources
 from matmix.data.prepare.text.compressed import open_text
+from matmix.data.prepare.text.documents import decode, strings_in
 from matmix.data.prepare.text.sources import TextSource
 from matmix.data.storage.remote import RemoteError
 
@@ -56,6 +57,12 @@ class TarFile(TextSource):
         if records:
             end = replace(begin, offset=number, line=number + 1)
             yield Chunk(self, begin, end, min(read, self.bytes), records)
+
+    def texts(self) -> Iterator[str]:
+        for _, (key, members) in self._samples(0, None):
+            for name, raw in members.items():
+                where = f"sample {key} of {self.name}, its member .{name},"
+                yield from strings_in(parse_json(raw or b"null", where) if name == "json" else decode(raw, where, 1))
 
     def cut(self, places: Sequence[int], share: int) -> list[int | None]:
         if self.bytes <= share:

@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from matmix.data.artifacts import parse_json
 from matmix.data.prepare.base import Chunk, Position
 from matmix.data.prepare.text import sources
 from matmix.data.prepare.text.compressed import open_text
-from matmix.data.prepare.text.documents import decode, split_text
+from matmix.data.prepare.text.documents import decode, split_text, strings_in
 from matmix.data.prepare.text.sources import TextSource
 
 BOM = b"\xef\xbb\xbf"
@@ -74,6 +75,15 @@ class TextFile(TextSource):
                     begin, records, size = end, [], 0
                 if last:
                     return
+
+    def texts(self) -> Iterator[str]:
+        if self.kind != "jsonl":
+            yield from super().texts()
+            return
+        with self.open() as (stream, _):
+            for number, row in enumerate(self._rows(stream, 1), start=1):
+                if row := row.removeprefix(BOM).strip():
+                    yield from strings_in(parse_json(row, f"line {number} of {self.name}"))
 
     def _records(self, stream: io.BufferedReader, line: int) -> Iterator[bytes]:
         """Returns the raw records of a text; joined, they are the file. Raises ValueError at one that is too long."""

@@ -21,7 +21,7 @@ from matmix.data.corpora import bundled_path
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command
 from matmix.data.prepare.cleaning import plan, rules
-from matmix.data.prepare.cleaning.duplicates import first_equal, first_similar, signature
+from matmix.data.prepare.cleaning.duplicates import Stacked, first_equal, first_similar, signature
 from matmix.data.prepare.cleaning.words import hashed_words
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.merge import merge
@@ -84,7 +84,8 @@ def test_texts_with_five_words_in_a_hundred_changed_are_found_and_distinct_ones_
     copies = [edited(distinct[number], rng) for number in families[200:]]
     order = rng.permutation(len(families))
     texts, families = [[*distinct, *copies][n] for n in order], np.array(families)[order]
-    found = first_similar(np.array([signature(hashed_words(text)) for text in texts]), 0.6)
+    signatures = Stacked([np.array([signature(hashed_words(text)) for text in texts])])
+    found = first_similar(signatures, np.arange(len(texts)), 0.6)
     assert np.array_equal(found, first_equal(families))
 
 
@@ -155,7 +156,7 @@ def test_a_stopped_preparation_goes_on_with_what_was_decided(tmp_path, inputs, m
                 prepare(options(folder, out, **chosen))
         with monkeypatch.context() as patch:
             if (out / "cleaning/report.json").exists():
-                patch.setattr(plan, "_examine_all", None)
+                patch.setattr(plan, "_examine", None)
             prepare(options(folder, out, **chosen))
         assert contents(out) == expected
     assert not set(Manifest.load(tmp_path / "out").options) & {"language", "quality"}
@@ -285,7 +286,7 @@ def test_rules_and_languages_in_a_preparation(prepared):
         (r"in \[0.5, 1\]", {"dedup": "minhash", "dedup_similarity": 0.2}),
         ("--language xx is not known; known are ", {"language": ("xx",)}),
         ("cleaning leaves none of the 2 documents: . in another language", {"language": ("zh",)}),
-        ("evaluation file nowhere.txt does not exist", {"decontaminate": ("nowhere.txt",)}),
+        ("nowhere.txt does not exist", {"decontaminate": ("nowhere.txt",)}),
         ("suffix that cannot be read", {"decontaminate": (__file__,)}),
     ],
 )
@@ -309,5 +310,5 @@ def test_another_evaluation_is_another_preparation(prepared, tmp_path):
     with pytest.raises(ValueError, match="holds another preparation"):
         prepared([GERMAN, *SENTENCES], **chosen)
     evaluation.write_text('{"q": "yes"}\nnot JSON')
-    with pytest.raises(ValueError, match=r"line 2 of the evaluation file .* is damaged"):
+    with pytest.raises(ValueError, match=r"line 2 of .*eval.jsonl is damaged"):
         prepare(options(tmp_path / "in.jsonl", tmp_path / "other", **chosen))
