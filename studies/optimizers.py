@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matmix.data.storage.files import write_atomic
+from matmix.launch.lab.compare.tuning import wanted
 from matmix.studies.mru.runs import run
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
@@ -74,14 +75,10 @@ class Study:
 
     def tuned(self, task: str, way: str) -> tuple[dict[float, float], float]:
         """Returns the first seed's losses by the rates that were tried, and the rate of the lowest."""
-        losses = {rate: self.loss(task, way, rate, self.seeds[0]) for rate in self.rates}
-        while True:
-            best = min(losses, key=losses.__getitem__)
-            if min(losses) < best < max(losses):
-                return losses, best
-            ratio = self.rates[1] / self.rates[0]
-            further = float(f"{best * ratio if best == max(losses) else best / ratio:.3g}")
-            losses[further] = self.loss(task, way, further, self.seeds[0])
+        losses: dict[float, float] = {}
+        while points := wanted({"rate": self.rates}, {(("rate", rate),): loss for rate, loss in losses.items()}):
+            losses |= {rate: self.loss(task, way, rate, self.seeds[0]) for ((_, rate),) in points}
+        return losses, min(losses, key=losses.__getitem__)
 
     def loss(self, task: str, way: str, rate: float, seed: int) -> float:
         """Returns the validation loss at the end of a run, which is made if it is not there yet; inf if it diverged."""

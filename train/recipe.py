@@ -62,12 +62,12 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
     if isinstance(overrides, Mapping):
         if "steps" in overrides:  # in place of the recipe's epochs, as on the command line
             values.pop("epochs", None)
-        values, run_dir = merged(values, _nested(overrides)), overrides.get("run_dir") or run_dir
+        values, run_dir = merged(values, nested(overrides)), overrides.get("run_dir") or run_dir
         where, overrides = f"{path} with overrides", ()
     return resolved_config(values, where, overrides, run_dir)
 
 
-def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {"optimizer.lr": 3e-4} as {"optimizer": {"lr": 3e-4}}."""
     values: dict[str, Any] = {}
     for key, value in overrides.items():

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 _ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
 
 
+DIVERGED = "steps in a row had a NaN or infinite loss or gradient"
+"""In the reason of a run that ended for that."""
+
+
 class NanGuard:
     """Counts skipped steps, which left weights and moments unchanged, and stops the run after `limit` in a row."""
 
@@ -45,8 +49,7 @@ class NanGuard:
             saved = max(run.saved_steps(), default=None)
             newest = "there is no checkpoint" if saved is None else f"the newest checkpoint is that of step {saved}"
             raise NonFiniteError(
-                f"{self.limit} steps in a row had a NaN or infinite loss or gradient (last: step {step}"
-                f"{f', where {where}' if where else ''}); {newest}; {advice}"
+                f"{self.limit} {DIVERGED} (last: step {step}{f', where {where}' if where else ''}); {newest}; {advice}"
             )
 
     def after_evaluation(self, run: RunView, metrics: dict[str, float]) -> None:

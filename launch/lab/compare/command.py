@@ -29,8 +29,8 @@ class Compare:
     RECIPE is a TOML file with a table [comparison], the name of a bundled one (matrix_mixers, bidirectional,
     language_models, lion and others; an unknown name lists them), or the folder of a comparison. Any field of a recipe
     can be given too, as in --steps 100, and goes to all entries; so can --comparison.seeds, --comparison.parameters,
-    --comparison.tolerance and --comparison.controls; --run-dir is the folder of the comparison. The same command again
-    goes on where it was stopped, and so does `matmix compare FOLDER`.
+    --comparison.tolerance, --comparison.controls, --comparison.tune and --comparison.tune-seed; --run-dir is the folder
+    of the comparison. The same command again goes on where it was stopped, and so does `matmix compare FOLDER`.
 
     With --finetune every finished encoder is then fine-tuned on each TASK, a recipe as `matmix finetune` takes it that
     names its examples; the table gets a column for each, and one for the mean over several. TASK glue:DIR stands for
@@ -73,7 +73,7 @@ class Compare:
 
     def run(self, rest: list[str], typed: list[str]) -> int:
         from matmix.launch.glue.plan import GlueSettings
-        from matmix.launch.lab.compare import config, downstream, report
+        from matmix.launch.lab.compare import config, downstream, report, tuning
         from matmix.launch.lab.compare.width import matched
         from matmix.launch.many import planned, runs
         from matmix.train.config import RunConfig
@@ -85,12 +85,13 @@ class Compare:
         given = sorted(name for name, value in self.slurm_options.items() if value not in (None, ()))
         if (given or self.profile) and not self.slurm:
             raise ValueError(f"--{(given or ['profile'])[0].replace('_', '-')} belongs to --slurm: give both")
-        comparison = matched(config.read_comparison(self.recipe, rest))
-        tasks = config.tasks_of(comparison, self.only)
+        comparison = tuning.tuned(matched(config.read_comparison(self.recipe, rest)))
+        tasks, first = config.tasks_of(comparison, self.only), tuning.tuning_tasks(comparison, self.only)
         if self.report:
             print(report.write_report(comparison))
             return EXIT_OK
-        planned.check_directories(tasks, " (--report leaves this run out)")
+        ready = config.tasks_of(comparison, self.only, ready=True)
+        planned.check_directories([*first, *ready], " (--report leaves this run out)")
         asked = {"settings": self.glue_settings, "tasks": self.glue_tasks, "seeds": self.glue_seeds}
         glue = GlueSettings(**asked, options=tuple(options))
         then = downstream.read_downstream(self.finetune, comparison, glue)
@@ -98,25 +99,27 @@ class Compare:
         if self.slurm:
             if then:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
-            return self._submit(comparison, tasks, plan, typed)
+            return self._submit(comparison, first or tasks, plan, typed, again=bool(first))
         if self.dry_run:
             print(plan)
             return EXIT_OK
-        planned.check_data(tasks)
-        return runs.train_and_tell(
-            lambda: self._train(comparison, tasks, plan, then), lambda: report.write_report(comparison)
-        )
+        planned.check_data([*first, *tasks])
+        return runs.train_and_tell(lambda: self._train(comparison, plan, then), lambda: report.write_report(comparison))
 
-    def _train(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, then: list[Finetuned]) -> Ended:
-        """Trains on this host, fine-tunes and measures speed."""
-        from matmix.launch.lab.compare import config, downstream, speed
-        from matmix.launch.many import runs
+    def _train(self, comparison: Comparison, plan: str, then: list[Finetuned]) -> Ended:
+        """Tunes and trains on this host, fine-tunes and measures speed."""
+        from matmix.launch.lab.compare import config, downstream, speed, tuning
+        from matmix.launch.many import planned, runs
 
         runs.say(f"{plan}\n")
         config.keep_recipe(comparison)
         for one in then:
             one.keep()
-        ended = runs.run_tasks(tasks, self.parallel)
+        comparison, ended = tuning.tune(comparison, self.only, self.parallel)
+        tasks = config.tasks_of(comparison, self.only, ready=True)
+        planned.check_directories(tasks)
+        if not ended.stopped:
+            ended = ended.then(runs.run_tasks(tasks, self.parallel))
         if then and not ended.stopped:
             pretrained = [task for task in tasks if task.is_finished()]
             ended = ended.then(downstream.train_downstream(then, pretrained, self.parallel))
@@ -126,8 +129,11 @@ class Compare:
             return runs.Ended(ended.failures, stopped=True)
         return ended
 
-    def _submit(self, comparison: Comparison, tasks: list[PlannedRun], plan: str, typed: list[str]) -> int:
-        """Submits the runs that are not finished as an array, a task each; returns the exit code."""
+    def _submit(
+        self, comparison: Comparison, tasks: list[PlannedRun], plan: str, typed: list[str], *, again: bool
+    ) -> int:
+        """Submits the runs that are not finished as an array, a task each; returns the exit code. again: they tune, and
+        others follow."""
         from matmix.launch.jobs.launches import launch_home
         from matmix.launch.jobs.slurm.options import slurm_options
         from matmix.launch.jobs.slurm.submit import plan_runs
@@ -148,5 +154,7 @@ class Compare:
         job = scripts.submit()
         print(f"Submitted job {job.job} ({job.tasks} tasks): {scripts.folder / 'job.sbatch'}")
         print(f"Follow it:     {shell_line('matmix', 'launch', 'status', home)}")
+        if again:
+            print("Go on:         these runs tune; when they are done, give the same command again, and so on")
         print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")
         return EXIT_OK

@@ -11,7 +11,7 @@ import difflib
 import itertools
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +77,7 @@ def _convolution_options(models: Sequence[ModelConfig]) -> dict[str, Any] | None
 Key = tuple[str, ...]
 """The names of nested tables down to a value."""
 _SETTINGS: dict[str, Any] = {"seeds": tuple[int, ...], "parameters": int, "tolerance": float, "controls": bool}
+_SETTINGS |= {"tune": dict[str, Any], "tune_seed": int}
 
 
 def given_values(words: Sequence[str]) -> dict[Key, Any]:
@@ -131,9 +132,19 @@ def _remove(table: dict[str, Any], path: Key) -> None:
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 FINETUNED = "finetune"
 """The folder of the fine-tunings."""
+TUNING = "tune"
+"""The folder of an entry's tuning runs."""
 _FILES = "comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"
-_OWN = "report", "launch", "logs", FINETUNED, *_FILES
-"""What lies beside the folders of the entries."""
+_OWN = "report", "launch", "logs", FINETUNED, TUNING, *_FILES
+"""What lies beside the folders of the entries, and of their variants."""
+
+Value = bool | int | float | str
+Point = tuple[tuple[str, Value], ...]
+"""Each key that is tuned, with a value."""
+
+
+def folder_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+]+", "-", text).strip("-.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +165,7 @@ class RowConfig:
 
     @property
     def folder(self) -> str:
-        return re.sub(r"[^A-Za-z0-9._+]+", "-", self.name).strip("-.")
+        return folder_name(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +180,11 @@ class ComparisonConfig:
     """Share of them by which an entry may be off."""
     controls: bool = True
     """Adds the entries "no mixer" and, where a mixer has a convolution in front, "convolution only"."""
+    tune: dict[str, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
+    """Keys of the recipe, such as "optimizer.lr", and values: every entry by itself is first trained with each of them,
+    and with each combination of several keys, and takes those of its lowest validation loss."""
+    tune_seed: int | None = None
+    """The seed of these runs; left out, the lowest that is not among `seeds`."""
     entry: tuple[RowConfig, ...] = ()
     """What is compared."""
     variant: tuple[RowConfig, ...] = ()
@@ -179,6 +195,7 @@ class ComparisonConfig:
         require(fine, f"comparison.seeds should be integers >= 0, none of them twice, got {list(self.seeds)}")
         require(self.parameters >= 0, f"comparison.parameters should be >= 0, got {self.parameters}")
         require(0 < self.tolerance < 1, f"comparison.tolerance should lie between 0 and 1, got {self.tolerance}")
+        self._check_tuning()
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
         advice = "give them other names (the controls are entries too, unless comparison.controls is false)"
         for rows in (self.entry, self.variant):
@@ -186,6 +203,27 @@ class ComparisonConfig:
             for row in rows:
                 shared = f'"{row.name}" would share the folder "{row.folder}" with another one; {advice}'
                 require(folders.count(row.folder.lower()) == 1, shared)
+
+    @property
+    def tuned_with(self) -> int:
+        """Returns the seed of the tuning runs."""
+        free = next(seed for seed in itertools.count() if seed not in self.seeds)
+        return free if self.tune_seed is None else self.tune_seed
+
+    def _check_tuning(self) -> None:
+        seed = f"comparison.tune_seed should be an integer >= 0 that is not among the seeds, got {self.tune_seed}"
+        require(self.tuned_with >= 0 and self.tuned_with not in self.seeds, seed)
+        for key, values in self.tune.items():
+            if key not in field_names(RunConfig):
+                raise unknown_key(key, RunConfig, "comparison.tune")
+            require(key not in _NOT_AN_ENTRYS, f"comparison.tune has {key}: {_NOT_AN_ENTRYS.get(key)}")
+            fine = bool(values) and len(set(values)) == len(values)
+            require(fine, f"comparison.tune should have values for {key}, none of them twice, got {list(values)}")
+            for row in (*self.entry, *self.variant):
+                table: Any = row.overrides
+                for name in key.split("."):
+                    table = table.get(name) if isinstance(table, dict) else None
+                require(table is None, f'"{row.name}" sets {key}, which comparison.tune chooses; leave one of them out')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +241,10 @@ class Entry:
     """Parameters that all entries of the variant have, within the tolerance; 0 until widths are matched."""
     own_headdims: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Mixer -> headdim as the recipe has it, where widths are matched."""
+    tried: Mapping[Point, float | None] = dataclasses.field(default_factory=dict)
+    """Values -> validation loss of the tuning run, infinite where it diverged, None where it is not finished."""
+    chosen: Point = ()
+    """The best of them, which `config` has; () where nothing is tuned, or not yet."""
 
     @property
     def title(self) -> str:
@@ -211,6 +253,16 @@ class Entry:
     @property
     def control(self) -> Control | None:
         return control_of(self.config.model)
+
+    @property
+    def tunes(self) -> list[str]:
+        """Returns the keys that are tuned."""
+        return [key for key, _ in next(iter(self.tried), ())]
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns False where the settings of its runs depend on tuning that is not finished."""
+        return bool(self.chosen or not self.tried)
 
     @property
     def label(self) -> str:
@@ -253,7 +305,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
     if ("steps",) in given and ("epochs",) not in given:
         given[("epochs",)] = 0.0  # they stand in place of a recipe's
-    for row, key in itertools.product(rows, given):
+    for row, key in itertools.product([*rows, {"comparison": values["comparison"]}], given):
         _remove(row, key)
     for key, value in given.items():
         for name in reversed(key):
@@ -264,6 +316,8 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
     own = {key: value for key, value in values.items() if key != "comparison"}
     try:
         settings = _settings(values["comparison"])
+        for key in settings.tune:
+            require(tuple(key.split(".")) not in given, f"--{key}: comparison.tune chooses it; leave one of them out")
         advice = "(--comparison.parameters N; 0 = those of the first entry at the d_model that is given)"
         fixed = f"widths follow from comparison.parameters = {settings.parameters:,}; give that {advice}"
         require(not (settings.parameters and ("model", "d_model") in given), f"--model.d-model: {fixed}")
@@ -306,7 +360,15 @@ def _settings(table: dict[str, Any]) -> ComparisonConfig:
         for row in table.get(kind, ()):
             overrides = {key: value for key, value in row.items() if key != "name"}
             rows.append({key: row[key] for key in row if key == "name"} | {"overrides": overrides})
+    if isinstance(tune := table.get("tune"), dict):
+        named["tune"] = {".".join(key): value for key, value in _leaves(tune)}
     return read_table(ComparisonConfig, {**table, **named}, "[comparison]")
+
+
+def _leaves(table: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    for key, value in table.items():
+        inner = _leaves(value) if isinstance(value, dict) else [((), value)]
+        yield from (((key, *path), leaf) for path, leaf in inner)
 
 
 def _entries(own: Mapping[str, Any], settings: ComparisonConfig) -> tuple[Entry, ...]:
@@ -330,9 +392,8 @@ def keep_recipe(comparison: Comparison) -> None:
     write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 
-def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRun]:
-    """All runs, seed by seed, so that every entry has a first result early. only: names of entries and of variants to
-    which they are restricted; raises ValueError for others."""
+def entries_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Entry]:
+    """Returns the entries, restricted to these names of entries and of variants; raises ValueError for other names."""
     entries, variants = ({getattr(entry, kind) for entry in comparison.entries} for kind in ("name", "variant"))
     known = sorted(entries | variants - {""})
     for name in only:
@@ -341,9 +402,15 @@ def tasks_of(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRu
             hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
             raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
     entries, variants = entries & set(only) or entries, variants & set(only) or variants
+    return [entry for entry in comparison.entries if entry.name in entries and entry.variant in variants]
+
+
+def tasks_of(comparison: Comparison, only: Sequence[str] = (), *, ready: bool = False) -> list[PlannedRun]:
+    """All runs, seed by seed, so that every entry has a first result early. only: names of entries and of variants to
+    which they are restricted; raises ValueError for others. ready: without entries that are yet to be tuned."""
     return [
         PlannedRun(entry=entry.title, seed=seed, config=of_seed(entry.config, seed, comparison.home / entry.folder))
         for seed in comparison.settings.seeds
-        for entry in comparison.entries
-        if entry.name in entries and entry.variant in variants
+        for entry in entries_of(comparison, only)
+        if entry.is_ready or not ready
     ]

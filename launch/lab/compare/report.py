@@ -13,6 +13,7 @@ from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_of
 from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, score_columns, scores_of
 from matmix.launch.lab.compare.speed import current_rows, speed_words
+from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
 from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, why_open
 from matmix.launch.many.runs import training_records
@@ -130,6 +131,9 @@ def collect(comparison: Comparison) -> Part:
     runs: dict[str, list[RunResult]] = {}
     for task in tasks_of(comparison):
         runs.setdefault(task.entry, []).append(read_run(task, downstream))
+    for entry in comparison.entries:
+        if not entry.is_ready:
+            runs[entry.title] = [RunResult(seed=seed, why="not tuned yet") for seed in comparison.settings.seeds]
     results = [
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
         for entry in comparison.entries
@@ -175,7 +179,21 @@ def plan_text(comparison: Comparison) -> str:
         counts.append(_count(len(parts), "variant", "variants"))
         sections = [f"{part.entries[0].variant}:\n{text}" for part, text in zip(parts, sections, strict=True)]
     counts.append(f"{_count(len(seeds), 'seed', 'seeds')} ({', '.join(map(str, seeds))})")
-    return "\n\n".join([*sections, f"{' x '.join(counts)}\nruns in {comparison.home}"])
+    lines = [" x ".join(counts), *plan_words(comparison), _cost_words(comparison), f"runs in {comparison.home}"]
+    return "\n\n".join([*sections, "\n".join(lines)])
+
+
+def _cost_words(comparison: Comparison) -> str:
+    """Says what all runs of a comparison cost; a training step takes three times the FLOPs of the forward pass."""
+    grid, seeds, units, flops = comparison.settings.tune, len(comparison.settings.seeds), 0, 0
+    each = seeds + (math.prod(map(len, grid.values())) if grid else 0)
+    for entry in comparison.entries:
+        config, task = entry.config, entry.config.task()
+        count = each * config.steps * config.global_batch_size * task.units(config.data.seqlen)
+        units, flops = units + count, flops + 3 * count * task.flops(config.model, config.data.seqlen)
+    unit = comparison.entries[0].config.task().unit
+    runs, least = each * len(comparison.entries), "at least " if grid else ""
+    return f"in all {least}{_count(runs, 'run', 'runs')}: {short_number(units)} {unit}, {short_number(flops)} FLOPs"
 
 
 def _plan_of_variant(entries: Sequence[Entry]) -> str:
@@ -199,6 +217,7 @@ def _plan_of_variant(entries: Sequence[Entry]) -> str:
 
 def write_report(comparison: Comparison) -> str:
     """Writes table and picture of what there is; returns the text to be shown."""
+    comparison = tuned(comparison)
     parts = [collect(part) for part in comparison.by_variant()]
     files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
     is_empty = not any(result.values("loss") for part in parts for result in part.results)
@@ -252,7 +271,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
         titles = [title for title, run in runs if run.values and len(run.values.get(one.key, ())) < one.runs]
         if one.task and titles:
             lacking.setdefault(", ".join(titles), []).append(one.task)
-    return "\n".join([*lines, *(f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items())])
+    lines += [f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items()]
+    return "\n".join([*lines, *(["", table] if (table := tuning_table(comparison)) else [])])
 
 
 def summary_text(parts: Sequence[Part]) -> str:
@@ -290,6 +310,7 @@ def _csv_row(result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
         row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
     row |= {GAIN.key: result.mean(GAIN.key), "n": len(result.values("loss"))}
     row |= {name: result.speed.get(name) for name in SPEEDS}
+    row |= {f"tuned/{key}": dict(entry.chosen).get(key) for key in entry.tunes}
     for name in metrics:
         each = {run.seed: run.values.get(name) for run in result.runs}
         row |= {f"{name}_seed_{seed}": fmean(values) if values else None for seed, values in each.items()}

@@ -180,11 +180,16 @@ def differing_keys(entries: Sequence[Entry]) -> list[str]:
 def words_on_differences(entries: Sequence[Entry]) -> list[str]:
     """Says how entries differ in more than their mixers, and at which learning rates they are compared."""
     names, rates = [entry.name for entry in entries], [f"{entry.config.optimizer.lr:g}" for entry in entries]
+    tuned = entries[0].tunes
     lines = [f"Learning rate: {_by_value(names, rates)}."]
-    if len(set(rates)) == 1:
-        tuned = f"Learning rate {rates[0]}, the same for all entries and tuned for none"
-        lines = [f"{tuned}: at another one their order may be another."]
-    if keys := [key for key in differing_keys(entries) if key != "optimizer.lr"]:
+    if "optimizer.lr" in tuned:
+        lines = []
+    elif len(set(rates)) == 1:
+        same = f"Learning rate {rates[0]}, the same for all entries and tuned for none"
+        lines = [f"{same}: at another one their order may be another."]
+    if tuned:
+        lines.append(f"Tuned for each entry by itself: {', '.join(tuned)}.")
+    if keys := [key for key in differing_keys(entries) if key not in ("optimizer.lr", *tuned)]:
         lines.append(f"Not alike in all entries: {', '.join(keys)}.")
     if changed := [f"{entry.name} {pairs}" for entry in entries if (pairs := changed_headdims(entry))]:
         lines.append(f"Headdim other than the recipe's, for equal parameters: {', '.join(changed)}.")

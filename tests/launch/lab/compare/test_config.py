@@ -83,6 +83,15 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
             ['"a"', "model.layer", "model.layers"],
         ),
         ("[comparison]\n[[comparison.entry]]\nname = 'a'\nmodel.layers = ['hidra']", ['"a"', "hidra", "hydra"]),
+        ("[comparison]\ntune = 3\n[[comparison.entry]]\nname = 'a'", ["tune", "a table"]),
+        ("[comparison]\ntune.optimizer.lt = [1]\n[[comparison.entry]]\nname = 'a'", ["tune", '"optimizer.lr"']),
+        ("[comparison]\ntune.seed = [1]\n[[comparison.entry]]\nname = 'a'", ["comparison.tune has seed", "seeds"]),
+        ("[comparison]\ntune.steps = [3, 3]\n[[comparison.entry]]\nname = 'a'", ["values for steps", "twice"]),
+        ("[comparison]\ntune_seed = 2\n[[comparison.entry]]\nname = 'a'", ["tune_seed", "not among the seeds"]),
+        (
+            "[comparison]\ntune.optimizer.lr = [1]\n[[comparison.entry]]\nname = 'a'\noptimizer.lr = 1",
+            ['"a" sets optimizer.lr', "comparison.tune"],
+        ),
         ("", ["no table [comparison]", "matmix train"]),
     ],
 )
@@ -114,7 +123,7 @@ def test_overrides_may_repair_a_recipe_and_set_the_comparison(recipe):
     assert (settings.seeds, settings.parameters, settings.tolerance) == ((4, 5), 9000, 0.2)
     for wrong, text in (
         (["--model.d-model", "8"], "follow from comparison.parameters = 9,000"),
-        (["--comparison.entry", "x"], "seeds, parameters, tolerance, controls can be given"),
+        (["--comparison.entry", "x"], "seeds, parameters, tolerance, controls, tune, tune_seed can be given"),
         (["--steps", "x"], "steps"),
         (["--seed", "1"], "comparison.seeds"),
     ):
