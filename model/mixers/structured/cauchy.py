@@ -82,8 +82,8 @@ class CauchyDD(Cauchy):
 
     So denominators x are guarded, and neither b nor c. The guard is 1 / x from `SMALLEST_DENOMINATOR` on. Below, it is
     its tangent where denominators are to be positive: finite, and with a gradient that leads back, which a constant has
-    not. With differences it is 1 / x for negative ones too, and a straight line between the two. No entry is larger
-    than 100 (d / N)^1/2 then, and with "exponential" and b > 0 none than (d / N)^1/2 / (2 b).
+    not. With differences it is 1 / x for negative ones too, and a straight line between the two, so that no entry is
+    larger than 100 (d / N)^1/2; with "exponential" and b > 0 none is than (d / N)^1/2 / (2 b).
     """
 
     Config = CauchyDDConfig

@@ -102,8 +102,6 @@ class MatrixMixer(Mixer):
     """v itself is added to M v."""
     activated_inputs: ClassVar[bool] = True
     """SiLU follows the convolution of the inputs too, as it does for v."""
-    direct_inputs: ClassVar[int] = 0
-    """Numbers per head that the matrix takes from in_proj without convolution and activation."""
     knows_documents: ClassVar[bool] = False
     """`mix_values` takes packed documents, and parts of rows."""
 
@@ -111,7 +109,7 @@ class MatrixMixer(Mixer):
         super().__init__(d_model, config, **options)
         self.d_inner, self.nheads = self.inner_width(d_model, config)
         self.input_sizes = self.input_widths(self.nheads, config)
-        self.direct = self.direct_inputs * self.nheads
+        self.direct = self.direct_numbers(config) * self.nheads
         self.conv_dim = self.d_inner + sum(self.input_sizes)
         self.in_proj = nn.Linear(d_model, self.d_inner + self.conv_dim + self.direct, bias=config.bias)
         self.conv1d = ShortConv(self.conv_dim, config.d_conv, config.conv_bias)
@@ -121,7 +119,8 @@ class MatrixMixer(Mixer):
             self.matrix_mixer = MixingParameters(parameters)
 
     def blocks(self) -> dict[str, tuple[int, ...]]:
-        rows = (self.d_inner, self.d_inner, *self.input_sizes, *self.direct_inputs * (self.nheads,))
+        direct = self.direct_numbers(self.config) * (self.nheads,)
+        rows = (self.d_inner, self.d_inner, *self.input_sizes, *direct)
         # What M is made of has a row for each head or position.
         entries = {f"matrix_mixer.{name}": () for name in self.mixing_parameters()}
         return {"in_proj.weight": rows, **entries}
@@ -132,6 +131,11 @@ class MatrixMixer(Mixer):
     def input_widths(cls, nheads: int, config: Any) -> tuple[int, ...]:
         """Widths of the inputs of the matrix, which are projected from x and convolved."""
         return ()
+
+    @classmethod
+    def direct_numbers(cls, config: Any) -> int:
+        """How many numbers the matrix takes for each head from in_proj without convolution and activation."""
+        return 0
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         """Shapes and initial values of the parameters of the matrix, in the module `matrix_mixer`."""
@@ -180,7 +184,7 @@ class MatrixMixer(Mixer):
 
     def parts(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """The gate z (B, L, d_inner), v (B, L, H, P) and the inputs of the matrix (B, L, width) each; the
-        `direct_inputs` are the last of them."""
+        `direct_numbers` are the last of them, the first for all heads, then the second, and so on."""
         z, mixed, direct = self.in_proj(x).split([self.d_inner, self.conv_dim, self.direct], -1)
         weight, bias = conv_weights(self.conv1d)
         if self.activated_inputs or not self.input_sizes:

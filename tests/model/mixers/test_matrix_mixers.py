@@ -188,6 +188,48 @@ def test_a_bias_that_would_make_a_pole_is_guarded(make):
     assert min(values) > 0
 
 
+@pytest.mark.parametrize("transition", ["scalar", "full"])
+def test_quasiseparable_matrices_by_their_definition(make, transition):
+    """c_i^T A_i ... A_(j+1) b_j, delta_i and c_i^T A_i ... A_(j-1) b_j, over more than one chunk, from A, b and c of
+    each direction; and A from what it is made of."""
+    length, N = 21, 3
+    mixer = make("quasiseparable_dd", length, torch.float64, d_state=N, formula="elementwise", transition=transition)
+    x, one = torch.randn(1, length, D_MODEL, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
+    with torch.no_grad():
+        _, v, inputs = mixer.parts(x, None)
+        B_f, C_f, B_b, C_b, direct = (part[0] for part in inputs)
+        own, H = mixer.matrix_mixer, mixer.nheads
+        dt = torch.log1p((direct[:, : 2 * H].view(length, 2, H) + own.dt_bias).exp())
+        sides = []
+        for side, (B, C) in enumerate(((B_f, C_f), (B_b, C_b))):
+            a = dt[:, side, :, None] * own.A_log[side].exp().view(H, -1)  # (L, H, 1 or N)
+            A = torch.diag_embed((-a).exp().expand(-1, -1, N))
+            if transition == "full":
+                skew = torch.zeros(length, H, N, N, dtype=torch.float64)
+                rows, columns = torch.tril_indices(N, N, -1)
+                elements = direct[:, 2 * H :].view(length, 2, -1, H)[:, side]
+                skew[..., rows, columns] = elements.mT
+                skew = skew - skew.mT
+                A = A @ torch.linalg.solve(one - skew, one + skew)
+            sides.append((A, B[:, None] * dt[:, side, :, None], C))
+        delta = v[0].flatten(1) @ own.fc_D.weight.T + own.D
+        expected = torch.zeros(H, length, length, dtype=torch.float64)
+        for h in range(H):
+            for i in range(length):
+                expected[h, i, i] = delta[i, h]
+                (A, b, c), product = sides[0], one
+                for j in reversed(range(i)):
+                    product = product @ A[j + 1, h]
+                    expected[h, i, j] = c[i] @ product @ b[j, h]
+                (A, b, c), product = sides[1], one
+                for j in range(i + 1, length):
+                    product = product @ A[j - 1, h]
+                    expected[h, i, j] = c[i] @ product @ b[j, h]
+        torch.testing.assert_close(mixer.matrix(x)[0], expected, rtol=1e-9, atol=1e-11)
+        y = mixer.combine(mixer.mix(expected[None], v), x)
+        torch.testing.assert_close(mixer(x), y, rtol=1e-9, atol=1e-11)
+
+
 def test_differences_near_zero_and_large_powers_are_bounded(make):
     """Terms are 1 / x outside of +-0.01 and at most 100 inside; powers give no NaN, not even as gradients."""
     mixer = make("cauchy_dd", 12, torch.float64, denominator="difference")

@@ -426,6 +426,12 @@ MISTAKES = [
     ("rwkv7", {"headdim": 8, "chunk_size": 256}, "chunk_size = 256: must be from 1 to 128"),
     ("vandermonde_dd", {"headdim": 8, "eps": 0.0}, "eps = 0.0: must be above 0"),
     ("cauchy_dd", {"headdim": 8, "denominator": "sum"}, "denominator = 'sum'; known: exponential, difference"),
+    ("quasiseparable_dd", {"headdim": 8, "transition": "full"}, "transition = 'full': needs formula"),
+    (
+        "quasiseparable_dd",
+        {"headdim": 8, "transition": "full", "formula": "elementwise"},
+        "d_state = 64: must be from 2 to 32",
+    ),
     ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
     ("hyena", {"d_conv": 4}, "d_conv = 4: must be odd"),
