@@ -73,7 +73,7 @@ def matrix_mixer_layout(state: Mapping[str, torch.Tensor], values: Mapping[str, 
     if issubclass(mixer, Toeplitz):
         options["offset"] = "published"
     if mixer is CauchyDD:
-        options["guard"] = False
+        options["guard"] = 0.0
     if "d_state" in fields:
         options["d_state"] = expand * d_model // headdim * width["qk_dim"]
     elif width:

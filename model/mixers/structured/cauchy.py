@@ -16,9 +16,6 @@ from matmix.model.mixers.structured.matrix_mixer import QueryKeyConfig, QueryKey
 SMALL = 1e-8
 """Stands beside e^q + e^k in the papers' code."""
 
-SMALLEST_DENOMINATOR = 1e-2
-"""Down to here, and down to its negative, terms are 1 / x. With b >= 0.005 no e^q + e^k + 2 b is smaller."""
-
 LARGEST_EXPONENT = 80.0
 """e^q is finite in float32 up to here, and 1 / e^q is 0 for all that is added."""
 
@@ -30,9 +27,10 @@ class CauchyDDConfig(QueryKeyConfig):
     denominator: Literal["exponential", "difference"] = "exponential"
     """e^q + e^k + 2 b ("exponential"), as the papers' code has it, or q - k + c ("difference"), as their text writes
     it, with one learned c."""
-    guard: bool = True
-    """Denominators below 0.01 do not give a pole, but values that stay finite: with differences, between -0.01 and
-    0.01. False: 1 / x whatever x is, which can be infinite, as the papers' code computes it."""
+    guard: float = 0.01
+    """Denominators below this do not give a pole, but values that stay finite; with differences, those nearer to 0 than
+    this, whose terms are then at most 1 / guard. 0: 1 / x whatever x is, which can be infinite, as the papers' code
+    computes it."""
 
 
 class Cauchy(QueryKeyMixer):
@@ -77,17 +75,22 @@ class CauchyDD(Cauchy):
 
     With denominator "difference", M_ij = (N d)^-1/2 sum over d of 1 / (q_id - k_jd + c). No c keeps all denominators
     from 0, as they have either sign and nothing bounds q and k. With "exponential" a trained b below 0 is fine wherever
-    e^q + e^k is large enough; nothing keeps it from becoming so negative that a denominator passes through zero, which
-    needs b < 0.005.
+    e^q + e^k is large enough; nothing keeps it from becoming so negative that a denominator passes through zero. With b
+    >= 0.005 none is below the default guard, whatever q and k are.
 
-    So denominators x are guarded, and neither b nor c. The guard is 1 / x from `SMALLEST_DENOMINATOR` on. Below, it is
-    its tangent where denominators are to be positive: finite, and with a gradient that leads back, which a constant has
-    not. With differences it is 1 / x for negative ones too, and a straight line between the two, so that no entry is
-    larger than 100 (d / N)^1/2; with "exponential" and b > 0 none is than (d / N)^1/2 / (2 b).
+    So denominators x are guarded, and neither b nor c. Terms are 1 / x from `guard` on. Below, they follow its tangent
+    where denominators are to be positive: finite, and with a gradient that leads back, which a constant has not. With
+    differences they are 1 / x for negative x too, and a straight line between the two, so that no entry is larger than
+    (d / N)^1/2 / guard; with "exponential" and b > 0 none is than (d / N)^1/2 / (2 b).
     """
 
     Config = CauchyDDConfig
     data_dependent = sequence_aligned = True
+
+    @classmethod
+    def check(cls, d_model: int, config: CauchyDDConfig) -> None:
+        super().check(d_model, config)
+        cls.require(0 <= config.guard < float("inf"), config, "guard", "must be 0 (none) or more")
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         # One entry rather than none: FSDP cannot shard a tensor without dimensions.
@@ -102,7 +105,7 @@ class CauchyDD(Cauchy):
     def reciprocal(self) -> Callable[[Tensor], Tensor]:
         if not self.config.guard:
             return torch.reciprocal
-        return bounded_reciprocals if self.differences else guarded_reciprocals
+        return partial(bounded_reciprocals if self.differences else guarded_reciprocals, least=self.config.guard)
 
     def summands(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k = self.queries_and_keys(inputs)
@@ -124,14 +127,14 @@ def cauchy_rows(q: Tensor, k: Tensor, first: int, reciprocal: Callable[[Tensor],
     return reciprocal(q.unsqueeze(-1) + k.unsqueeze(-2)).sum(2)
 
 
-def guarded_reciprocals(x: Tensor) -> Tensor:
-    """1 / x, and below `SMALLEST_DENOMINATOR` its tangent there."""
-    tangent = (2 - x / SMALLEST_DENOMINATOR) / SMALLEST_DENOMINATOR
+def guarded_reciprocals(x: Tensor, least: float) -> Tensor:
+    """1 / x, and below `least` its tangent there."""
+    tangent = (2 - x / least) / least
     # Clamped too: an infinite reciprocal, even where it is not chosen, would make the gradient NaN.
-    return torch.where(x < SMALLEST_DENOMINATOR, tangent, x.clamp(min=SMALLEST_DENOMINATOR).reciprocal())
+    return torch.where(x < least, tangent, x.clamp(min=least).reciprocal())
 
 
-def bounded_reciprocals(x: Tensor) -> Tensor:
-    """1 / x, and between -`SMALLEST_DENOMINATOR` and `SMALLEST_DENOMINATOR` the straight line that joins the two."""
-    near = x.abs() < SMALLEST_DENOMINATOR
-    return torch.where(near, x / SMALLEST_DENOMINATOR**2, torch.where(near, SMALLEST_DENOMINATOR, x).reciprocal())
+def bounded_reciprocals(x: Tensor, least: float) -> Tensor:
+    """1 / x, and between -`least` and `least` the straight line that joins the two."""
+    near = x.abs() < least
+    return torch.where(near, x / least**2, torch.where(near, least, x).reciprocal())

@@ -8,7 +8,6 @@ import torch
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.structured import matrix_mixer
-from matmix.model.mixers.structured.cauchy import SMALLEST_DENOMINATOR
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer
 
 NAMES = [name for name, mixer in MIXERS.items() if issubclass(mixer, MatrixMixer)]
@@ -40,13 +39,13 @@ FORMULAS = {
     "the papers' code": ("cauchy_dd", {}, lambda q, k, i, j, b: 1 / (q.exp() + k.exp() + 2 * b + 1e-8)),
     "their code with a pole": (
         "cauchy_dd",
-        {"guard": False, "b": -0.8},
+        {"guard": 0.0, "b": -0.8},
         lambda q, k, i, j, b: 1 / (q.exp() + k.exp() + 2 * b + 1e-8),
     ),
     "the text": ("cauchy_dd", {"denominator": "difference", "b": 20}, lambda q, k, i, j, c: 1 / (q - k + c)),
     "the text with a pole": (
         "cauchy_dd",
-        {"denominator": "difference", "guard": False, "b": 0.1},
+        {"denominator": "difference", "guard": 0.0, "b": 0.1},
         lambda q, k, i, j, c: 1 / (q - k + c),
     ),
     "cos - cos": (
@@ -173,7 +172,7 @@ def test_a_bias_that_would_make_a_pole_is_guarded(make):
     q, k = (part.exp() for part in mixer.queries_and_keys(inputs))
     sums = q[:, :, None] + k[:, None]
     with torch.no_grad():
-        mixer.matrix_mixer.bias.fill_(-(sums.min() - SMALLEST_DENOMINATOR) / 2 + 1e-9)
+        mixer.matrix_mixer.bias.fill_(-(sums.min() - mixer.config.guard) / 2 + 1e-9)
     legal = (1 / (sums + 2 * mixer.matrix_mixer.bias + 1e-8)).sum(-1).permute(0, 3, 1, 2) * mixer.scale()
     torch.testing.assert_close(mixer.entries(v, inputs), legal)  # below 0, but no denominator is small
     values = []
@@ -236,7 +235,9 @@ def test_differences_near_zero_and_large_powers_are_bounded(make):
     x = torch.tensor([-3, -0.011, -0.005, 0, 0.005, 0.011, 3], dtype=torch.float64)
     expected = torch.tensor([-1 / 3, -1 / 0.011, -50, 0, 50, 1 / 0.011, 1 / 3], dtype=torch.float64)
     torch.testing.assert_close(mixer.reciprocal(x), expected)
-    assert make("cauchy_dd", 12, denominator="difference", guard=False).reciprocal(x)[3].isinf()
+    wide = make("cauchy_dd", 12, denominator="difference", guard=2.0).reciprocal(x)
+    torch.testing.assert_close(wide[[0, 1, 6]], torch.tensor([-1 / 3, -0.011 / 4, 1 / 3], dtype=torch.float64))
+    assert make("cauchy_dd", 12, denominator="difference", guard=0.0).reciprocal(x)[3].isinf()
     mixer = make("vandermonde_dd", 80, angle="power", std=2.0)
     x = torch.randn(1, 80, D_MODEL)
     assert mixer.queries_and_keys(mixer.parts(x, None)[2])[0].abs().max() > 10  # whose powers float32 has not

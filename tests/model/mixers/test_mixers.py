@@ -425,6 +425,7 @@ MISTAKES = [
     ("rwkv7", {"headdim": 5}, "headdim = 5 does not divide"),
     ("rwkv7", {"headdim": 8, "chunk_size": 256}, "chunk_size = 256: must be from 1 to 128"),
     ("vandermonde_dd", {"headdim": 8, "eps": 0.0}, "eps = 0.0: must be above 0"),
+    ("cauchy_dd", {"headdim": 8, "guard": -1.0}, "guard = -1.0: must be 0"),
     ("cauchy_dd", {"headdim": 8, "denominator": "sum"}, "denominator = 'sum'; known: exponential, difference"),
     ("quasiseparable_dd", {"headdim": 8, "transition": "full"}, "transition = 'full': needs formula"),
     (
