@@ -4,9 +4,9 @@ import itertools
 import json
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from failures import each
+from foreign import save_to_disk, write_table
 
 from matmix.data.prepare.base import Malformed, find_cuts, read_chunks
 from matmix.data.prepare.text import ReadOptions, sources
@@ -43,27 +43,8 @@ def documents(*inputs, start=None, stop=None, **options):
     return [d for chunk in read_chunks(found, start, stop) for d in documents_of(chunk)]
 
 
-def write(path, table=TABLE, stream=True, rows=7):
-    if path.suffix == ".parquet":
-        pq.write_table(table, path, row_group_size=rows)
-    else:
-        new = pa.ipc.new_stream if stream else pa.ipc.new_file
-        with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
-            writer.write_table(table, max_chunksize=rows)
-    return path
-
-
-def save_to_disk(folder, table=TABLE, files=2):
-    """Writes what `Dataset.save_to_disk` of datasets 5.2 writes."""
-    folder.mkdir(parents=True)
-    names = [f"data-{i:05}-of-{files:05}.arrow" for i in range(files)]
-    for number, name in enumerate(names):
-        begin, end = (len(table) * n // files for n in (number, number + 1))
-        write(folder / name, table.slice(begin, end - begin))
-    (folder / "dataset_info.json").write_text("{}")
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    return folder
+def write(path, table=TABLE, **options):
+    return write_table(path, table, **options)
 
 
 @each("name", ["a.parquet", "a.arrow", "file.arrow"])
@@ -113,8 +94,8 @@ def test_columns_that_are_no_text(tmp_path):
 
 def test_folders_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_BYTES", 300)
-    folder = save_to_disk(tmp_path / "saved" / "train")
-    save_to_disk(tmp_path / "saved" / "test")
+    folder = save_to_disk(tmp_path / "saved" / "train", TABLE)
+    save_to_disk(tmp_path / "saved" / "test", TABLE)
     (folder / "data-00009-of-00009.arrow").write_bytes(b"not listed")
     assert documents(folder) == TEXTS
     cuts = find_cuts(find_sources([str(folder)])[0], 3)
@@ -137,7 +118,7 @@ def test_folders_of_datasets(tmp_path, monkeypatch):
 
 
 def test_arrow_that_cannot_be_used(tmp_path):
-    folder = save_to_disk(tmp_path / "a")
+    folder = save_to_disk(tmp_path / "a", TABLE)
     (folder / "state.json").write_text('{"version": 7, "files": []}')
     with pytest.raises(ValueError, match=r"a is damaged, or of a newer version of datasets: its state.json does not"):
         documents(folder)
