@@ -167,7 +167,8 @@ def local_or_hub(name: str) -> str | Path:
         reason = "the Hugging Face hub cannot be reached, nor is there an earlier download"
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "no answer")
-        reason = f"the Hugging Face hub gives you none of that name ({status})"
+        token = "of a private or gated one set HF_TOKEN to a token of an account that may read it"
+        reason = f"the Hugging Face hub gives you none of that name ({status}; {token})"
     except OSError as error:
         reason = f"the Hugging Face hub cannot be read ({one_line(error)})"
     raise FileNotFoundError(

@@ -345,7 +345,8 @@ class PrepareOptions(abc.ABC):
     """Fields that decide how the work is done, and not what comes out."""
 
     inputs: tuple[str, ...]
-    """Files, folders, globs or lists in braces; of .tar files also URLs, and pipe:COMMAND for what a command prints."""
+    """Files, folders, globs or lists in braces; of .tar files also URLs, and pipe:COMMAND for what a command prints; of
+    text also hub:NAME[@REVISION][:CONFIGURATION][:SPLIT], a dataset of the Hugging Face hub."""
     out: str
     """Folder or URL (s3://, ...) for the dataset. An unfinished one of the same options is continued, any other is
     left alone."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import http.server
 import io
 import itertools
 import json
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import sentencepiece
 import tokenizers
 import transformers
 from failures import each
-from huggingface_hub import constants, file_download
+from hub import serving
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from matmix.data.foreign_tokenizer import local_or_hub
@@ -176,58 +174,17 @@ def test_prepare_says_what_it_found_and_what_does_not_come_back(folders, tmp_pat
     assert 0 < few < 60
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers as the hub does where it has one model, `someone/words`, whose files lie in a folder."""
-
-    folder: Path
-    asked: list[str]
-
-    def do_HEAD(self) -> None:
-        self.asked.append(self.path)
-        body, name, headers = b"", self.path.rsplit("/", 1)[-1], {}
-        if "/someone/words/resolve/" in self.path and (self.folder / name).is_file():
-            body = (self.folder / name).read_bytes()
-            headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": "1" * 40}
-        elif self.path.startswith("/api/models/someone/words/"):
-            names = [path.name for path in self.folder.iterdir()]
-            files = [{"rfilename": name} for name in [*names, "pytorch_model.bin", "tokenizer.pkl"]]
-            body = json.dumps({"id": "someone/words", "sha": "1" * 40, "siblings": files}).encode()
-        self.send_response(200 if body else 404)
-        if not body:
-            headers["X-Error-Code"] = "RepoNotFound"
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_GET = do_HEAD
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 def test_names_at_the_hub(folders, tmp_path, monkeypatch):
-    hub = type("OneHub", (Hub,), {"folder": folders / "bert_slow", "asked": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    try:
+    folder = folders / "bert_slow"
+    with serving({("models", "someone/words", "1" * 40): folder}) as hub:
+        hub.enter(monkeypatch, tmp_path / "cache")
         found = Tokenizer.load(local_or_hub("someone/words"))
-        with pytest.raises(FileNotFoundError, match=r"someone/else is no file or folder.*gives you none of that name"):
-            local_or_hub("someone/else")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert found.sha256 == Tokenizer.load(folders / "bert_slow").sha256
+        for name in ("someone/else", "gated/words"):
+            with pytest.raises(FileNotFoundError, match=rf"{name} is no file or folder.*none of that name.*HF_TOKEN"):
+                local_or_hub(name)
+    assert found.sha256 == Tokenizer.load(folder).sha256
     fetched = {path.rsplit("/", 1)[-1] for path in hub.asked if "/resolve/" in path}
-    assert fetched == {path.name for path in (folders / "bert_slow").iterdir()}  # no weights, no pickle
+    assert fetched == {path.name for path in folder.iterdir()}  # no weights, no pickle
     # Without a network, what was downloaded before is there, and nothing else.
     assert Tokenizer.load(local_or_hub("someone/words@main")).sha256 == found.sha256
     with pytest.raises(FileNotFoundError, match="no file or folder here, and the Hugging Face hub cannot be reached"):

@@ -27,6 +27,7 @@ from matmix.data.prepare.report import Report, check_broken, empty_input, empty_
 from matmix.data.prepare.streams import is_stream
 from matmix.data.prepare.text import OF_TRAINING, PrepareConfig, ReadOptions
 from matmix.data.prepare.text.documents import documents_of
+from matmix.data.prepare.text.hub import FILES_AT_HUB, pinned
 from matmix.data.prepare.text.readers import check_options, find_sources
 from matmix.data.prepare.text.sequences import check_intervals
 from matmix.data.prepare.text.sources import TextSource
@@ -74,6 +75,8 @@ class TextPreparation(base.Preparation):
     def __init__(self, config: PrepareConfig) -> None:
         # Each chunk goes to another process with these, and not with a list of all inputs.
         options = ReadOptions(**{field.name: getattr(config, field.name) for field in dataclasses.fields(ReadOptions)})
+        inputs, evaluations = ([pinned(one, config.out) for one in of] for of in (config.inputs, config.decontaminate))
+        config = dataclasses.replace(config, inputs=tuple(inputs), decontaminate=tuple(evaluations))
         sources, ignored = find_sources(config.inputs, options)
         if ignored:
             logger.info(f"passed over {len(ignored)} files of other suffixes, such as {ignored[0]}")
@@ -120,6 +123,8 @@ class TextPreparation(base.Preparation):
     def changed_input(cls, facts: Mapping[str, Any]) -> str:
         options = ReadOptions(raw_bytes="raw_bytes" in facts["options"])
         for path, (_, size, digest) in zip(facts["paths"], facts["options"]["inputs"], strict=True):
+            if path.startswith(FILES_AT_HUB):  # at a commit
+                continue
             try:
                 (source,), _ = find_sources([path], options)
             except (FileNotFoundError, ValueError):

@@ -16,6 +16,7 @@ from matmix.data.prepare.base import paths_of
 from matmix.data.prepare.streams import find_streams, is_stream
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.compressed import DECODERS
+from matmix.data.prepare.text.hub import HUB, find_hub_files
 from matmix.data.prepare.text.mds import MdsShard, mds_files
 from matmix.data.prepare.text.sequences import FastaFile, FastqFile, RawFile
 from matmix.data.prepare.text.sources import TextSource
@@ -55,8 +56,9 @@ _FOLDERS: Sequence[Callable[[Path], list[Path] | None]] = (arrow_files, mds_file
 
 
 def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> tuple[list[TextSource], list[str]]:
-    """Returns the files that paths, folders (with their subfolders), globs and `bundled:NAME` name, without repetition,
-    in the order of the arguments, and those of folders and globs that were passed over for their suffix.
+    """Returns the files that paths, folders (with their subfolders), globs, URLs, `hub:NAME` and `bundled:NAME` name,
+    without repetition, in the order of the arguments, and those of folders and globs that were passed over for their
+    suffix.
 
     Raises FileNotFoundError for a path or pattern without a file, ValueError for a suffix that cannot be read and a
     name that is not UTF-8.
@@ -65,6 +67,10 @@ def find_sources(inputs: Sequence[str], options: ReadOptions | None = None) -> t
     ignored: list[str] = []
     raw = options is not None and options.raw_bytes
     for item in inputs:
+        if item.startswith(HUB):
+            for file in find_hub_files(item, options or ReadOptions()):
+                sources.setdefault(file.place, file)
+            continue
         if is_stream(item):
             if raw:
                 raise ValueError(f"{item}: --raw-bytes reads files of this machine: download it first")
