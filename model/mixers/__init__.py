@@ -1,5 +1,6 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
+from matmix.model.mixers.attention.linformer import Linformer
 from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
 from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
@@ -24,7 +25,9 @@ from matmix.model.mixers.scans.semiseparable import Semiseparable
 from matmix.model.mixers.structured.butterfly import Butterfly, Monarch
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
 from matmix.model.mixers.structured.dense import DFT, Dense
+from matmix.model.mixers.structured.fnet import FNet
 from matmix.model.mixers.structured.low_rank import LowRankDD, LowRankDI, SoftmaxDD, SoftmaxDI
+from matmix.model.mixers.structured.m2 import M2
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer
 from matmix.model.mixers.structured.quasiseparable import QuasiseparableDD, QuasiseparableDI
 from matmix.model.mixers.structured.toeplitz import ToeplitzDD, ToeplitzDI
@@ -45,16 +48,19 @@ MIXERS: dict[str, type[Mixer]] = {
     "convolution": Convolution,
     "dense": Dense,
     "dft": DFT,
+    "fnet": FNet,
     "gated_delta": GatedDelta,
     "hydra": Hydra,
     "hyena": Hyena,
     "linear_attention": LinearAttention,
     "local_attention": LocalAttention,
+    "linformer": Linformer,
     "lion_d": LionD,
     "lion_lit": LionLit,
     "lion_s": LionS,
     "low_rank_dd": LowRankDD,
     "low_rank_di": LowRankDI,
+    "m2": M2,
     "mlp_mixer": MLPMixer,
     "monarch": Monarch,
     "mru": MRU,

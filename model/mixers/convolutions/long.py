@@ -34,6 +34,13 @@ def fast_length(least: int) -> int:
     return next(length for length in itertools.count(least) if rest(length) == 1)
 
 
+def fourier_angles(length: int, device: torch.device) -> Tensor:
+    """2 pi i j / length (length, length) in float64, less whole turns."""
+    positions = torch.arange(length, device=device)
+    # Whole turns are taken off while the numbers are integers and exact.
+    return torch.outer(positions, positions).remainder(length).double() * (2 * math.pi / length)
+
+
 def cosine_transform(v: Tensor, dim: int = 1) -> Tensor:
     """y_i = sum_j cos(2 pi i j / L) v_j along `dim`, the real part of the discrete Fourier transform."""
     half = torch.fft.rfft(working(v), dim=dim).real

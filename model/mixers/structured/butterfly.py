@@ -1,7 +1,10 @@
 """Products of sparse factors with fixed permutations between them: Monarch (arXiv 2204.00595, 2310.12109) and butterfly
-(arXiv 1903.05895) matrices, in the shared block of the matrix mixers (arXiv 2407.09941)."""
+(arXiv 1903.05895) matrices, also products of butterflies (Kaleidoscope, arXiv 2012.14966), in the shared block of the
+matrix mixers (arXiv 2407.09941)."""
 
+import functools
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,51 +27,85 @@ class Monarch(MatrixMixer):
     fixed_length = True
     complexity = "O(L^1.5)"
 
-    @staticmethod
-    def grid(length: int) -> tuple[int, int]:
-        """Rows and columns."""
-        rows = math.isqrt(length - 1) + 1
-        return rows, -(-length // rows)
-
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
-        rows, columns = self.grid(self.max_seqlen)
-        shapes = {"blkdiag1": (self.nheads, rows, columns, columns), "blkdiag2": (self.nheads, columns, rows, rows)}
-        # Each factor keeps the size of what it mixes, on average.
-        return {name: (shape, normal_init(shape[-1] ** -0.5)) for name, shape in shapes.items()}
+        return monarch_parameters(self.nheads, self.max_seqlen)
 
     @classmethod
     def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
-        rows, columns = cls.grid(seqlen)
-        return 2.0 * d_inner * (rows + columns) * rows * columns / seqlen
+        return d_inner * monarch_flops(seqlen) / seqlen
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-        _, columns = self.grid(self.max_seqlen)
-        position = torch.arange(v.shape[1], device=v.device)
-        row, column = position // columns, position % columns
-        to_row, to_column, of_row, of_column = row[:, None], column[:, None], row[None], column[None]
-        first, second = weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2")
-        first, second = first[:, of_row, to_column, of_column], second[:, to_column, to_row, of_row]
-        return (second * first).unsqueeze(0)
+        return monarch_matrix(*weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2"), v.shape[1]).unsqueeze(0)
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
-        rows, columns = self.grid(self.max_seqlen)
-        length = v.shape[1]
-        v = F.pad(v, (0, 0, 0, 0, 0, rows * columns - length)).unflatten(1, (rows, columns))
-        first, second = weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2")
-        v = torch.einsum("hred,brdhp->brehp", first, v)
-        v = torch.einsum("hesr,brehp->bsehp", second, v)
-        return v.flatten(1, 2)[:, :length]
+        return monarch_product(*weights_of(self.matrix_mixer, "blkdiag1", "blkdiag2"), v)
+
+
+def monarch_grid(length: int) -> tuple[int, int]:
+    """Rows and columns of the grid that holds `length` places."""
+    rows = math.isqrt(length - 1) + 1
+    return rows, -(-length // rows)
+
+
+def monarch_parameters(heads: int, length: int, std: float = 1.0) -> dict[str, tuple[tuple[int, ...], InitRule]]:
+    """Shapes and initial values of both factors. Each keeps the size of what it mixes, on average; `std` is the second
+    one's factor on it."""
+    rows, columns = monarch_grid(length)
+    first, second = (heads, rows, columns, columns), (heads, columns, rows, rows)
+    return {
+        "blkdiag1": (first, normal_init(columns**-0.5)),
+        "blkdiag2": (second, normal_init(std * rows**-0.5)),
+    }
+
+
+def monarch_flops(length: int) -> float:
+    """Operations of a product with a vector."""
+    rows, columns = monarch_grid(length)
+    return 2.0 * (rows + columns) * rows * columns
+
+
+def monarch_matrix(first: Tensor, second: Tensor, length: int) -> Tensor:
+    """The matrix (H, length, length) of factors (H, rows, columns, columns) and (H, columns, rows, rows)."""
+    position = torch.arange(length, device=first.device)
+    row, column = position // first.shape[-1], position % first.shape[-1]
+    to_row, to_column, of_row, of_column = row[:, None], column[:, None], row[None], column[None]
+    return second[:, to_column, to_row, of_row] * first[:, of_row, to_column, of_column]
+
+
+def monarch_product(first: Tensor, second: Tensor, v: Tensor) -> Tensor:
+    """The matrix of `monarch_matrix` times v (B, length, H, P), or (B, length, 1, P) for one of one head."""
+    length, (rows, columns) = v.shape[1], first.shape[1:3]
+    v = F.pad(v, (0, 0, 0, 0, 0, rows * columns - length)).unflatten(1, (rows, columns))
+    v = torch.einsum("hred,brdhp->brehp", first, v)
+    v = torch.einsum("hesr,brehp->bsehp", second, v)
+    return v.flatten(1, 2)[:, :length]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ButterflyConfig(SharedBlockConfig):
+    """Options of the butterfly mixer."""
+
+    kaleidoscope: int = 0
+    """Products B C^T of two butterflies each, whose product M is (arXiv 2012.14966); 0 = M is one butterfly."""
 
 
 class Butterfly(MatrixMixer):
     """ceil(log2 N) factors, N = max_seqlen, of 2 x 2 blocks each: factor s mixes the tokens whose positions differ in
     bit s only. N is filled up with zeros to a power of two.
 
-    `twiddle` (H, factors, pairs, 2, 2) holds the blocks of a factor by the lower position of the pair.
+    `twiddle` (H, factors, pairs, 2, 2) holds the blocks of a factor by the lower position of the pair. With
+    `kaleidoscope` the factors of all its butterflies stand one behind the other, as they are applied to the values:
+    of every product first C, of which the transpose is taken: its last factor comes first, with transposed blocks.
     """
 
+    Config = ButterflyConfig
     fixed_length = True
     complexity = "O(L log L)"
+
+    @classmethod
+    def check(cls, d_model: int, config: ButterflyConfig) -> None:
+        super().check(d_model, config)
+        cls.require_least(config, kaleidoscope=0)
 
     @staticmethod
     def factor_count(length: int) -> int:
@@ -77,32 +114,58 @@ class Butterfly(MatrixMixer):
 
     def mixing_parameters(self) -> dict[str, tuple[tuple[int, ...], InitRule]]:
         factors = self.factor_count(self.max_seqlen)
-        return {"twiddle": ((self.nheads, factors, 2 ** (factors - 1), 2, 2), draw_rotations)}
+        butterflies = 2 * self.config.kaleidoscope or 1
+        return {"twiddle": ((self.nheads, butterflies * factors, 2 ** (factors - 1), 2, 2), draw_rotations)}
+
+    def butterflies(self) -> tuple[Tensor, ...]:
+        """The factors of each butterfly, (H, factors, pairs, 2, 2)."""
+        return weight_of(self.matrix_mixer, "twiddle").split(self.factor_count(self.max_seqlen), 1)
+
+    def transposed(self, at: int) -> bool:
+        """Whether the transpose of butterfly `at` is taken."""
+        return self.config.kaleidoscope > 0 and at % 2 == 0
 
     @classmethod
-    def matrix_flops(cls, d_inner: int, nheads: int, config: SharedBlockConfig, seqlen: int) -> float:
+    def matrix_flops(cls, d_inner: int, nheads: int, config: ButterflyConfig, seqlen: int) -> float:
         factors = cls.factor_count(seqlen)
-        return 3.0 * d_inner * factors * 2**factors / seqlen
+        return 3.0 * d_inner * (2 * config.kaleidoscope or 1) * factors * 2**factors / seqlen
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
-        # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
-        of = torch.arange(v.shape[1], device=v.device).unsqueeze(0)
-        to = of.mT
-        twiddle, product = weight_of(self.matrix_mixer, "twiddle"), 1.0
-        for s in range(self.factor_count(self.max_seqlen)):
-            pair = ((of >> (s + 1)) << s) + (to & ((1 << s) - 1))
-            product = product * twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
-        return product.unsqueeze(0)
+        length = v.shape[1]
+        matrices = (butterfly_matrix(factors, 2 ** factors.shape[1]) for factors in self.butterflies())
+        matrices = (m.mT if self.transposed(at) else m for at, m in enumerate(matrices))
+        product = functools.reduce(lambda product, m: m @ product, matrices)
+        return product[:, :length, :length].unsqueeze(0)
 
     def mix_values(self, v, inputs, cu_seqlens=None, max_seqlen=None) -> Tensor:
-        factors, length = self.factor_count(self.max_seqlen), v.shape[1]
-        v = F.pad(v, (0, 0, 0, 0, 0, 2**factors - length))
-        for s, blocks in enumerate(weight_of(self.matrix_mixer, "twiddle").to(v.dtype).unbind(1)):
-            v = v.unflatten(1, (-1, 2, 2**s))  # (B, blocks of 2^(s+1) tokens, bit s, lower bits, H, P)
-            # (1, blocks, bit s of the output, bit s of the input, lower bits, H, 1)
-            weights = blocks.unflatten(1, (-1, 2**s)).permute(1, 3, 4, 2, 0)[None, ..., None]
-            v = (weights[:, :, :, 0] * v[:, :, :1] + weights[:, :, :, 1] * v[:, :, 1:]).flatten(1, 3)
+        length = v.shape[1]
+        v = F.pad(v, (0, 0, 0, 0, 0, 2 ** self.factor_count(self.max_seqlen) - length))
+        for at, butterfly in enumerate(self.butterflies()):
+            factors = list(enumerate(butterfly.to(v.dtype).unbind(1)))
+            if self.transposed(at):
+                factors = [(s, blocks.mT) for s, blocks in reversed(factors)]
+            for s, blocks in factors:
+                v = mix_pairs(s, blocks, v)
         return v[:, :length]
+
+
+def butterfly_matrix(twiddle: Tensor, length: int) -> Tensor:
+    """The product (H, length, length) of factors (H, factors, pairs, 2, 2)."""
+    # From token j to token i leads one way: factor s turns bit s of the position from that of j into that of i.
+    of = torch.arange(length, device=twiddle.device).unsqueeze(0)
+    to, product = of.mT, 1.0
+    for s in range(twiddle.shape[1]):
+        pair = ((of >> (s + 1)) << s) + (to & ((1 << s) - 1))
+        product = product * twiddle[:, s, pair, (to >> s) & 1, (of >> s) & 1]
+    return product
+
+
+def mix_pairs(s: int, blocks: Tensor, v: Tensor) -> Tensor:
+    """Factor s, of blocks (H, pairs, 2, 2), times v (B, 2 pairs, H, P)."""
+    v = v.unflatten(1, (-1, 2, 2**s))  # (B, blocks of 2^(s+1) tokens, bit s, lower bits, H, P)
+    # (1, blocks, bit s of the output, bit s of the input, lower bits, H, 1)
+    weights = blocks.unflatten(1, (-1, 2**s)).permute(1, 3, 4, 2, 0)[None, ..., None]
+    return (weights[:, :, :, 0] * v[:, :, :1] + weights[:, :, :, 1] * v[:, :, 1:]).flatten(1, 3)
 
 
 def draw_rotations(shape: torch.Size, generator: torch.Generator) -> Tensor:

@@ -1,14 +1,12 @@
 """Dense matrices in the shared block of the matrix mixers (arXiv 2407.09941): one of parameters per head, as in
 MLP-Mixer (arXiv 2105.01601), and the real part of the discrete Fourier transform, as in FNet (arXiv 2105.03824)."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from matmix.model.calls import weight_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.convolutions.long import cosine_transform, real_transform_flops
+from matmix.model.mixers.convolutions.long import cosine_transform, fourier_angles, real_transform_flops
 from matmix.model.mixers.structured.matrix_mixer import MatrixMixer, SharedBlockConfig, draw_xavier_normal
 
 
@@ -43,10 +41,7 @@ class DFT(MatrixMixer):
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
         length = v.shape[1]
-        positions = torch.arange(length, device=v.device)
-        # Whole turns are taken off while the numbers are integers and exact.
-        turns = torch.outer(positions, positions).remainder(length).double() / length
-        cosines = torch.cos(2 * math.pi * turns) * length**-0.5
+        cosines = fourier_angles(length, v.device).cos() * length**-0.5
         dtype = torch.promote_types(v.dtype, torch.float32)
         return cosines.to(dtype).expand(1, self.nheads, length, length)
 

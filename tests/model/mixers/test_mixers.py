@@ -12,6 +12,7 @@ from matmix.model import MixerOptions, ModelConfig, build_model
 from matmix.model.interop.export.generation_state import map_state
 from matmix.model.mixers import MIXERS
 
+WITHOUT_PARAMETERS = {"fnet"}
 COMPLEXITIES = ("O(L)", "O(L log L)", "O(L^1.5)", "O(L^2)")
 
 
@@ -138,6 +139,9 @@ def test_parameters_and_the_input_get_their_gradients(make, name):
 def check_gradients_of_parameters(name):
     """Looks at the second step from the initial weights: some of them may be zero in the first."""
     mixer = CASES[name].build(max_seqlen=11).train()
+    assert any(True for _ in mixer.parameters()) is (CASES[name].mixer not in WITHOUT_PARAMETERS)
+    if CASES[name].mixer in WITHOUT_PARAMETERS:
+        return
     torch.manual_seed(1)
     x, cotangent = _draw(2, 11, dtype=torch.float32), _draw(2, 11, dtype=torch.float32)
     optimizer = torch.optim.SGD(mixer.parameters(), lr=1.0)
@@ -150,7 +154,6 @@ def check_gradients_of_parameters(name):
             for gradient in gradients.values():
                 gradient *= 0.1 / norm
         optimizer.step()
-    assert gradients
     for key, gradient in gradients.items():
         assert gradient is not None, key
         assert gradient.isfinite().all(), key
@@ -407,7 +410,7 @@ def test_transforms_of_torch_func_follow_a_layer(make, name):
         return torch.func.functional_call(mixer, given, (sample.unsqueeze(0),)).square().sum()
 
     found = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x)
-    for number, sample in enumerate(x):
+    for number, sample in enumerate(x if parameters else ()):
         wanted = torch.autograd.grad(loss(parameters, sample), list(parameters.values()), materialize_grads=True)
         for gradients, expected in zip(found.values(), wanted, strict=True):
             _assert_close(gradients[number], expected, 1e-9)
@@ -437,6 +440,8 @@ MISTAKES = [
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
     ("hyena", {"d_conv": 4}, "d_conv = 4: must be odd"),
     ("hyena", {"filter_features": 2}, "filter_features = 2: must be odd"),
+    ("linformer", {"headdim": 8, "rank": 0}, "rank = 0: must be at least 1"),
+    ("butterfly", {"headdim": 8, "kaleidoscope": -1}, "kaleidoscope = -1: must be at least 0"),
     ("mlp_mixer", {"token_mlp_ratio": 0}, "token_mlp_ratio = 0: must be above 0"),
     ("lion_lit", {"headdim": 5}, "headdim = 5 does not divide d_model = 16"),
     ("lion_d", {"headdim": 4, "eps": 0.0}, "eps = 0.0"),

@@ -15,7 +15,7 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import Mixer
 
 D_MODEL = 16
-SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2}
+SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2, "rank": 4}
 """Options that get small values wherever a mixer has them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +42,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "convolution-wide": ("convolution", {"d_conv": 5, "expand": 1, "bias": True, "conv_bias": False}),
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
+    "m2-tokens-alone": ("m2", {"mix_channels": False}),
+    "linformer-shared": ("linformer", {"nheads": 3, "share_kv": True, "bias": True}),
+    "fnet-published": ("fnet", {"scale": "none"}),
+    "butterfly-kaleidoscope": ("butterfly", {"kaleidoscope": 2}),
     "toeplitz_di-published": ("toeplitz_di", {"offset": "published"}),
     "toeplitz_dd-published": ("toeplitz_dd", {"offset": "published"}),
     "cauchy_dd-difference": ("cauchy_dd", {"denominator": "difference"}),

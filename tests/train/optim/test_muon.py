@@ -135,7 +135,7 @@ FUSED = {
 """What the rows of a projection are, one after the other -> the mixers that have such a one."""
 WORDS = {mixer: words.split() for words, mixers in FUSED.items() for mixer in mixers.split()}
 AS_LARGE = {"z": "v", "q": "k", "B": "C", "x0": "v", "x1": "v", "value": "gate", "beta": "alpha"}
-NOT_MAPS = {"A_log", "dt_bias", "alpha", "state_base", "BC", "conv_params", "q_bias", "k_bias"}
+NOT_MAPS = {"n_kernel", "A_log", "dt_bias", "alpha", "state_base", "BC", "conv_params", "q_bias", "k_bias"}
 
 
 def test_every_mixer_says_what_its_matrices_hold():
