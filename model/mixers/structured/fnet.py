@@ -17,7 +17,7 @@ class FNetConfig:
     """Options of FNet."""
 
     scale: Literal["unitary", "none"] = "unitary"
-    """(L d_model)^-1/2, with which outputs are as large as inputs, or none, as published; a post-norm block hides it."""
+    """(L d_model)^-1/2, with which outputs are as large as inputs, or none, as published."""
 
 
 class FNet(Mixer):
