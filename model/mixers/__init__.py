@@ -4,9 +4,11 @@ from matmix.model.mixers.attention.linformer import Linformer
 from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
 from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.convolutions.ckconv import CKConv
 from matmix.model.mixers.convolutions.hyena import Hyena
 from matmix.model.mixers.convolutions.s4d import S4D
 from matmix.model.mixers.convolutions.short import Convolution
+from matmix.model.mixers.convolutions.tnn import TNN
 from matmix.model.mixers.mru import MRU
 from matmix.model.mixers.scans.bidirectional import (
     BidirectionalAdd,
@@ -45,6 +47,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "butterfly": Butterfly,
     "cauchy_dd": CauchyDD,
     "cauchy_di": CauchyDI,
+    "ckconv": CKConv,
     "convolution": Convolution,
     "dense": Dense,
     "dft": DFT,
@@ -75,6 +78,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "sma_fourier": SmaFourier,
     "sma_semiseparable": SmaSemiseparable,
     "sma_toeplitz": SmaToeplitz,
+    "tnn": TNN,
     "toeplitz_dd": ToeplitzDD,
     "toeplitz_di": ToeplitzDI,
     "vandermonde_dd": VandermondeDD,

@@ -1,20 +1,17 @@
 """Hyena of order 2 (arXiv 2302.10866): gates before and after a long convolution whose filter is a small network's
 function of the offset."""
 
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from matmix.kernels import over_heads
-from matmix.kernels.context import Context, exchanged, share
-from matmix.kernels.functions import outside_autocast
-from matmix.model.initialization import constant_init, normal_init, uniform_init
-from matmix.model.mixers.base import ExactLinear, Mixer, ShortConv, convolve, exact_linear, zero_state
-from matmix.model.mixers.convolutions.long import convolution_matrix, long_convolution_flops, packed_convolution
-from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
+from matmix.kernels.context import Context
+from matmix.model.initialization import normal_init
+from matmix.model.mixers.base import ShortConv, convolve, zero_state
+from matmix.model.mixers.convolutions.implicit import ImplicitConvolution, SineFilter
+from matmix.model.mixers.convolutions.long import convolution_matrix, long_convolution_flops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,57 +38,26 @@ class HyenaConfig:
     """Bias in the short convolution."""
 
 
-class ImplicitFilter(nn.Module):
-    """h(offset) for all channels: an MLP with sines as activations, times an exponential window.
-
-    Offsets are measured in max_seqlen, so that all lengths evaluate one function; longer ones extrapolate.
-    """
+class HyenaFilter(SineFilter):
+    """Its features are waves of the offset, its window an exponential."""
 
     def __init__(self, d_model: int, config: HyenaConfig, max_seqlen: int) -> None:
-        super().__init__()
-        self.d_model, self.config, self.max_seqlen = d_model, config, max_seqlen
-        widths = [config.filter_features, *[config.filter_width] * config.filter_layers]
-        self.layers = nn.ModuleList(ExactLinear(*pair) for pair in itertools.pairwise(widths))
-        self.freq = nn.Parameter(torch.empty(config.filter_width))
-        self.out = ExactLinear(config.filter_width, d_model, bias=False)
-        self.init_rules = {
-            "freq": constant_init(config.sine_frequency),
-            "out.weight": uniform_init(config.filter_width**-0.5),
-        }
-        for index, width in enumerate(widths[:-1]):
-            rule = uniform_init(width**-0.5)
-            self.init_rules |= {f"layers.{index}.weight": rule, f"layers.{index}.bias": rule}
-
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        # It is a function of the offset, and smaller weights are another function.
-        return {name: NOT_DECAYED for name, _ in self.named_parameters()}
+        super().__init__(d_model, config, max_seqlen, features=config.filter_features)
 
     def features(self, offsets: Tensor) -> Tensor:
-        """(n, filter_features) from offsets (n,), which may be negative, in parts of max_seqlen."""
         count = (self.config.filter_features - 1) // 2
         frequencies = torch.linspace(1e-4, max(count - 1, 1e-4), count, dtype=offsets.dtype, device=offsets.device)
         angles = 2 * math.pi * offsets.unsqueeze(-1) * frequencies
         return torch.cat([offsets.unsqueeze(-1), angles.cos(), -angles.sin()], -1)
 
     def window(self, offsets: Tensor) -> Tensor:
-        """exp(-rate_c |offset|) (n, d_model)."""
+        """exp(-rate_c |offset|) (n, channels)."""
         fast, slow = (math.log(100) / share for share in (self.config.fast_decay, self.config.slow_decay))
-        rates = torch.linspace(slow, fast, self.d_model, dtype=offsets.dtype, device=offsets.device)
+        rates = torch.linspace(slow, fast, self.channels, dtype=offsets.dtype, device=offsets.device)
         return (-offsets.abs().unsqueeze(-1) * rates).exp()
 
-    @outside_autocast
-    def forward(self, offsets: Tensor) -> Tensor:
-        """h (d_model, n) in float32 at least at offsets (n,) in tokens. The sines multiply errors by their frequency:
-        bfloat16 would round the filter to noise, and neighbouring offsets to one."""
-        exact = torch.promote_types(self.freq.dtype, torch.float32)
-        offsets = offsets.to(exact) / self.max_seqlen
-        h, freq = self.features(offsets), self.freq.to(exact)
-        for layer in self.layers:
-            h = torch.sin(freq * exact_linear(h, layer))
-        return (exact_linear(h, self.out) * self.window(offsets)).T
 
-
-class Hyena(Mixer):
+class Hyena(ImplicitConvolution):
     """in_proj -> [x0 | x1 | v] -> conv -> x0 * (h convolved with (x1 * v), plus D x1 * v) -> out_proj.
 
     So M = diag(x0) (T(h) + D) diag(x1) for each channel. The bidirectional form has filters over negative offsets too
@@ -99,17 +65,15 @@ class Hyena(Mixer):
     """
 
     Config = HyenaConfig
-    causal_form = True
-    takes_context = True
-    bidirectional_form = True
-    complexity = "O(L log L)"
+    data_dependent = True
+    sequence_aligned = True
     not_decayed = ("D",)
 
     def __init__(self, d_model: int, config: HyenaConfig, *, max_seqlen: int, **options):
         super().__init__(d_model, config, max_seqlen=max_seqlen, **options)
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.conv1d = ShortConv(3 * d_model, config.d_conv, config.conv_bias)
-        self.filter = ImplicitFilter(d_model, config, max_seqlen)
+        self.filter = HyenaFilter(d_model, config, max_seqlen)
         self.D = nn.Parameter(torch.empty(d_model))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.init_rules |= {"D": normal_init(1.0)}
@@ -119,7 +83,7 @@ class Hyena(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: HyenaConfig) -> None:
-        cls.require_least(config, filter_width=1, filter_layers=1)
+        super().check(d_model, config)
         odd = config.filter_features >= 1 and config.filter_features % 2 == 1
         cls.require(odd, config, "filter_features", "must be odd")
         cls.require(config.d_conv in range(3, 10, 2), config, "d_conv", "must be odd and from 3 to 9")
@@ -128,10 +92,8 @@ class Hyena(Mixer):
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
-        width = config.filter_width
-        network = width * (config.filter_features + (config.filter_layers - 1) * width + d_model)
-        # The filter is counted as made for each document, that of later tokens here; a batch shares it.
-        return 2.0 * (0 if causal else network) + d_model * (long_convolution_flops(seqlen) + 4)
+        network = cls.filter_flops(d_model, config, causal, config.filter_features)
+        return network + d_model * (long_convolution_flops(seqlen) + 4)
 
     def gates(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -141,19 +103,6 @@ class Hyena(Mixer):
         convolved, window = convolve(self.conv1d, self.in_proj(x), window, **options)
         return convolved.chunk(3, -1), window
 
-    def filters(self, length: int, device: torch.device, context: Context | None = None) -> tuple[Tensor, ...]:
-        """h at offsets 0 .. length - 1 (d_model, length), and if bidirectional at -1 .. -(length - 1). In a context
-        each rank evaluates its share of the offsets and gets its share of the channels."""
-        offsets = torch.arange(length, device=device)
-        if not self.causal:
-            offsets = torch.cat([offsets, -offsets[1:]])
-        if context is None:
-            h = self.filter(offsets)
-        else:
-            h = self.filter(offsets[share(len(offsets), context)])
-            h = exchanged(h, 0, 1, context, joined=len(offsets))
-        return (h,) if self.causal else (h[:, :length], h[:, length:])
-
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
             return x  # the short convolution takes no empty rows
@@ -162,19 +111,13 @@ class Hyena(Mixer):
 
     def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor:
         """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
-
-        def convolved(u: Tensor, cu_seqlens: Tensor | None, channels: slice) -> Tensor:
-            u = u.squeeze(-1)
-            y = packed_convolution(u, cu_seqlens, lambda length: self.filters(length, u.device, context))
-            return (y + self.D[channels] * u).unsqueeze(-1)
-
-        y = over_heads(convolved, context, cu_seqlens, u.unsqueeze(-1)).squeeze(-1)
+        y = self.convolved(u, cu_seqlens, context) + self.D * u
         return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
 
     def matrix(self, x: Tensor) -> Tensor:
         """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
         x0, x1, _ = (part.transpose(1, 2) for part in self.gates(x)[0])
-        t = convolution_matrix(*self.filters(x.shape[1], x.device)).to(self.D.dtype)
+        t = convolution_matrix(*self.filters(x.shape[1], x)).to(self.D.dtype)
         t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
         return x0.unsqueeze(-1) * t * x1.unsqueeze(-2)
 

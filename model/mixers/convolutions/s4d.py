@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from matmix.kernels import over_heads
 from matmix.kernels.functions import outside_autocast
-from matmix.model.initialization import constant_init, normal_init
+from matmix.model.initialization import InitRule, constant_init, normal_init
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.long import (
     convolution_matrix,
@@ -74,10 +74,15 @@ class S4D(Mixer):
         self.init_rules |= {
             "log_dt": partial(draw_between, low=math.log(config.dt_min), high=math.log(config.dt_max)),
             "A_log": constant_init(math.log(0.5)),
-            "A_imag": partial(draw_spectrum, spectrum=config.spectrum, d_state=config.d_state),
+            "A_imag": self.frequencies(config),
             "C": normal_init(0.5**0.5),
             "D": normal_init(1.0),
         }
+
+    @staticmethod
+    def frequencies(config: S4DConfig) -> InitRule:
+        """How A_imag starts."""
+        return partial(draw_spectrum, spectrum=config.spectrum, d_state=config.d_state)
 
     def blocks(self) -> dict[str, tuple[int, ...]]:
         return {"out_proj.weight": 2 * (self.d_model,)}
@@ -154,7 +159,11 @@ class S4D(Mixer):
         """Toeplitz matrices of the kernels by their formula, plus D on the diagonal, (1, d_model, L, L)."""
         lags = torch.arange(x.shape[1], device=x.device)
         powers = (self.rates().unsqueeze(-1) * lags).exp()
-        after, *other = (self.coefficients().unsqueeze(-1) * powers).sum(-2).real
+        return self.toeplitz((self.coefficients().unsqueeze(-1) * powers).sum(-2).real)
+
+    def toeplitz(self, kernels: Tensor) -> Tensor:
+        """The matrices of K (kernels, d_model, L), plus D on the diagonal, (1, d_model, L, L)."""
+        after, *other = kernels
         m = convolution_matrix(after, *(before[:, :-1] for before in other))
         return (m + torch.diag_embed(self.D.to(m.dtype).unsqueeze(-1).expand(m.shape[:-1]))).unsqueeze(0)
 

@@ -53,6 +53,10 @@ class M2(Mixer):
     def blocks(self) -> dict[str, tuple[int, ...]]:
         return {"n_kernel": ()}
 
+    def sums(self) -> dict[str, tuple[float, float]]:
+        parts = {name: part for name, part in self.named_parameters() if name[:2] in ("m3", "m4")}
+        return {name: (part.shape[-1], 1.0) for name, part in parts.items()}
+
     @classmethod
     def mixing_flops(cls, d_model: int, config: M2Config, seqlen: int, causal: bool) -> float:
         channels = 2 * monarch_flops(d_model) + 3 * d_model if config.mix_channels else 0

@@ -1,4 +1,4 @@
-"""S4D, Hyena and MLP-Mixer against their equations, token by token in float64."""
+"""Long convolutions and mixers of whole models against their equations, token by token in float64."""
 
 import copy
 import math
@@ -10,9 +10,14 @@ from layer_equations import assert_layer_equals
 from storages import Storages
 
 from matmix.model import initialize
+from matmix.model.mixers.attention.linformer import Linformer, LinformerConfig
+from matmix.model.mixers.convolutions.ckconv import CKConv, CKConvConfig
 from matmix.model.mixers.convolutions.hyena import Hyena, HyenaConfig
 from matmix.model.mixers.convolutions.long import half_octave
 from matmix.model.mixers.convolutions.s4d import S4D, S4DConfig
+from matmix.model.mixers.convolutions.tnn import TNN, TNNConfig
+from matmix.model.mixers.structured.fnet import FNet, FNetConfig
+from matmix.model.mixers.structured.m2 import M2, M2Config
 from matmix.model.mixers.structured.mlp_mixer import MLPMixer, MLPMixerConfig
 from matmix.model.positions import similar_documents
 
@@ -94,12 +99,82 @@ def _mlp_mixer_layer(mixer, x):
     return torch.einsum("th,bhc->btc", mixer.down.weight, h) + mixer.down.bias.unsqueeze(-1)
 
 
+def _tnn_filter(mixer, offset):
+    h = torch.tensor([offset / mixer.max_seqlen], dtype=torch.float64)
+    for layer in mixer.filter.layers:
+        h = layer.weight @ h + layer.bias
+        h = torch.relu(h / (h.square().mean() + 1e-6).sqrt())
+    return mixer.filter.out.weight @ h * mixer.config.decay ** abs(offset)
+
+
+def _ckconv_filter(mixer, offset):
+    h = torch.tensor([offset / mixer.max_seqlen], dtype=torch.float64)
+    for layer in mixer.filter.layers:
+        h = torch.sin(mixer.filter.freq * (layer.weight @ h + layer.bias))
+    return mixer.filter.out.weight @ h
+
+
+def _sums_over_offsets(mixer, v, of_offset):
+    length = v.shape[1]
+    seen = [range(t + 1) if mixer.causal else range(length) for t in range(length)]
+    return torch.stack([sum(of_offset(mixer, t - s) * v[:, s] for s in seen[t]) for t in range(length)], 1)
+
+
+def _tnn_layer(mixer, x):
+    u, v = F.silu(x @ mixer.in_proj.weight.T + mixer.in_proj.bias).chunk(2, -1)
+    y = u * _sums_over_offsets(mixer, v, _tnn_filter)
+    return y @ mixer.out_proj.weight.T + mixer.out_proj.bias
+
+
+def _ckconv_layer(mixer, x):
+    y = F.gelu(_sums_over_offsets(mixer, x, _ckconv_filter) + mixer.conv_bias)
+    return y @ mixer.out_proj.weight.T + mixer.out_proj.bias
+
+
+def _fnet_layer(mixer, x):
+    return torch.fft.fft2(x, norm="ortho" if mixer.config.scale == "unitary" else "backward").real
+
+
+def _linformer_layer(mixer, x):
+    q, k, v = (F.linear(x, layer.weight) for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    heads = []
+    for head in range(mixer.nheads):
+        own = slice(2 * head, 2 * head + 2)
+        scores = q[..., own] @ (mixer.E @ k[..., own]).mT / math.sqrt(2)
+        heads.append(scores.softmax(-1) @ (mixer.F @ v[..., own]))
+    return torch.cat(heads, -1) @ mixer.out_proj.weight.T
+
+
+def _monarch(part, length):
+    """P^T L P R of block-diagonal L and R and the permutation P."""
+    first, second = part.blkdiag1[0], part.blkdiag2[0]
+    rows, columns = first.shape[:2]
+    identity = torch.eye(rows * columns, dtype=torch.float64)
+    permutation = identity.view(rows, columns, -1).transpose(0, 1).flatten(0, 1)
+    return (permutation.T @ torch.block_diag(*second) @ permutation @ torch.block_diag(*first))[:length, :length]
+
+
+def _m2_layer(mixer, x):
+    m1, m2 = (_monarch(part, x.shape[1]) for part in (mixer.m1, mixer.m2))
+    x = m2 @ torch.relu(mixer.n_kernel.T * (m1 @ x))
+    m3, m4 = (_monarch(part, D_MODEL) for part in (mixer.m3, mixer.m4))
+    return x + torch.relu(mixer.d_kernel * (x @ m3.T)) @ m4.T
+
+
 LAYERS = {
     "s4d-causal": (lambda: _s4d(), _s4d_layer),
     "s4d": (lambda: _s4d(causal=False, spectrum="inv"), _s4d_layer),
     "hyena-causal": (lambda: _hyena(), _hyena_layer),
     "hyena": (lambda: _hyena(causal=False), _hyena_layer),
     "mlp_mixer": (_mlp_mixer, _mlp_mixer_layer),
+    "tnn": (lambda: _build(TNN, TNNConfig(filter_width=5, decay=0.9), causal=False), _tnn_layer),
+    "ckconv-causal": (lambda: _build(CKConv, CKConvConfig(filter_width=5)), _ckconv_layer),
+    "fnet": (lambda: FNet(D_MODEL, FNetConfig(), causal=False, max_seqlen=13, output_std=1.0), _fnet_layer),
+    "linformer": (
+        lambda: _build(Linformer, LinformerConfig(headdim=2, rank=4), causal=False, max_seqlen=13),
+        _linformer_layer,
+    ),
+    "m2": (lambda: _build(M2, M2Config(), causal=False, max_seqlen=13), _m2_layer),
 }
 
 
@@ -168,7 +243,7 @@ def test_bfloat16_weights_do_not_round_the_positions_of_the_filter():
     mixer = _build(Hyena, HyenaConfig(), max_seqlen=2048, noise=0.0, dtype=torch.bfloat16)
     offsets = torch.arange(2048)
     with torch.no_grad():
-        exact = copy.deepcopy(mixer.filter).double()(offsets)
+        exact = copy.deepcopy(mixer.filter).double()(offsets.double())
         torch.testing.assert_close(mixer.filter(offsets).double(), exact, rtol=0, atol=0.01 * exact.abs().max().item())
         assert mixer(torch.randn(1, 9, D_MODEL, dtype=torch.bfloat16)).dtype == torch.bfloat16
 

@@ -126,6 +126,17 @@ def test_butterfly_is_a_product_of_factors_that_mix_pairs(make):
     torch.testing.assert_close(mixer(x), mixer.combine(mixer.mix(mixer.matrix(x), mixer.values(x)), x))
 
 
+def test_a_kaleidoscope_is_made_of_products_of_a_butterfly_and_a_transposed_one(make):
+    mixer = make("butterfly", 13, torch.float64, kaleidoscope=1)
+    pair = [make("butterfly", 16, torch.float64) for _ in range(2)]
+    x, product = torch.randn(1, 16, D_MODEL).double(), []
+    for one, twiddle in zip(pair, mixer.matrix_mixer.twiddle.chunk(2, 1), strict=True):
+        one.matrix_mixer.twiddle = torch.nn.Parameter(twiddle)
+        product.append(one.matrix(x)[0] - torch.eye(16))
+    found = mixer.matrix(x[:, :13])[0] - torch.eye(13)
+    torch.testing.assert_close(found, (product[1] @ product[0].mT)[:, :13, :13])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parameter_learns_from_the_first_step(make, name):
     mixer = make(name, 16, std=0)

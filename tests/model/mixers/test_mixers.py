@@ -438,6 +438,8 @@ MISTAKES = [
     ),
     ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
+    ("tnn", {"decay": 1.5}, "decay = 1.5: must be above 0 and at most 1"),
+    ("ckconv", {"filter_layers": 0}, "filter_layers = 0: must be at least 1"),
     ("hyena", {"d_conv": 4}, "d_conv = 4: must be odd"),
     ("hyena", {"filter_features": 2}, "filter_features = 2: must be odd"),
     ("linformer", {"headdim": 8, "rank": 0}, "rank = 0: must be at least 1"),

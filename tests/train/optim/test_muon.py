@@ -122,6 +122,7 @@ def test_the_cost_of_a_step_is_what_torch_counts():
 FUSED = {
     "q k v": "lion_d lion_lit lion_s",
     "x0 x1 v": "hyena",
+    "u v": "tnn",
     "value gate": "s4d",
     "z q k v beta alpha": "gated_delta",
     "z v": "attention_di butterfly cauchy_di convolution dense dft low_rank_di monarch quasiseparable_di toeplitz_di "
@@ -134,7 +135,7 @@ FUSED = {
 }
 """What the rows of a projection are, one after the other -> the mixers that have such a one."""
 WORDS = {mixer: words.split() for words, mixers in FUSED.items() for mixer in mixers.split()}
-AS_LARGE = {"z": "v", "q": "k", "B": "C", "x0": "v", "x1": "v", "value": "gate", "beta": "alpha"}
+AS_LARGE = {"z": "v", "q": "k", "B": "C", "x0": "v", "u": "v", "x1": "v", "value": "gate", "beta": "alpha"}
 NOT_MAPS = {"n_kernel", "A_log", "dt_bias", "alpha", "state_base", "BC", "conv_params", "q_bias", "k_bias"}
 
 

