@@ -12,7 +12,7 @@ from matmix.train.engine.config import EngineConfig
 from matmix.train.optim import OPTIMIZERS
 from matmix.train.process.distributed import Distributed
 
-STEPS = 20
+STEPS = 8
 HSDP = {"name": "fsdp2", "replicate": 2}
 OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit", "muon")]  # muon has tests of its own
 OTHERS.append("small_blocks:AdamW8bit")

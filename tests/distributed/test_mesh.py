@@ -37,21 +37,26 @@ def test_places_of_ranks():
 def options(tmp_path_factory):
     recipe = tmp_path_factory.mktemp("recipe") / "recipe.toml"
     recipe.write_text(RECIPE.replace("steps = 3", "steps = 4"))
+    kinds = {"fsdp2": [], "ddp": ["--engine.name", "ddp"], "dropout": ["--model.dropout", "0.2"]}
 
-    def runs(folder, *overrides):
-        kinds = {"fsdp2": [], "ddp": ["--engine.name", "ddp"], "dropout": ["--model.dropout", "0.2"]}
+    def runs(folder, names, *overrides):
         common = ["--faults.replica-check-every", "1", "--micro-batch-size", "2", *overrides]
-        return [(str(recipe), ["--run-dir", str(folder / name), *own, *common]) for name, own in kinds.items()]
+        return [(str(recipe), ["--run-dir", str(folder / name), *kinds[name], *common]) for name in names]
 
     return runs
 
 
 @pytest.fixture(scope="module")
 def expected(options, tmp_path_factory):
-    """Uninterrupted runs on two ranks without the toy."""
+    """Makes uninterrupted runs on two ranks without the toy, once each."""
     folder = tmp_path_factory.mktemp("expected")
-    run_distributed(mesh_scenario.train_all, 2, arguments=(options(folder), ""))
-    return folder
+
+    def runs(names):
+        missing = [name for name in names if not (folder / name).exists()]
+        run_distributed(mesh_scenario.train_all, 2, arguments=(options(folder, missing), ""))
+        return folder
+
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -60,12 +65,13 @@ def expected(options, tmp_path_factory):
 )
 def test_a_dimension_more_changes_no_number(toys, options, expected, tmp_path):
     """The first steps with the toy, on two data ranks times two, and the others without it, or the other way round."""
-    for toy, stop in zip(toys, (["--stop-step", "2"], []), strict=True):
-        run_distributed(mesh_scenario.train_all, 4 if toy else 2, arguments=(options(tmp_path, *stop), toy))
     # Ranks that compute parts of a batch drop other elements than one that computes it whole.
     names = ["fsdp2", "ddp", *["dropout"] * ("parts of gradients" in toys)]
+    whole = expected(names)
+    for toy, stop in zip(toys, (["--stop-step", "2"], []), strict=True):
+        run_distributed(mesh_scenario.train_all, 4 if toy else 2, arguments=(options(tmp_path, names, *stop), toy))
     for name in names:
-        folder = expected / name
+        folder = whole / name
         for got, want in zip(records(tmp_path / name), records(folder), strict=True):
             assert {key: got[key] for key in NUMBERS} == pytest.approx({key: want[key] for key in NUMBERS}, rel=1e-5)
         final = weights(folder)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import run_distributed
 from mru_inputs import FUSED, mixer_inputs
+from nightly import nightly
 from parts_scenario import Case, check_parts, of_documents
 from scan_cases import typed
 from torch import Tensor
@@ -119,7 +120,7 @@ def delta_rules() -> dict[str, Case]:
     return cases
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [nightly(2), nightly(3), 4])
 def test_parts_are_parts_of_the_whole(ranks):
     cases = products() | mixers() | other_mixers() | delta_rules()
     check_parts({label: typed(case, torch.float64) for label, case in cases.items()}, ranks, 1e-12)
@@ -129,7 +130,7 @@ def test_float32():
     check_parts(products() | mixers() | delta_rules(), 3, 1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [nightly(2), 3])
 def test_log_norms_are_those_of_all_parts(ranks):
     for seen in run_distributed(product_scenario.log_norms, ranks):
         for whole, part in zip(seen[::2], seen[1::2], strict=True):

@@ -7,7 +7,7 @@ from scenarios import ENGINES, OFFLOADED
 
 from matmix.train.optim import OPTIMIZERS
 
-STOP, STEPS = 3, 6
+STOP, STEPS = 2, 4
 OTHERS = [f"fsdp2 by {name}" for name in OPTIMIZERS if name not in ("adamw", "adamw_8bit", "muon")]
 OTHERS += [f"{engine} by small_blocks:AdamW8bit" for engine in ("fsdp2", "zero0")]
 

@@ -117,17 +117,17 @@ def test_compiled_blocks(planned, expected, tmp_path):
 def test_stopped_runs_go_on(planned, expected, tmp_path):
     """On as many ranks bit for bit, with dropout; and from four parts of rows to two and to whole rows."""
     whole, parts, elastic = (tmp_path / name for name in ("whole", "parts", "elastic"))
-    name, schedule = "hydra and attention", ["--steps", "6", "--evaluation.every", "3"]
+    name, schedule = "hydra and attention", ["--steps", "4", "--evaluation.every", "2"]
 
     def steps(path, context, stop, *more):
-        options = ["--engine.context", str(context), "--stop-step", str(stop), "--checkpoint.every", "2"]
+        options = ["--engine.context", str(context), "--stop-step", str(stop), "--checkpoint.every", "1"]
         return planned(path, name, *schedule, *options, *more)
 
     dropout = ["--model.dropout", "0.1"]
-    run_distributed(scenarios.train_recipes, 4, arguments=([steps(elastic, 4, 2)],))
-    runs = [steps(whole, 2, 6, *dropout), steps(parts, 2, 3, *dropout), steps(parts, 2, 6, *dropout)]
-    run_distributed(scenarios.train_recipes, 2, arguments=([*runs, steps(elastic, 2, 4)],))
-    scenarios.train_recipes([steps(elastic, 1, 6)])
+    run_distributed(scenarios.train_recipes, 4, arguments=([steps(elastic, 4, 1)],))
+    runs = [steps(whole, 2, 4, *dropout), steps(parts, 2, 2, *dropout), steps(parts, 2, 4, *dropout)]
+    run_distributed(scenarios.train_recipes, 2, arguments=([*runs, steps(elastic, 2, 3)],))
+    scenarios.train_recipes([steps(elastic, 1, 4)])
     assert_same_numbers(elastic, expected(name, *schedule))
     assert curve(parts) == curve(whole)
     final = weights(whole)
