@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import lzma
 import os
@@ -20,6 +21,7 @@ import token_files
 import zstandard
 from folders import contents
 from foreign import save_to_disk, write_mds, write_table, write_tar
+from hub import serving
 from nightly import nightly
 from paths import ROOT
 
@@ -177,6 +179,28 @@ def datasets(run, home):
     (home / "FOLDER").mkdir()
     (home / "whole").rename(home / "FOLDER/train")
     assert "holds the splits one; name one: FOLDER/train/one" in run().error
+
+
+@case("Preparing", "a dataset at the Hugging Face hub")
+def hub(run, home):
+    old, new = (hashlib.sha1(f"{home} {which}".encode()).hexdigest() for which in ("old", "new"))
+    for commit, texts in ((old, TEXTS), (new, TEXTS[:9])):
+        for number in range(2):
+            objects = [{"text": text} for text in texts[number::2]]
+            write_lines(home / commit / f"train-{number}.json.gz", objects, gzip.compress)
+        config = "{config_name: en, data_files: [{split: train, path: train-*}]}"
+        (home / commit / "README.md").write_text(f"---\nconfigs:\n- {config}\n---\n")
+        (home / commit / "code.py").write_text("open('executed', 'w')")
+    name = ("datasets", "allenai/c4")
+    with pytest.MonkeyPatch.context() as patch, serving({(*name, old): home / old}) as server:
+        server.enter(patch, home / "cache")
+        made = run()
+        assert made.texts == [*TEXTS[::2], *TEXTS[1::2]]
+        assert made.manifest.sources[1]["path"] == f"hf://datasets/allenai/c4@{old}/train-1.json.gz"
+        server.folders[(*name, new)], server.main[name] = home / new, new
+        assert main(["prepare", "hub:allenai/c4:en:train", "--out", "again", "--tokenizer", "bytes"]) == 0
+        assert Manifest.load("again").sources[0]["path"].startswith(f"hf://datasets/allenai/c4@{new}/")
+    assert not (home / "executed").exists()
 
 
 @case("Preparing", "an MDS directory")
@@ -370,7 +394,7 @@ def slow(dataset, monkeypatch):
 
 
 @case("Tokenizers", "a name at the Hugging Face hub")
-def hub(dataset, monkeypatch):
+def hub_name(dataset, monkeypatch):
     file = fast(dataset, monkeypatch)
 
     def download(name, *, revision, allow_patterns):

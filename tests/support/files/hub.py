@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from huggingface_hub import constants, file_download
+from huggingface_hub import HfFileSystem, constants, file_download
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -33,6 +33,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         template = cls.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        HfFileSystem.clear_instance_cache()
+        if any(kind == "datasets" for kind, _ in cls.main):
+            monkeypatch.setattr("datasets.config.HF_ENDPOINT", cls.url)
 
     def do_HEAD(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)

@@ -126,7 +126,6 @@ def test_what_is_begun_goes_on_with_its_commit(tmp_path, monkeypatch):
     folders = {(*name, "1" * 40): old}
     with serving(folders) as hub:
         hub.enter(monkeypatch, tmp_path / "cache")
-        monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
         item, out = "hub:someone/texts:en:train", tmp_path / "out"
         manifest = prepare(options(item, out))
         beginning = "hf://datasets/someone/texts@" + "1" * 40
