@@ -267,6 +267,20 @@ DATA = [
         "data/loading/test_loader.py::test_prepared_text_comes_back",
     ),
     Fault(
+        "unlike documents are taken for similar",
+        "data/prepare/cleaning/duplicates.py",
+        ".mean(axis=1) >= similarity",
+        ".mean(axis=1) <= similarity",
+        "data/prepare/test_cleaning.py::test_what_is_left_is_what_the_plain_definition_says",
+    ),
+    Fault(
+        "documents are compared with those of their own part only",
+        "data/prepare/cleaning/duplicates.py",
+        "apart = _tops(root, ones) != _tops(root, others)",
+        "apart = signatures.owners(ones) == signatures.owners(others)",
+        "data/prepare/test_cleaning.py::test_what_is_left_is_what_the_plain_definition_says",
+    ),
+    Fault(
         "rows of a batch follow each other instead of going on from batch to batch",
         "data/loading/packing.py",
         "return lane * self._lane + batch",

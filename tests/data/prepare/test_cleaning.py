@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
 import tarfile
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,19 +21,24 @@ import pyarrow.parquet as pq
 import pytest
 from failures import each
 from folders import Interruption, contents, interrupt_at
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nightly import nightly
 
 from matmix.data.corpora import bundled_path
 from matmix.data.manifest import Manifest
 from matmix.data.prepare import command
-from matmix.data.prepare.cleaning import plan, rules
+from matmix.data.prepare.base import find_cuts, read_chunks
+from matmix.data.prepare.cleaning import CleanOptions, plan, rules
 from matmix.data.prepare.cleaning.duplicates import Stacked, first_equal, first_similar, signature
 from matmix.data.prepare.cleaning.words import hashed_words
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.merge import merge
 from matmix.data.prepare.text import PrepareConfig, sources, texts
-from matmix.data.prepare.text.documents import split_text
+from matmix.data.prepare.text.documents import documents_of, split_text
 from matmix.data.prepare.text.preparation import TextPreparation
+from matmix.data.prepare.text.readers import find_sources
+from matmix.data.prepare.workspace import locked
 from matmix.data.splits.reader import open_dataset
 from matmix.data.storage.remote import SCRATCH_VARIABLE
 from matmix.data.tokenizer import Tokenizer
@@ -76,9 +87,8 @@ def prepared(tmp_path):
     return make
 
 
-@each("seed", range(3))
-def test_texts_with_five_words_in_a_hundred_changed_are_found_and_distinct_ones_kept(seed):
-    rng = np.random.default_rng(seed)
+def test_texts_with_five_words_in_a_hundred_changed_are_found_and_distinct_ones_kept():
+    rng = np.random.default_rng(0)
     distinct = pieces(200, 700)
     families = [*range(200), *range(0, 200, 3), *range(0, 200, 9)]
     copies = [edited(distinct[number], rng) for number in families[200:]]
@@ -89,9 +99,73 @@ def test_texts_with_five_words_in_a_hundred_changed_are_found_and_distinct_ones_
     assert np.array_equal(found, first_equal(families))
 
 
-def test_first_equal_is_the_first_row_of_equal_keys():
-    assert first_equal(np.array([3, 1, 3, 1, 3]), np.array([0, 5, 0, 6, 1])).tolist() == [0, 1, 0, 3, 4]
-    assert first_equal(np.zeros(0), np.zeros(0)).tolist() == []
+def runs_of(text):
+    words = re.findall(r"[^\W_]+", text.lower())
+    length = min(3, len(words))
+    return {tuple(words[at : at + length]) for at in range(len(words) - length + 1)} if words else {text}
+
+
+def plain_survivors(texts, similarity):
+    """The first of each group of texts that share so many of their runs of three words with one of the group."""
+    texts = [text for text in texts if text.strip()]
+    group, found = list(range(len(texts))), list(map(runs_of, texts))
+    for one, other in itertools.combinations(range(len(texts)), 2):
+        if len(found[one] & found[other]) >= similarity * len(found[one] | found[other]):
+            low, high = sorted((group[one], group[other]))
+            group = [low if number == high else number for number in group]
+    return [text for number, text in enumerate(texts) if group[number] == number]
+
+
+def look_at(texts, parts, folder):
+    """A look at texts that was not begun, its arguments, and a function that gives the texts that are left."""
+    (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found, _ = find_sources([str(folder / "in.jsonl")])
+    cleaner = plan.Cleaner(documents_of, CleanOptions(dedup="minhash", dedup_similarity=0.7))
+    look = plan.Look(cleaner, found, lambda start, stop, entry: read_chunks(found, start, stop), (), processes=1)
+
+    def left():
+        chosen = dataclasses.replace(cleaner, removed=look.decide()[0])
+        return [text for chunk in read_chunks(found) for text in chosen(chunk) if text]
+
+    return look, (folder / "findings", find_cuts(found, parts)), left
+
+
+@st.composite
+def corpora(draw):
+    """Short texts of which many are equal, up to case and punctuation; and long ones that change step by step."""
+    short = st.lists(st.sampled_from(["a", "A", "b", "c.", "-"]), max_size=4).map(" ".join)
+    texts = draw(st.lists(short, max_size=12))
+    for family in range(draw(st.integers(0, 2))):
+        words = [f"word{family}x{number}" for number in range(200)]
+        for step in range(draw(st.integers(1, 12))):
+            texts.append(" ".join([f"new{family}x{number}" for number in range(5 * step)] + words[5 * step :]))
+    return draw(st.permutations(texts))
+
+
+@settings(max_examples=25)
+@given(texts=corpora(), parts=st.integers(1, 5), data=st.data())
+def test_what_is_left_is_what_the_plain_definition_says(texts, parts, data):
+    with tempfile.TemporaryDirectory() as folder:
+        look, arguments, left = look_at(texts, parts, Path(folder))
+        look.run(*arguments, data.draw(st.integers(1, parts)), bool)
+        assert left() == plain_survivors(texts, 0.7)
+
+
+def test_shares_of_other_processes_are_waited_for_or_taken_over(tmp_path):
+    texts = pieces(60, 300) * 2
+    look, (folder, cuts), left = look_at(texts, 3, tmp_path)
+    look.run(folder, cuts, 1, lambda: True)  # others have decided
+    assert not folder.exists()
+    (folder / "00002").mkdir(parents=True)
+    with ThreadPoolExecutor(1) as threads:
+        with locked(folder / "00002", "another process is at work on it"):
+            ended = threads.submit(look.run, folder, cuts, 2, lambda: False)
+            while not (folder / "00001/complete.json").exists():
+                time.sleep(0.001)
+            assert (folder / "00003/complete.json").exists()
+            assert not ended.done()
+        ended.result()
+    assert left() == texts[:60]
 
 
 @pytest.fixture
@@ -118,12 +192,34 @@ def inputs(tmp_path, monkeypatch):
     return folder, {**chosen, "text_documents": "paragraph", "max_malformed": 0.2}
 
 
+def stop_at(monkeypatch, stop):
+    """Stops cleaning at the chunk of that number; gives where the chunks began."""
+    examine, examined = plan._examine, []
+
+    def stopping(cleaner, evaluations, chunk):
+        examined.append((chunk.start.source, chunk.start.offset))
+        if len(examined) == stop:
+            raise Interruption
+        return examine(cleaner, evaluations, chunk)
+
+    monkeypatch.setattr(plan, "_examine", stopping)
+    monkeypatch.setattr(plan, "SAVE_SECONDS", 0)
+    monkeypatch.setattr(plan, "SAVE_SHARE", float("inf"))
+    return examined
+
+
 @pytest.mark.parametrize(("parts", "processes"), [(3, 1), nightly(7, 2), nightly(1, 3)])
-def test_parts_and_processes_change_nothing(tmp_path, inputs, parts, processes):
+def test_parts_and_processes_change_nothing(tmp_path, inputs, monkeypatch, parts, processes):
     folder, chosen = inputs
     whole = prepare(options(folder, tmp_path / "whole", **chosen))
+    if processes == 1:
+        examined = stop_at(monkeypatch, 12)
+        with pytest.raises(Interruption):
+            prepare(options(folder, tmp_path / "out", part=f"2/{parts}", **chosen))
     for number in range(parts, 0, -1):
         prepare(options(folder, tmp_path / "out", part=f"{number}/{parts}", **{**chosen, "processes": processes}))
+    if processes == 1:
+        assert len(examined) == len(set(examined)) + 1
     joined = merge(str(tmp_path / "out"), TextPreparation, most_broken=0.2)
     for split in ("train", "validation"):
         assert documents(tmp_path / "out", split) == documents(tmp_path / "whole", split)
@@ -162,27 +258,16 @@ def test_a_stopped_preparation_goes_on_with_what_was_decided(tmp_path, inputs, m
     assert not set(Manifest.load(tmp_path / "out").options) & {"language", "quality"}
 
 
-def test_a_stopped_pass_goes_on(tmp_path, inputs, scratch, monkeypatch, told):
+def test_a_stopped_look_goes_on(tmp_path, inputs, scratch, monkeypatch, told):
     folder, chosen = inputs
-    examine, examined = plan._examine, []
-
-    def stopping(cleaner, evaluations, chunk):
-        examined.append(chunk.start)
-        if len(examined) == stop:
-            raise Interruption
-        return examine(cleaner, evaluations, chunk)
-
-    monkeypatch.setattr(plan, "_examine", stopping)
-    monkeypatch.setattr(plan, "SAVE_SECONDS", 0)
-    monkeypatch.setattr(plan, "SAVE_SHARE", float("inf"))
-    stop = 0
     prepare(options(folder, tmp_path / "whole", **chosen))
-    chunks, stop = list(examined), len(examined) + 9
+    examined = stop_at(monkeypatch, 9)
     with pytest.raises(Interruption):
         prepare(options(folder, tmp_path / "out", **chosen))
     assert not (tmp_path / "out").exists()
     prepare(options(folder, tmp_path / "out", **chosen))
-    assert examined == [*chunks, *chunks[:9], *chunks[8:]]
+    assert examined[9] == examined[8]
+    assert len(examined) == len(set(examined)) + 1
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert list((scratch / "clean").iterdir()) == []
     assert "cleaning goes on after" in "\n".join(told)
