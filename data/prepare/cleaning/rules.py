@@ -62,6 +62,8 @@ def _repetition(text: str, lines: Sequence[str], words: Sequence[str]) -> str:
     for length, most in _REPEATED_RUNS.items():
         is_first = np.zeros(len(every[length]), bool)
         is_first[np.unique(every[length], return_index=True)[1]] = True
+        if is_first.all():
+            break  # no longer run is repeated, either
         covered = np.zeros(len(hashes) + 1, np.int64)
         np.add.at(covered, np.flatnonzero(~is_first), 1)
         np.add.at(covered, np.flatnonzero(~is_first) + length, -1)
