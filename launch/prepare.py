@@ -144,7 +144,8 @@ class Index:
     """Folder with the files, also in folders of it."""
     format: str = ""
     """megatron: .bin with its .idx beside it; flat: ids alone, in .bin (nanoGPT) or .npy (OLMo), or behind the header
-    of llm.c; mds: shards of mosaicml-streaming with a column `tokens`, each sample a document."""
+    of llm.c; mds: shards of mosaicml-streaming with a column `tokens`, each sample a document; litdata: chunks of its
+    TokensLoader, each item a document."""
     tokenizer: str = ""
     """The tokenizer that made the tokens: a sentencepiece .model, a tokenizer.json, the folder of a tokenizer, or its
     name at the Hugging Face hub."""

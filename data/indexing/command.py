@@ -128,7 +128,8 @@ def index(
     held_out = {path for path in paths if validation and _matches(path.relative_to(root).as_posix(), validation)}
     if validation and not held_out:
         raise FileNotFoundError(f"no file of tokens in {root} matches the --validation pattern {validation}")
-    inputs = [(name, name.stat().st_size, _digest(name)) for path in paths for name in layout.files(path)]
+    names = dict.fromkeys(name for path in paths for name in layout.files(path))  # an index may be that of many files
+    inputs = [(name, name.stat().st_size, _digest(name)) for name in names]
     wanted = {
         "layout": format,
         "end": layout.end,

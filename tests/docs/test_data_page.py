@@ -336,6 +336,11 @@ def arrays(home):
     token_files.write_flat(home / "a.npy", TOKENS, "<i8", header=True)
 
 
+@case("Tokens made elsewhere", "litdata")
+def litdata(home):
+    token_files.write_litdata(home, TOKENS, "<i4", "no_header_tensor:16")
+
+
 @case("Tokens made elsewhere", "llm-foundry")
 def foundry(home):
     token_files.write_mds(home, TOKENS, "bytes", "<i8")

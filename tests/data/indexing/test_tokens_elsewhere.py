@@ -11,8 +11,9 @@ import pytest
 import token_files
 from failures import each
 from folders import contents
+from paths import GOLDEN
 from runs import losses, run_recipe
-from token_files import END, write_flat, write_llm_c, write_mds, write_megatron
+from token_files import END, write_flat, write_litdata, write_llm_c, write_mds, write_megatron
 
 from matmix.data import arrays
 from matmix.data.config import DataConfig
@@ -40,6 +41,11 @@ def mds(folder, encoding, dtype):
     write_mds(folder / "val", TEXTS[60:], encoding, dtype)
 
 
+def litdata(folder, dtype, number):
+    write_litdata(folder / "train", TEXTS[:60], dtype, number)
+    write_litdata(folder / "val", TEXTS[60:], dtype, number)
+
+
 LAYOUTS = {
     "megatron": ("megatron", lambda f: write_megatron(f / "a_text_document.bin", with_end(TEXTS)), {}),
     "sequences": ("megatron", lambda f: write_megatron(f / "a.bin", halves(TEXTS), "int32"), {}),
@@ -52,6 +58,8 @@ LAYOUTS = {
     "numpy": ("flat", lambda f: write_flat(f / "a.npy", TEXTS, "<i4", header=True), {}),
     "llm.c": ("flat", lambda f: write_llm_c(f / "a.bin", TEXTS), {}),
     "llm.c, llama": ("flat", lambda f: write_llm_c(f / "a.bin", TEXTS, "<u4"), {}),
+    "litdata": ("litdata", lambda f: litdata(f, "<u2", "no_header_numpy:5"), {"validation": "val"}),
+    "litdata, torch": ("litdata", lambda f: write_litdata(f, TEXTS, "<i8", "no_header_tensor:18"), {}),
     "llm-foundry": ("mds", lambda f: mds(f, "bytes", "<i8"), {"validation": "val"}),
     "mds": ("mds", lambda f: mds(f, "ndarray:int32", "int32"), {"validation": "val/"}),
 }
@@ -97,6 +105,17 @@ def test_the_documents_are_those_of_the_files_which_stay_as_they_are(name, tmp_p
     indexed(tmp_path, layout, **options)
     assert "nothing to do" in capsys.readouterr().out
     assert contents(tmp_path) == made
+
+
+def test_chunks_that_litdata_wrote(tmp_path):
+    """`optimize(..., chunk_bytes=64, item_loader=TokensLoader())` of litdata 0.2.76 wrote five documents."""
+    shutil.copytree(GOLDEN / "litdata", tmp_path, dirs_exist_ok=True)
+    indexed(tmp_path, "litdata", validation_fraction=0.0)
+    assert read_all(tmp_path, "train") == token_files.documents(5, longest=12)
+    written = {path.name: path.read_bytes() for path in (GOLDEN / "litdata").glob("*.bin")}
+    write_litdata(tmp_path / "own", token_files.documents(5, longest=12), "<u2", "no_header_numpy:5")
+    own = (tmp_path / "own/chunk-0-0.bin").read_bytes()
+    assert own[28:] == written["chunk-0-0.bin"][20:] + written["chunk-0-1.bin"][16:]
 
 
 def test_batches_are_those_of_a_prepared_dataset_on_any_ranks(tmp_path, data, monkeypatch):
@@ -173,7 +192,58 @@ def _twice(folder):
     write_megatron(folder / "b.bin", with_end(TEXTS), "int32")
 
 
+def _litdata(folder, change=None, *, chunk=None):
+    """change: of the object in index.json; chunk: of the bytes of the first chunk."""
+    write_litdata(folder, TEXTS, "<u2", "no_header_numpy:5")
+    index = json.loads((folder / "index.json").read_text())
+    if change:
+        change(index["config"], index["chunks"])
+    (folder / "index.json").write_text(json.dumps(index))
+    if chunk:
+        path = folder / "chunk-0-0.bin"
+        path.write_bytes(chunk(path.read_bytes()))
+
+
 BAD = {
+    "litdata, zstd": (
+        "litdata",
+        lambda f: _litdata(f, lambda config, _: config.update(compression="zstd")),
+        r"its chunks have compression \(zstd\): write them without",
+    ),
+    "litdata, pytree": (
+        "litdata",
+        lambda f: _litdata(f, lambda config, chunks: [chunk.update(dim=None) for chunk in chunks]),
+        "no lists of ids as of litdata's TokensLoader, but no_header_numpy:5",
+    ),
+    "litdata, loader": (
+        "litdata",
+        lambda f: _litdata(f, lambda config, _: config.update(item_loader="ParquetLoader")),
+        "no lists of ids as of litdata's TokensLoader",
+    ),
+    "litdata, floats": (
+        "litdata",
+        lambda f: _litdata(f, lambda config, _: config.update(data_format=["no_header_tensor:0"])),
+        "no_header_tensor:0 of litdata, which is none of the dtypes",
+    ),
+    "litdata, damaged index": ("litdata", lambda f: _litdata(f, lambda config, _: config.clear()), "none of litdata"),
+    "litdata, other dtype": (
+        "litdata",
+        lambda f: _litdata(f, lambda config, _: config.update(data_format=["no_header_tensor:16"])),
+        r"chunk-0-0\.bin (is damaged: its items|does not hold)",
+    ),
+    "litdata, cut": ("litdata", lambda f: _litdata(f, chunk=lambda raw: raw[:-2]), "do not lie one after another"),
+    "litdata, lacking": ("litdata", lambda f: _litdata(f, lambda _, c: c.pop(0)), "no chunk that the index.json"),
+    "litdata, missing": (
+        "litdata",
+        lambda f: _litdata(f, lambda _, c: c.append({**c[0], "filename": "chunk-9-0.bin"})),
+        r"lists chunk-9-0\.bin, which is not there",
+    ),
+    "litdata, elsewhere": (
+        "litdata",
+        lambda f: _litdata(f, lambda _, c: c.append({**c[0], "filename": "../a.bin"})),
+        "has a separator",
+    ),
+    "litdata, no index": ("litdata", lambda f: write_flat(f / "a.bin", TEXTS), r"has no index\.json beside it"),
     "idx and bin": (
         "megatron",
         lambda f: _append(write_megatron(f / "a.bin", with_end(TEXTS))),

@@ -30,8 +30,10 @@ def files(folder):
     token_files.write_flat(folder / "b.npy", TEXTS, header=True)
     token_files.write_mds(folder / "bytes", TEXTS, "bytes", "<i8")
     token_files.write_mds(folder / "arrays", TEXTS, "ndarray:int32", "int32")
+    token_files.write_litdata(folder / "lit", TEXTS, "<u2", "no_header_numpy:5")
     names = {"a.idx": "megatron", "a.bin": "megatron", "b.npy": "flat"}
     names |= {f"{kind}/shard.00000.mds": "mds" for kind in ("bytes", "arrays")}
+    names |= {f"lit/{name}": "litdata" for name in ("chunk-0-0.bin", "index.json")}
     return {name: (layout, (folder / name).read_bytes()) for name, layout in names.items()}
 
 
@@ -56,9 +58,13 @@ def test_files_of_tokens(originals, tokenizer, tmp_path, data):
     folder = tmp_path / "home"
     shutil.rmtree(folder, ignore_errors=True)
     (folder / name).parent.mkdir(parents=True)
-    for other in ("a.idx", "a.bin") if layout == "megatron" else ():
+    others = {"megatron": ("a.idx", "a.bin"), "litdata": ("lit/index.json", "lit/chunk-0-0.bin")}
+    for other in others.get(layout, ()):
         (folder / other).write_bytes(originals[other][1])
-    (folder / name).write_bytes(data.draw(mutated(raw) | mutated(raw[:400]).map(lambda head: head + raw[400:])))
+    changed = mutated(raw) | mutated(raw[:400]).map(lambda head: head + raw[400:])
+    if name.endswith(".json"):
+        changed |= mutated_json(json.loads(raw)).map(lambda values: json.dumps(values).encode())
+    (folder / name).write_bytes(data.draw(changed))
 
     def use():
         index(str(folder), format=layout, tokenizer=tokenizer, validation_fraction=0.0)

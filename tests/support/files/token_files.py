@@ -104,3 +104,18 @@ def write_mds(folder: Path, texts: Sequence[Sequence[int]], encoding: str, dtype
             offsets.append(offsets[-1] + len(sample))
         head = struct.pack(f"<{len(offsets) + 1}I", len(samples), *offsets)
         (folder / f"shard.{shard:05}.mds").write_bytes(head + config + b"".join(samples))
+
+
+def write_litdata(folder: Path, texts: Sequence[Sequence[int]], dtype: str, number: str) -> None:
+    """Chunks of twenty texts each, with the end token behind each text. number: what litdata calls the dtype."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chunks = []
+    for chunk in range(-(-len(texts) // 20)):
+        items = [np.array([*text, END], dtype).tobytes() for text in texts[20 * chunk : 20 * chunk + 20]]
+        offsets = 4 * (len(items) + 2) + np.cumsum([0, *map(len, items)])
+        raw = np.array([len(items), *offsets], "<u4").tobytes() + b"".join(items)
+        name, tokens = f"chunk-0-{chunk}.bin", sum(map(len, items)) // np.dtype(dtype).itemsize
+        chunks.append({"chunk_bytes": len(raw), "chunk_size": len(items), "dim": tokens, "filename": name})
+        (folder / name).write_bytes(raw)
+    config = {"compression": None, "data_format": [number], "encryption": None, "item_loader": "TokensLoader"}
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config, "updated_at": "0"}))
