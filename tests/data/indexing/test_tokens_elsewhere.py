@@ -208,7 +208,7 @@ BAD = {
     "litdata, zstd": (
         "litdata",
         lambda f: _litdata(f, lambda config, _: config.update(compression="zstd")),
-        r"its chunks have compression \(zstd\): write them without",
+        "its chunks have the compression 'zstd': write them without",
     ),
     "litdata, pytree": (
         "litdata",
@@ -223,7 +223,7 @@ BAD = {
     "litdata, floats": (
         "litdata",
         lambda f: _litdata(f, lambda config, _: config.update(data_format=["no_header_tensor:0"])),
-        "no_header_tensor:0 of litdata, which is none of the dtypes",
+        "its ids are no_header_tensor:0 of litdata, no dtype of token ids",
     ),
     "litdata, damaged index": ("litdata", lambda f: _litdata(f, lambda config, _: config.clear()), "none of litdata"),
     "litdata, other dtype": (
