@@ -60,7 +60,7 @@ FORMULAS = {
     ),
     "powers": (
         "vandermonde_dd",
-        {"angle": "power", "std": 0.2},
+        {"angle": "power", "std": 0.1},
         lambda q, k, i, j, _: torch.cos(2 * math.pi * q**j) - torch.cos(2 * math.pi * k**i),
     ),
     "cos + cos": (
