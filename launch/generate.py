@@ -26,7 +26,8 @@ class Generate:
 
     source: RunFolder
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Text to continue; for an encoder, text with <mask> in it. Given several times, all are continued as one batch."""
+    """Text to continue; for an encoder, text with <mask> or [MASK] in it. Given several times, all are continued as one
+    batch."""
     prompt_file: str | None = None
     """File with one prompt a line (.txt), or in the field text of each object (.jsonl); - reads lines from standard
     input. They follow those of --prompt."""
@@ -37,9 +38,9 @@ class Generate:
     max_new_tokens: int = 128
     """Tokens to add."""
     steps: int = 0
-    """For an encoder, best one trained by masked_diffusion: write a text, filling in each <mask>, and <mask:N>, which
-    is N of them, in so many looks at the text; without any, --max-new-tokens of them follow the prompt. 0 = show the
-    likeliest words for each <mask> instead."""
+    """For an encoder, best one trained by masked_diffusion: write a text, filling in its gaps in so many looks at it.
+    <mask> and [MASK] are gaps of one token, <mask:N> of N, ___ of as many as there are underscores, from three on;
+    without any, --max-new-tokens follow the prompt. 0 = show the likeliest words for each <mask> instead."""
     order: Literal["random", "confidence"] = "random"
     """Which masks a look of --steps fills in."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

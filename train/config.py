@@ -190,7 +190,7 @@ class RampConfig:
         that ends beyond the run."""
         sizes, lengths, shares = self.global_batch_size, self.seqlen, self.masking
         count = len(sizes or lengths or shares)
-        longest = max(config.data.seqlen, *lengths)
+        longest = max([config.data.seqlen, *lengths])
         schedule = dataclasses.replace(config.schedule, steps=config.schedule.steps or config.steps)
         config = dataclasses.replace(config, schedule=schedule, stop_step=0)
         if lengths:

@@ -9,9 +9,11 @@ from tqdm import tqdm
 
 from matmix.data.artifacts import errors_in_one_line
 from matmix.model.decoding import decode
+from matmix.model.interop.export.unmasking import draw_token
 from matmix.use.opening import TrainedModel
 
 MASK = "<mask>"
+_BERTS = "[MASK]"
 _CANDIDATES = 5
 """Tokens that are told for each mask."""
 _NO_TOKEN = -1
@@ -37,19 +39,8 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """Draws a token from logits (vocab_size,), which may be -inf; the generator lives on the CPU. Temperature comes
-        first, then top_k, then top_p, which always leaves the likeliest token."""
-        logits = logits.float().cpu()
-        if self.temperature == 0:
-            return int(logits.argmax())
-        # At tiny temperatures the quotients would overflow; only differences to the largest matter.
-        logits, order = ((logits - logits.max()) / self.temperature).sort(descending=True, stable=True)
-        if self.top_k:
-            logits, order = logits[: self.top_k], order[: self.top_k]
-        probabilities = logits.softmax(0)
-        before = probabilities.cumsum(0) - probabilities
-        probabilities = probabilities.where(before < self.top_p, 0.0)
-        return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+        """Draws a token from logits (vocab_size,), as `draw_token` says."""
+        return draw_token(logits, generator, self.temperature, self.top_k, self.top_p)
 
 
 class TextStream:
@@ -222,16 +213,16 @@ class Filled:
 
 
 def read_masks(opened: TrainedModel, text: str) -> tuple[list[int], list[int]]:
-    """Returns the tokens of a text with <mask> in it, as an encoder reads them, and the places of the masks. Raises
-    ValueError (one line) for a model that fills no masks."""
+    """Returns the tokens of a text with <mask>, [MASK] or the tokenizer's own name of it, as an encoder reads them, and
+    the places of the masks. Raises ValueError (one line) for a model that fills no masks."""
     tokenizer, mask = opened.reader.marking, opened.reader.special.get("mask")
     if opened.config.causal or opened.config.model_class.takes_head:
         raise ValueError(f"{opened.path} is a {opened.config.architecture}, which fills no masks")
     if mask is None:
         raise ValueError(f"{opened.path} is an encoder, and its tokenizer has no mask token to fill in")
-    # Whatever the tokenizer calls its mask, <mask> means it.
+    own = tokenizer.id_to_token(mask)
     with errors_in_one_line(Exception):  # the library raises plain Exception
-        ids = tokenizer.encode(text.replace(MASK, tokenizer.id_to_token(mask))).ids
+        ids = tokenizer.encode(text.replace(_BERTS, own).replace(MASK, own)).ids
     return ids, [place for place, index in enumerate(ids) if index == mask]
 
 

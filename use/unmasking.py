@@ -9,7 +9,9 @@ from matmix.model.interop.export.unmasking import fill_in
 from matmix.use.generation import MASK, Sampling, banned_tokens, read_masks
 from matmix.use.opening import TrainedModel
 
-_GAP = re.compile(r"<mask:(\d+)>")
+_GAP = re.compile(r"<mask:(\d+)>|_{3,}")
+_LONGEST = 1_000_000
+"""Tokens of a gap."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,14 +35,20 @@ def unmask(
     seed: int = 0,
     max_new_tokens: int = 128,
 ) -> Unmasked:
-    """Fills in each <mask> of a text, and <mask:N>, which is N of them, in `steps` looks at it; no other token changes.
+    """Fills in the gaps of a text in `steps` looks at it; no other token changes. Gaps are <mask>, [MASK], the
+    tokenizer's own name of its mask, <mask:N>, which is N of them, and three or more underscores, each a mask.
 
-    order: "random" or "confidence", as `fill_in` says. A text without a mask is followed by `max_new_tokens` of them.
-    Raises ValueError (one line) for a model that fills no masks, steps below 1 and an unknown order.
+    order: "random" or "confidence", as `fill_in` says. A text without a gap is followed by `max_new_tokens` masks.
+    Raises ValueError (one line) for a model that fills no masks or cannot read so many, steps below 1 and an unknown
+    order.
     """
-    if not _GAP.search(text) and MASK not in text:
-        text += MASK * max_new_tokens
-    ids, places = read_masks(opened, _GAP.sub(lambda gap: MASK * int(gap[1]), text))
+    counts = [int(gap[1] or len(gap[0])) for gap in _GAP.finditer(text)]
+    if max(counts, default=0) > _LONGEST:
+        raise ValueError(f"a gap of {max(counts):,} tokens is too long; it can have {_LONGEST:,}")
+    left = iter(counts)
+    ids, places = read_masks(opened, _GAP.sub(lambda _: MASK * next(left), text))
+    if not (places or counts):
+        ids, places = read_masks(opened, text + MASK * max_new_tokens)
     opened.config.check_seqlen(len(ids))
     sampling, generator = sampling or Sampling(), torch.Generator().manual_seed(seed)
     banned = banned_tokens(opened).cpu()

@@ -117,6 +117,8 @@ class Facts:
     """int64 (vocab_size,): how often each id is a target in the training split, in any unit."""
     bytes_per_target: float | None = None
     """UTF-8 bytes of the text for each token that a causal pass over the split predicts."""
+    bytes_per_token: float | None = None
+    """UTF-8 bytes of the text of the split for each of its own tokens, without those that are put around documents."""
     outputs: int | None = None
     """Number of classes or values that a classifier predicts for each sample."""
     outputs_words: str = ""

@@ -43,6 +43,10 @@ class TextFacts(Facts):
         return sum(one.info.bytes for one in self.shards) / max(1, targets)
 
     @property
+    def bytes_per_token(self) -> float:
+        return sum(one.info.bytes for one in self.shards) / max(1, sum(one.info.tokens for one in self.shards))
+
+    @property
     def token_histogram(self) -> np.ndarray:
         counts = []
         for one in self.shards:

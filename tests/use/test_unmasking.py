@@ -1,5 +1,6 @@
 """An encoder writes: every mask is filled in and nothing else, and draws are those of the model."""
 
+import dataclasses
 import itertools
 import json
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ import pytest
 import torch
 from failures import each
 from runs import run_recipe
+from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from matmix.launch.generate import Generate
+from matmix.use.exporting import export_run
 from matmix.use.generation import Sampling
 from matmix.use.opening import open_model
 from matmix.use.unmasking import unmask
@@ -75,6 +78,50 @@ def test_draws_are_those_of_the_model():
         assert unmask(opened, "<mask>a", steps=2, order=order).text == "ba"
     at_once = {unmask(opened, "<mask:2>", steps=1, sampling=as_is, seed=n).text for n in range(60)}
     assert at_once == {"aa", "ab", "ba", "bb"}
+
+
+@each(
+    "text, count",
+    [
+        ("the <mask> [MASK] speaks", 2),
+        ("the ____ speaks", 4),
+        ("the __ speaks", 3),  # no gap: the tokens of max_new_tokens follow
+        ("the <mask:0> speaks", 0),
+        ("", 3),
+    ],
+)
+def test_gaps_as_people_write_them(text, count, diffusion):
+    opened = open_model(diffusion, device="cpu")
+    found = unmask(opened, text, steps=2, max_new_tokens=3)
+    assert len(found.tokens) == count
+    assert found.text.startswith(text.partition(" ")[0])
+    assert ("speaks" in found.text) == ("speaks" in text)
+
+
+def test_gaps_that_are_too_long_are_one_line(diffusion):
+    opened = open_model(diffusion, device="cpu")
+    with pytest.raises(ValueError, match="a gap of 99,999,999,999 tokens is too long; it can have 1,000,000"):
+        unmask(opened, "<mask:99999999999>")
+    fixed = dataclasses.replace(opened.config, position_embeddings=True, max_seqlen=16)
+    with pytest.raises(ValueError, match="16") as error:
+        unmask(SimpleNamespace(config=fixed, reader=opened.reader, path="toy"), "<mask:20>")
+    assert "\n" not in str(error.value)
+
+
+@each("options", [{}, {"order": "confidence", "temperature": 1.3, "top_k": 9}, {"temperature": 0.0, "steps": 1}])
+@pytest.mark.slow
+def test_an_export_writes_the_same(options, diffusion, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "diffusion-export"
+    if not folder.is_dir():
+        export_run(diffusion, folder)
+    text, options = "the <mask> speaks <mask><mask> it<mask>", {"steps": 3, "seed": 5, **options}
+    pieces = []
+    Generate(source=str(diffusion), device="cpu", **options).print([text], pieces.append)
+    model = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    never = {"mask_token_id": tokenizer.mask_token_id, "never": tokenizer.all_special_ids}
+    filled = model.unmask(tokenizer(text, return_tensors="pt")["input_ids"], **never, **options)
+    assert tokenizer.decode(filled[0], skip_special_tokens=True) + "\n" == pieces[0]
 
 
 def test_the_command_writes_texts(diffusion, dataset):

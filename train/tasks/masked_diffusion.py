@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import DiffusionMasking
+from matmix.train.errors import require
 from matmix.train.tasks.base import Metric
-from matmix.train.tasks.token_prediction import MaskedLM
+from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.token_prediction import BITS_PER_BYTE, MaskedLM, bits_per_byte
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +35,16 @@ class MaskedDiffusion(MaskedLM):
     modalities = ("text",)
     target_share = 0.5
     loss_metric = Metric(name="loss", title="likelihood bound", unit="nats per token")
+    metrics = (*MaskedLM.metrics, BITS_PER_BYTE)
     writes_with = ("--steps", "64")
+
+    def __init__(self, objective: ObjectiveConfig) -> None:
+        super().__init__(objective)
+        given = (objective.masking, objective.evaluation_masking)
+        theirs = "objective.masking, objective.evaluation_masking and ramp.masking are for masked_lm"
+        draws = "masked_diffusion draws a rate of its own for each sample, from objective.options.least to 1"
+        kept = given == (ObjectiveConfig().masking, ObjectiveConfig().evaluation_masking)
+        require(kept, f"{theirs}: {draws}; leave them out")
 
     def asks(self, split: str) -> dict[str, DiffusionMasking]:
         return {"masking": DiffusionMasking(least=self.options.least)}
@@ -44,8 +56,12 @@ class MaskedDiffusion(MaskedLM):
         weights = torch.full_like(inputs, 1 / self.target_share, dtype=torch.float32)
         return dataclasses.replace(super().example_batch(inputs), weights=weights)
 
+    def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
+        return super().measures(means, loader) | bits_per_byte(means["loss"], loader.facts.bytes_per_token)
+
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        bits = f", {metrics['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in metrics else ""
         return [
-            f"Likelihood bound {metrics['loss']:.4f} nats per token (perplexity at most {metrics['perplexity']:.2f}), "
+            f"Likelihood bound {metrics['loss']:.4f} nats per token (perplexity {metrics['perplexity']:.2f}{bits}), "
             f"accuracy of masked tokens {metrics['masked_accuracy']:.1%} over all rates."
         ]

@@ -14,6 +14,13 @@ from matmix.data.loading.masking import IGNORED, MaskingConfig
 from matmix.train.tasks.base import Costs, Loss, Metric, Task, forward
 from matmix.train.tasks.cross_entropy import linear_cross_entropy, row_cross_entropy
 
+BITS_PER_BYTE = Metric(name="bits_per_byte", title="bits per byte", unit="bits per byte", digits=3)
+
+
+def bits_per_byte(loss: float, size: float | None) -> dict[str, float]:
+    """Returns the metric for a loss in nats per token of `size` bytes; {} where that is not known."""
+    return {} if size is None else {BITS_PER_BYTE.name: loss / math.log(2) / size}
+
 
 class TokenPrediction(Task):
     """Labels come aligned with the position that predicts them. Masked batches carry `select`, the flat positions with
@@ -71,13 +78,10 @@ class CausalLM(TokenPrediction):
     """Each token is predicted from those before it."""
 
     architectures = ("language_model",)
-    metrics = (Metric(name="bits_per_byte", title="bits per byte", unit="bits per byte", digits=3),)
+    metrics = (BITS_PER_BYTE,)
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
-        metrics = super().measures(means, loader)
-        if (size := loader.facts.bytes_per_target) is not None:
-            metrics["bits_per_byte"] = means["loss"] / math.log(2) / size
-        return metrics
+        return super().measures(means, loader) | bits_per_byte(means["loss"], loader.facts.bytes_per_target)
 
 
 class MaskedLM(TokenPrediction):

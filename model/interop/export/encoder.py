@@ -14,7 +14,7 @@ from matmix.model.architectures.text_heads import SequenceClassifier, SpanClassi
 from matmix.model.interop.export.base import MatmixPreTrainedModel, PredictsTokens, Texts
 from matmix.model.interop.export.config import MatmixEncoderConfig
 from matmix.model.interop.export.inputs import Count, class_loss, classification_loss, span_loss
-from matmix.model.interop.export.unmasking import fill_in
+from matmix.model.interop.export.unmasking import draw_token, fill_in
 
 
 class MatmixEncoderBase(MatmixPreTrainedModel):
@@ -103,12 +103,14 @@ class MatmixForMaskedLM(PredictsTokens, MatmixLabelledEncoder):
         never: Sequence[int] = (),
         steps: int = 64,
         order: str = "random",
-        temperature: float = 1.0,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
         seed: int = 0,
     ) -> Tensor:
         """Returns input_ids (B, L) with their masks filled in, as `fill_in` says, for models that masked diffusion has
-        trained. never: tokens that are not drawn, such as the tokenizer's all_special_ids; temperature: 0 = always the
-        likeliest; seed: of the first row, that of the next is one more, and so on."""
+        trained. never: tokens that are not drawn, such as the tokenizer's all_special_ids; temperature, top_k, top_p:
+        as `draw_token` says; seed: of the first row, that of the next is one more, and so on."""
         filled = input_ids.tolist()
         for number, ids in enumerate(filled):
             generator = torch.Generator().manual_seed(seed + number)
@@ -122,10 +124,7 @@ class MatmixForMaskedLM(PredictsTokens, MatmixLabelledEncoder):
                 return logits
 
             def draw(logits: Tensor, generator: torch.Generator = generator) -> Tensor:
-                if temperature == 0:
-                    return logits.argmax(1)
-                logits = (logits - logits.amax(1, keepdim=True)) / temperature
-                return torch.multinomial(logits.softmax(1), 1, generator=generator)[:, 0]
+                return torch.tensor([draw_token(row, generator, temperature, top_k, top_p) for row in logits])
 
             places = [place for place, index in enumerate(ids) if index == mask_token_id]
             fill_in(ids, places, look, draw, steps=steps, order=order, generator=generator)

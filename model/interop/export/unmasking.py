@@ -8,6 +8,22 @@ from torch import Tensor
 ORDERS = ("random", "confidence")
 
 
+def draw_token(logits: Tensor, generator: torch.Generator, temperature: float, top_k: int, top_p: float) -> int:
+    """Draws a token from logits (vocab_size,), which may be -inf; the generator lives on the CPU. Temperature comes
+    first (0 = always the likeliest), then top_k (0 = all), then top_p, which always leaves the likeliest token."""
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return int(logits.argmax())
+    # At tiny temperatures the quotients would overflow; only differences to the largest matter.
+    logits, order = ((logits - logits.max()) / temperature).sort(descending=True, stable=True)
+    if top_k:
+        logits, order = logits[:top_k], order[:top_k]
+    probabilities = logits.softmax(0)
+    before = probabilities.cumsum(0) - probabilities
+    probabilities = probabilities.where(before < top_p, 0.0)
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+
+
 def fill_in(
     ids: list[int],
     places: list[int],

@@ -12,7 +12,9 @@ from runs import losses, records, run_recipe
 
 from matmix.data.loading.batch import Batch, selecting
 from matmix.data.loading.masking import IGNORED
+from matmix.data.manifest import Manifest
 from matmix.model import build_model, initialize
+from matmix.train.config import RampConfig
 from matmix.train.loaders import make_loader
 from matmix.train.recipe import load_config
 from matmix.train.tasks import ObjectiveConfig, make_task
@@ -63,6 +65,30 @@ def test_the_bound_is_the_likelihood_where_the_model_knows_the_distribution():
     assert expected_loss(conditionals(np.full(len(TEXTS), 1 / len(TEXTS))), TEXTS[0]) == pytest.approx(math.log(VOCAB))
 
 
+def test_a_model_whose_predictions_do_not_agree_is_bounded():
+    """What it writes, one token after another in a random order, has a likelihood; no text's bound is below it."""
+    scores = torch.randn(VOCAB + 1, VOCAB + 1, VOCAB + 1, LENGTH, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores = scores.double().log_softmax(-1)
+
+    def model(inputs, *, select, readout, **_):
+        found = torch.zeros(inputs.numel(), VOCAB, dtype=torch.float64)
+        found[select] = scores[tuple(inputs[0])][select]
+        return readout(found[select], torch.eye(VOCAB, dtype=torch.float64), None)
+
+    total = 0.0
+    for text in TEXTS:
+        probability = 0.0
+        for order in itertools.permutations(range(LENGTH)):
+            seen, logarithm = [MASK] * LENGTH, 0.0
+            for place in order:
+                logarithm += float(scores[(*seen, place, text[place])])
+                seen[place] = text[place]
+            probability += math.exp(logarithm) / math.factorial(LENGTH)
+        total += probability
+        assert LENGTH * expected_loss(model, text) > -math.log(probability) + 1e-3
+    assert total == pytest.approx(1)
+
+
 def test_the_loss_is_the_same_however_the_batch_is_cut(dataset):
     config = load_config("debug_hydra", ["--data.path", dataset, *DIFFUSION, "--micro-batch-size", "8"])
     task, model = config.task(), build_model(dataclasses.replace(config.model, vocab_size=320)).eval()
@@ -100,6 +126,29 @@ def test_a_run_resumes_exactly_and_its_bound_falls(layer, dataset, tmp_path):
     first, *_, last = records(tmp_path / "whole", "validation")
     assert last["loss"] < first["loss"] < math.log(320) + 0.2
     assert records(tmp_path / "parts", "validation")[-1]["loss"] == last["loss"]
+    info = Manifest.load(dataset).splits["validation"]
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2) * info.tokens / info.bytes)
+
+
+@each(
+    "words",
+    [
+        ["--objective.masking.probability", "0.5"],
+        ["--objective.evaluation_masking.mask_share", "1.0", "--objective.evaluation_masking.random_share", "0.0"],
+    ],
+)
+def test_shares_of_masked_lm_are_refused(words):
+    with pytest.raises(
+        ValueError, match=r"ramp\.masking are for masked_lm: masked_diffusion draws a rate .* leave them out"
+    ):
+        load_config("debug_hydra", [*DIFFUSION, *words])
+
+
+def test_a_ramp_of_shares_is_refused_where_they_are_not_used():
+    config, ramp = load_config("debug_hydra", DIFFUSION), RampConfig(tokens=1024, masking=(0.4,))
+    with pytest.raises(ValueError, match=r"ramp\.masking are for masked_lm"):
+        ramp.stages(config)
+    assert [one.objective.masking.probability for one in ramp.stages(load_config("debug_hydra"))] == [0.4, 0.3]
 
 
 @each("least", ["0.0", "2.0"])
