@@ -47,7 +47,7 @@ class Dataset:
 
     first: ClassVar = ("dataset", "DIR [--data.key value ...]")
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")] = ""
-    """Prepared dataset."""
+    """Dataset."""
     split: str = "train"
     """Which split."""
     batch: int = 8
@@ -77,22 +77,35 @@ class Dataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading(Dataset):
-    """How fast a prepared dataset is read: tokens per second, with nothing else going on.
+    """How fast data is read: tokens (or pictures) per second, with nothing else going on.
 
     python -P -m matmix.benchmarks reading datasets/shakespeare --data.seqlen 1024 --data.workers 1
+    python -P -m matmix.benchmarks reading 's3://bucket/train-{000..099}.tar' --data.reader webdataset
+        --data.tokenizer tokenizer.json
+
+    Prepared, or with another reader a directory that others made (MDS, .tar files).
     """
 
     masked: bool = False
     """Masked-LM batches instead of causal ones."""
+    pictures: bool = False
+    """It holds pictures, of which training is measured."""
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        data = replace(self.data(rest, DataConfig()), path=self.recipe)
-        loader = self.loader(data, masking=MaskingConfig() if self.masked else None)
-        speed, on_cpu = self.rate(batch.n_tokens for batch in loader)
+        data = self.data(rest, DataConfig())
+        if self.pictures:
+            data = replace(data, images=replace(data.images, path=self.recipe))
+            kind, asked, words = "pictures", {}, f"{data.images.size} pixels"
+        else:
+            data, asked = replace(data, path=self.recipe), {"masking": MaskingConfig() if self.masked else None}
+            kind = "tokens"
+            words = f"{data.packing}, sequences of {data.seqlen}, {'masked' if self.masked else 'causal'}"
+        with contextlib.closing(self.loader(data, **asked)) as loader:
+            speed, on_cpu = self.rate(batch.n_tokens for batch in loader)
         own = "" if data.workers else f"; {on_cpu:,.0f} per second of CPU time"
         print(
-            f"{speed:,.0f} tokens/s with {data.workers} worker(s): {self.recipe}, {data.reader}, {data.packing}, "
-            f"sequences of {data.seqlen}, {self.batch} in a micro-batch, {'masked' if self.masked else 'causal'}{own}"
+            f"{speed:,.0f} {kind}/s with {data.workers} worker(s): {self.recipe}, {data.reader}, {words}, "
+            f"{self.batch} in a micro-batch{own}"
         )
         return 0
 

@@ -116,6 +116,8 @@ class ImagesConfig:
     have shares in that proportion; validation takes the validation splits of all of them, once."""
     validation_path: str = ""
     """Dataset whose validation split is used instead of those of `path` or `mixture`."""
+    class_count: int = 0
+    """Number of the classes of a directory that others made, where `classes` does not name them."""
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers; empty = those of the dataset. A run keeps them here."""
     size: int = 224
@@ -194,7 +196,9 @@ class ImagesConfig:
         if self.validation_path and not self.datasets:
             raise ValueError("data.images has no path: name the pictures to train on, too")
         limits = [
-            *at_least(self, size=1, shift=0, color_jitter=0, erasing_count=1, repeats=1, mixup=0, cutmix=0),
+            *at_least(
+                self, size=1, shift=0, color_jitter=0, erasing_count=1, class_count=0, repeats=1, mixup=0, cutmix=0
+            ),
             ("channels", self.channels in (1, 3), "1 or 3"),
             ("crop", 0 < self.crop <= 1, "in (0, 1]"),
             ("scale", _is_range(self.scale) and self.scale[1] <= 1, "two shares in (0, 1], the smaller first"),
@@ -212,7 +216,8 @@ class ImagesConfig:
 class DataConfig:
     path: str = ""
     """Prepared dataset: a folder made by `matmix prepare`, or the URL of a copy of one (s3://, gs://, file://, ...); or
-    a folder that `matmix index` has described."""
+    a folder that `matmix index` has described. With another `reader` also a directory that others made: MDS for
+    streaming, .tar files for webdataset (a folder, or names such as s3://bucket/train-{000..099}.tar)."""
     mixture: dict[str, float] = field(default_factory=dict)
     """Several prepared datasets instead of `path`: folder or URL -> weight, the share of its sequences (any scale)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
@@ -224,7 +229,18 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """A table with the fields of your own modality."""
     validation_path: str = ""
-    """Prepared dataset whose validation split is used instead of that of `path` or `mixture`."""
+    """Prepared dataset whose validation split is used instead of that of `path` or `mixture`; or, beside a directory
+    that others made, another such one."""
+    validation_samples: int = 1024
+    """Rows or pictures that validation takes of a directory that others made, from its beginning on; 0 = all. They are
+    read once, into the memory of each rank."""
+    tokenizer: str = ""
+    """Tokenizer for a directory that others made, as --tokenizer of `matmix prepare` takes it: a file, a folder, a name
+    at the Hugging Face hub, bytes or dna. Prepared datasets have their own."""
+    text_field: str = "text"
+    """What of a sample in a directory that others made is its text: a column of MDS; of .tar files a member by its
+    suffix (text: .txt) or a field of .json. Arrays of numbers are ids of tokens, as they are; so are bytes in a column
+    `tokens` (int64)."""
     seqlen: int = 1024
     """Tokens in a sequence."""
     window: int = 0
@@ -286,7 +302,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_datasets(self, "data")
         refuse_secrets(self.cache_dir, "data.cache_dir")
-        lows = at_least(self, seqlen=1, shuffle_block=1, prefetch=1, cache_gigabytes=0, workers=0)
+        lows = at_least(self, seqlen=1, shuffle_block=1, prefetch=1, cache_gigabytes=0, workers=0, validation_samples=0)
         share = ("reverse_complement", 0 <= self.reverse_complement <= 1, "in [0, 1]")
         check_limits(self, [*lows, share], "data.")
         if self.reverse_complement and self.carry:
@@ -320,6 +336,10 @@ class DataConfig:
                     raise ValueError(
                         f'data.reader = "{self.reader}" cannot be used with data.{name}; take "addressable"'
                     )
+        elif self.tokenizer:
+            raise ValueError(
+                'data.tokenizer is for directories that others made: set data.reader to "streaming" or "webdataset"'
+            )
         if self.window:
             is_cut = self.packing != "document" and not self.carry and not any("." in name for name in (first, *others))
             if self.window < 0 or self.window % self.seqlen or not is_cut:

@@ -61,7 +61,9 @@ def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
     if not config.epochs:
         return config
     if loader.samples_per_epoch is None:
-        raise ValueError("generated samples have no epochs: set steps in place of epochs")
+        raise ValueError(
+            "generated samples, and data that is not prepared, have no epochs: set steps in place of epochs"
+        )
     steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
     return dataclasses.replace(config, steps=max(1, steps))
 

@@ -129,8 +129,9 @@ class Trainer:
             f"{self.run.where}: {parameters} parameters, {distributed.device.type}{ranks}, "
             f"{config.engine.words}; {data}; {config.steps} steps, {begins}"
         )
-        if words := config.micro_batch_words(self.mesh.data_size):
-            logger.info(words)
+        for words in (config.micro_batch_words(self.mesh.data_size), self.loader.facts.not_promised):
+            if words:
+                logger.info(words)
 
     # -- one step ------------------------------------------------------------------------------------------------
 
@@ -425,7 +426,7 @@ class Trainer:
         """Returns what a checkpoint of the current step holds besides what the engine has."""
         return {
             "train_state": dataclasses.asdict(self.state),
-            "data": self.loader.state_dict(),
+            "data": self.loader.state_dict(gather_objects),
             "config": config_to_dict(self.config),
             "tokenizer_sha256": self.tokenizer_sha256,
             "unit": self.task.unit,

@@ -84,7 +84,7 @@ class ImageRows:
                 damaged.setdefault(loaded.where, str(loaded))
                 continue
             inputs[row], labels[row] = self._mixed(sample, loaded, read) if soft else (loaded[0], loaded[1])
-            owners[row] = self._place(sample)[3]
+            owners[row] = self._number(sample)
             n_images += 1
         return image_batch(inputs, labels, n_images, n_damaged=n_damaged, damaged=damaged, examples=owners)
 
@@ -116,19 +116,29 @@ class ImageRows:
         return read[sample]
 
     def _load(self, sample: int) -> _Read:
+        data, label, where, background = self._encoded(sample)
+        try:
+            image = decode(data, channels=self.config.channels, background=background)
+        except UnreadablePicture as error:
+            raise ValueError(f"{where} cannot be decoded: {error}") from None
+        if self.training:
+            epoch = sample // self.samples_per_epoch if self.samples_per_epoch else 0
+            transforms.seed_generators(generator(self.seed, epoch, AUGMENTATION, sample))
+        return self._transform(image), label
+
+    def _encoded(self, sample: int) -> tuple[bytes | memoryview, int, str, int]:
+        """Returns the encoded picture of a sample, its class, words for where it is, and its background."""
         dataset, shard, index, _ = self._place(sample)
         shards = self.shards[dataset]
         data, label = unpack(shards.read(shard, index))
         where = f"{shards.storage.path}: picture {index} of shard {shards.info.shards[shard].file}"
         if not 0 <= label < self.classes:
             raise ValueError(f"{where} has the label {label}, but there are {self.classes} classes; prepare it again")
-        try:
-            image = decode(data, channels=self.config.channels, background=shards.manifest.images.background)
-        except UnreadablePicture as error:
-            raise ValueError(f"{where} cannot be decoded: {error}") from None
-        if self.training:
-            transforms.seed_generators(generator(self.seed, sample // self.samples_per_epoch, AUGMENTATION, sample))
-        return self._transform(image), label
+        return data, label, where, shards.manifest.images.background
+
+    def _number(self, sample: int) -> int:
+        """Returns the number of a sample's picture in the splits of all datasets."""
+        return self._place(sample)[3]
 
     def _place(self, sample: int) -> tuple[int, int, int, int]:
         """Returns the dataset of a sample, shard, its number there, and its number in the splits of all datasets."""

@@ -57,6 +57,8 @@ class Batch:
     weights: torch.Tensor | None = None
     """float32 (B, L): what a prediction at each position weighs in the loss, above 0 wherever one may be asked for,
     label or not, and 0 elsewhere; None = all the same."""
+    cursor: tuple[int, int, int, int] | None = None
+    """Where the stream that it was read from goes on (`matmix.data.foreign`); None where samples have numbers."""
 
     @property
     def input_ids(self) -> torch.Tensor:

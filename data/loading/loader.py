@@ -16,17 +16,18 @@ without labels, so that every rank has the same number of micro-batches and ever
 """
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from matmix.data.artifacts import fits
 from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
-from matmix.data.loading.rows import Failure, Opened, Reading
+from matmix.data.loading.rows import Cursor, Failure, Numbers, Opened, Reading
 
 
 @dataclass
@@ -40,14 +41,25 @@ class _Plan:
     micro_batch: int
     data_rank: int
     start: int = 0
+    streams: list[tuple[int, Cursor]] = field(default_factory=list)
+    """This rank's streams that have cursors: of each its number and where it goes on from `start`."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self.start
+        start, told = self.start, 0
         while self.limit is None or start < self.limit:
             first = start + self.data_rank * self.rank_batch
             for begin in range(first, first + self.rank_batch, self.micro_batch):
-                yield list(range(begin, begin + self.micro_batch))
+                numbers = Numbers(range(begin, begin + self.micro_batch))
+                if told < len(self.streams):
+                    numbers.begin = self.streams[self.turn(start, begin - first)]
+                    told += 1
+                yield numbers
             start += self.global_batch
+
+    def turn(self, start: int, within: int = 0) -> int:
+        """Returns which of the streams is read from at `within` samples after global sample `start`."""
+        micro_batches = start // self.global_batch * (self.rank_batch // self.micro_batch) + within // self.micro_batch
+        return micro_batches % len(self.streams)
 
 
 class _Readers(DataLoader):
@@ -83,6 +95,8 @@ class Loader:
         self._loaded = False
         share = self.global_batch_size // data_size
         self._plan = _Plan(self.limit, self.global_batch_size, share, micro_batch_size, data_rank)
+        own = 0 if self.limit is not None else getattr(self.dataset, "streams", 0) // data_size
+        self._cursors: list[Cursor] = [(0, 0, 0, 0)] * own
         # Holds the DataLoader, out of reach of the garbage collector: if that found it together with a loader
         # in a cycle of references, it would close the queues before asking the workers to end, and wait 5 s.
         self._readers: dict[str, DataLoader] = {}
@@ -109,14 +123,17 @@ class Loader:
         if not self._readers:
             self._readers["torch"] = self._make_loader()
         self._plan.start = self.samples
-        done = 0
+        self._plan.streams = list(enumerate(self._cursors, start=self.data_rank * len(self._cursors)))
+        done, cursors = 0, list(self._cursors)
         for batch in self._readers["torch"]:
             if isinstance(batch, Failure):
                 raise batch.kind(batch.message)
+            if cursors:
+                cursors[self._plan.turn(self.samples, done * self.micro_batch_size)] = batch.cursor
             done += 1
             if done == self.micro_batches_per_step:
                 self.samples += self.global_batch_size
-                done = 0
+                done, self._cursors = 0, list(cursors)
             yield batch
 
     def _make_loader(self) -> DataLoader:
@@ -141,9 +158,14 @@ class Loader:
             **options,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the data as JSON values: {"samples": the next sample, "fingerprint": {...}}."""
-        return {"samples": self.samples, "fingerprint": self.fingerprint}
+    def state_dict(self, gather: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, Any]:
+        """Returns the position in the data as JSON values: {"samples": the next sample, "fingerprint": {...}}, and of
+        streams without numbers "cursors", those of each rank. gather: returns what all ranks have, in their order."""
+        state = {"samples": self.samples, "fingerprint": self.fingerprint}
+        if self._cursors:
+            of_ranks = dict(gather((self.data_rank, self._cursors)))
+            state["cursors"] = [[list(cursor) for cursor in of_ranks[rank]] for rank in sorted(of_ranks)]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes up a saved position; the next iteration begins there. Raises ValueError if it was saved with other
@@ -163,6 +185,11 @@ class Loader:
                     f"the saved data position belongs to other data: {name} was {was!r} and is now {now!r}; "
                     "go back to the old setting or start a new run"
                 )
+        if self._cursors:
+            form = [[(int,) * 4] * len(self._cursors)] * self.data_size
+            if not fits(cursors := state.get("cursors"), tuple(map(tuple, form))):
+                raise ValueError("the saved data position is damaged: it needs a cursor for each reading process")
+            self._cursors = [tuple(cursor) for cursor in cursors[self.data_rank]]
         self.samples = samples
         self._loaded = True
 

@@ -73,8 +73,21 @@ class Failure:
         self.message = str(error)
 
 
+Cursor = tuple[int, int, int, int]
+"""Where a stream goes on that has no numbers of samples: its epoch, which of its shards, the sample there, and how many
+tokens of that are used up."""
+
+
+class Numbers(list):
+    """The numbers of the samples of a micro-batch. begin: the stream that it is read from, and where that goes on, if
+    the reading process cannot know."""
+
+    begin: tuple[int, Cursor] | None = None
+
+
 class Rows(Protocol):
-    """Makes micro-batches from the numbers of their samples, which count up over all epochs."""
+    """Makes micro-batches from the numbers of their samples, which count up over all epochs. Rows of streams that have
+    cursors in their place have an attribute `streams`, how many there are, and a `cursor` in every batch."""
 
     limit: int | None
     """Samples of one pass; None = without end. Higher numbers give rows of padding without targets."""
@@ -129,6 +142,8 @@ class Facts:
     """int64 (classes,): samples of each class in the split."""
     chance_accuracy: float | None = None
     """Accuracy of the best constant guess of a token, where guesses are scored."""
+    not_promised: str = ""
+    """What does not hold of data that is read in this way, in one line."""
     token_types: bool = False
     """Batches come with two types of tokens."""
 

@@ -8,6 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from matmix.data.config import DataConfig, datasets_of
+from matmix.data.foreign.opening import images_info, not_promised, open_pictures
+from matmix.data.foreign.shards import is_foreign
 from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options, streams
@@ -69,6 +71,10 @@ class Pictures(Modality):
         if not paths:
             raise ValueError("no pictures given: set data.images.path to a folder made by `matmix prepare-images`")
         infos = []
+        if is_foreign(data.images.path, data.reader):
+            facts = PictureFacts(data, [images_info(data)])
+            facts.not_promised = not_promised(data, data.images.path)
+            return facts
         for path in paths:
             infos.append(_images(path, Storage(path, data.cache_dir).manifest))
             _check_classes(path, infos[-1].classes, infos[0].classes, next(iter(paths)))
@@ -82,6 +88,8 @@ class Pictures(Modality):
         from matmix.data.images.transforms import make_transform
 
         config, facts, sources = data.images, self.facts(data), self.datasets(data, reading.split)
+        if is_foreign(path := next(iter(sources)), data.reader):
+            return open_pictures(data, path, reading, facts)
         shards = [open_split(path, reading.split, **shard_options(data)) for path in sources]
         for path, one in zip(sources, shards, strict=True):
             _check_classes(path, _images(path, one.manifest).classes, facts.classes, next(iter(config.datasets)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig, datasets_of
+from matmix.data.foreign.opening import ForeignFacts, open_text
+from matmix.data.foreign.shards import is_foreign
 from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
 from matmix.data.loading.order import Mixture, Streams
@@ -77,6 +79,11 @@ class Text(Modality):
     def manifest_facts(self, data: DataConfig, manifests: Sequence[Manifest]) -> Facts:
         return TextFacts(manifests) if manifests[0].tokenizer else Facts()
 
+    def facts(self, data: DataConfig, **asked: Any) -> Facts:
+        if is_foreign(data.path, data.reader):
+            return ForeignFacts(data, data.path)
+        return super().facts(data, **asked)
+
     def open(self, data: DataConfig, reading: Reading, *, masking: MaskingConfig | None = None) -> Opened:
         """Opens the shards. masking: makes masked-LM batches; None = causal ones."""
         sources = self.datasets(data, reading.split)
@@ -84,6 +91,8 @@ class Text(Modality):
             raise ValueError(
                 "no data given: set data.path to a prepared dataset, or data.mixture, or data.synthetic.task"
             )
+        if is_foreign(path := next(iter(sources)), data.reader):
+            return open_text(data, path, reading, masking)
         options = {"tokenizer_sha256": reading.tokenizer_sha256, **shard_options(data)}
         options["keep_open"] += data.carry * reading.global_batch_size
         shards = [open_dataset(path, reading.split, **options) for path in sources]

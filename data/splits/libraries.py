@@ -5,7 +5,8 @@
 Nothing is written to a disk: the documents of an open shard are in memory.
 
 A StreamingDataset, which deals samples out by memory that all ranks of a machine share, is left out: who reads which
-shards, and from where a run goes on, is said by `matmix.data.loading.order.Streams`.
+shards, and from where a run goes on, is said by `matmix.data.loading.order.Streams`. (Directories that were not
+prepared are read by one: `matmix.data.foreign`.)
 
 The libraries' own decoders of members and columns do not run, but for MDS that of arrays, bytes and whole numbers:
 nothing in a file chooses a decoder, and nothing is unpickled.

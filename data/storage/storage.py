@@ -75,7 +75,7 @@ class Storage:
         self.digest = hashlib.sha256(raw).hexdigest()
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", path.rstrip("/").rsplit("/", 1)[-1]) or "data"
         self._cache_is_named = bool(cache_dir)
-        self.cache = _cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
+        self.cache = cache_root(path, self.remote, cache_dir) / f"{stem}-{self.digest[:16]}"
         if self.remote:
             self._cached(MANIFEST_NAME, lambda path: True, lambda part: part.write_bytes(raw))
 
@@ -288,7 +288,7 @@ def decompress(source: Path, target: Path, largest: int) -> tuple[int, str]:
     return size, digest.hexdigest()
 
 
-def _cache_root(path: str, at_url: bool, cache_dir: str) -> Path:
+def cache_root(path: str, at_url: bool, cache_dir: str) -> Path:
     if cache_dir:
         check_named(cache_dir, "data.cache_dir")
         return Path(cache_dir).expanduser()

@@ -22,7 +22,7 @@ def documents_of(chunk: Chunk) -> Iterator[str | bytearray | Malformed]:
         if isinstance(record, bytes):
             text, line = _text_of_bytes(record, chunk, options, line), line + record.count(b"\n")
         elif isinstance(record[-1], dict):
-            text, line = _text_of_sample(*record, options, line), line + 1
+            text, line = text_of_sample(*record, options, line), line + 1
         else:
             values = ["" if value is None else value for value in record]  # null is no text
             text, line = _joined(values, options, "column", line), line + 1
@@ -63,7 +63,7 @@ def _text_of_json(text: str, options: ReadOptions, line: int) -> str | Malformed
     return _joined(values, options, "field", line)
 
 
-def _text_of_sample(key: str, members: dict[str, bytes], options: ReadOptions, line: int) -> str | Malformed:
+def text_of_sample(key: str, members: dict[str, bytes], options: ReadOptions, line: int) -> str | Malformed:
     """Returns the text of a sample of a tar file: a field is a member by its suffix, or a field of the member .json."""
     names = ["txt" if name == "text" and "text" not in members else name for name in options.fields]
     fields, values = {}, []

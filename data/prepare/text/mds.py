@@ -29,7 +29,7 @@ _FILE = {"basename": str, "bytes": int}
 _SHARD = {"column_names": [str], "column_encodings": [str], "column_sizes": list, "samples": int, "raw_data": _FILE}
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A shard in index.json."""
 
     columns: tuple[tuple[str, str, int | None], ...]
@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
 class MdsShard(Rows):
     """A shard of an MDS directory, as it is or compressed."""
 
-    def _entry(self) -> _Entry:
+    def _entry(self) -> Entry:
         """Returns what index.json says of the shard. Raises ValueError (one line) where it lists no such file."""
         path = Path(self.path)
         for folder in path.parents[:2]:  # the index of several directories lies above them
@@ -79,7 +79,7 @@ class MdsShard(Rows):
                 yield from strings_in([v.decode("utf-8", "ignore") if isinstance(v, bytes) else v for v in values])
 
     @contextmanager
-    def _open(self, entry: _Entry) -> Iterator[memoryview]:
+    def _open(self, entry: Entry) -> Iterator[memoryview]:
         """Opens the shard without compression."""
         if self.path.endswith(entry.raw):
             with open(self.path, "rb") as file:
@@ -98,7 +98,7 @@ class MdsShard(Rows):
         yield memoryview(data)
 
     def _samples(
-        self, data: memoryview, entry: _Entry, start: int, stop: int, wanted: Sequence[str]
+        self, data: memoryview, entry: Entry, start: int, stop: int, wanted: Sequence[str]
     ) -> Iterator[tuple[Any, ...]]:
         # uint32 count, uint32 offsets[count + 1], the configuration as JSON, then the samples one after another.
         if len(data) < 4 * (entry.samples + 2) or int.from_bytes(data[:4], "little") != entry.samples:
@@ -113,7 +113,7 @@ class MdsShard(Rows):
             except ValueError as error:
                 raise damaged(self.name, f"sample {row + 1} does not decode ({one_line(error)})") from None
 
-    def _values(self, sample: memoryview, entry: _Entry, wanted: Sequence[str]) -> tuple[Any, ...]:
+    def _values(self, sample: memoryview, entry: Entry, wanted: Sequence[str]) -> tuple[Any, ...]:
         """Returns the wanted columns of a sample: the sizes of those that have none, then all columns in order."""
         own = sum(1 for *_, size in entry.columns if not size)
         sizes = iter(np.frombuffer(sample, "<u4", own).tolist())
@@ -132,8 +132,16 @@ class MdsShard(Rows):
         return tuple(values[name] for name in wanted)
 
 
+def read_index(path: Path) -> list[Entry] | None:
+    """Returns the shards of an index.json in order; None where it is none of MDS. Raises ValueError (one line) for a
+    damaged one, OSError."""
+    stat = path.stat()
+    entries = _read_index(path, stat.st_mtime_ns, stat.st_size)
+    return None if entries is None else list(dict.fromkeys(entries.values()))
+
+
 @functools.lru_cache(maxsize=8)
-def _read_index(path: Path, changed: int, size: int) -> dict[str, _Entry] | None:
+def _read_index(path: Path, changed: int, size: int) -> dict[str, Entry] | None:
     """Returns name of a file -> shard of an index.json, in order; None where it is none of MDS. changed, size: tell
     versions of it apart."""
     try:
@@ -146,7 +154,7 @@ def _read_index(path: Path, changed: int, size: int) -> dict[str, _Entry] | None
     return {name: entry for entry in entries for name in (entry.raw, entry.packed) if name is not None}
 
 
-def _checked(shard: dict[str, Any], path: Path) -> _Entry:
+def _checked(shard: dict[str, Any], path: Path) -> Entry:
     zipped, problem = shard.get("zip_data"), ""
     if shard.get("version") != 2:
         problem = f"version {one_line(shard.get('version'))} is not known, only 2"
@@ -165,21 +173,19 @@ def _checked(shard: dict[str, Any], path: Path) -> _Entry:
     columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=True)
     raw = shard["raw_data"]
     packed = zipped["basename"] if zipped else None
-    return _Entry(tuple(columns), shard["samples"], raw["basename"], raw["bytes"], packed, shard.get("compression"))
+    return Entry(tuple(columns), shard["samples"], raw["basename"], raw["bytes"], packed, shard.get("compression"))
 
 
 def mds_files(folder: Path) -> Sequence[Path] | None:
     """Returns the shards of an MDS directory, in order; None for another folder. Raises ValueError (one line) for a
     damaged index, FileNotFoundError for a shard that is missing."""
-    index = folder / INDEX
-    if not index.is_file():
+    if not (index := folder / INDEX).is_file():
         return None
-    stat = index.stat()
-    entries = _read_index(index, stat.st_mtime_ns, stat.st_size)
-    return None if entries is None else [_file_of(folder, entry) for entry in dict.fromkeys(entries.values())]
+    entries = read_index(index)
+    return None if entries is None else [_file_of(folder, entry) for entry in entries]
 
 
-def _file_of(folder: Path, entry: _Entry) -> Path:
+def _file_of(folder: Path, entry: Entry) -> Path:
     names = [name for name in (entry.raw, entry.packed) if name is not None]
     paths = [folder / artifact_name(name, folder / INDEX, nested=True) for name in names]
     if (found := next((path for path in paths if path.is_file()), None)) is None:

@@ -47,7 +47,7 @@ class TarFile(TextSource):
     def chunks(self, start: Position, stop: int | None) -> Iterator[Chunk]:
         begin, records, size = replace(start, line=start.offset + 1), [], 0
         number, read = start.offset, 0
-        for number, (read, record) in enumerate(self._samples(start.offset, stop), start=start.offset + 1):
+        for number, (read, record) in enumerate(self.samples(start.offset, stop), start=start.offset + 1):
             records.append(record)
             size += _HEADER + sum(map(len, record[1].values()))
             if size >= sources.CHUNK_BYTES:
@@ -59,7 +59,7 @@ class TarFile(TextSource):
             yield Chunk(self, begin, end, min(read, self.bytes), records)
 
     def texts(self) -> Iterator[str]:
-        for _, (key, members) in self._samples(0, None):
+        for _, (key, members) in self.samples(0, None):
             for name, raw in members.items():
                 where = f"sample {key} of {self.name}, its member .{name},"
                 yield from strings_in(parse_json(raw or b"null", where) if name == "json" else decode(raw, where, 1))
@@ -67,13 +67,13 @@ class TarFile(TextSource):
     def cut(self, places: Sequence[int], share: int) -> list[int | None]:
         if self.bytes <= share:
             return [0 if 2 * place < self.bytes else None for place in places]
-        count = sum(1 for _ in self._samples(0, None))
+        count = sum(1 for _ in self.samples(0, None))
         cuts = [count * place // self.bytes for place in places]
         return [cut if cut < count else None for cut in cuts]
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _samples(self, start: int, stop: int | None) -> Iterator[tuple[int, tuple[str, dict[str, bytes]]]]:
+    def samples(self, start: int, stop: int | None) -> Iterator[tuple[int, tuple[str, dict[str, bytes]]]]:
         """Yields samples `start` to `stop`, each with the bytes that were read before its end."""
         from webdataset.tariterators import group_by_keys  # imports torch
 
