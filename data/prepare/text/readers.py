@@ -42,7 +42,7 @@ READERS: dict[str, Callable[..., TextSource]] = {
     ".fastq": _READS,
 }
 """Suffix of a file -> what reads it, of name, path, size and `ReadOptions`."""
-_FIELDS = ".jsonl files, tables, MDS shards and tar files"
+_FIELDS = ".jsonl files, tables, MDS shards, tar files and the hub"
 OF_SOME = {
     "text_field": _FIELDS,
     "template": _FIELDS,

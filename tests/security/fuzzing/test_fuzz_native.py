@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 CHILD = """
-import random, sys
+import random, shutil, sys
 from pathlib import Path
 
 def change(draw, raw):
@@ -53,9 +54,11 @@ def tokenizer(path):
     found.decode(range(min(found.vocab_size, 50)))
 
 def transformers_folder(path):
-    config = path.parent / "bert" / "tokenizer_config.json"
-    config.write_bytes(path.read_bytes())
-    tokenizer(config.parent)
+    folder = path.parent.with_name(f"{path.parent.name}-{original.name}")
+    if not folder.exists():
+        shutil.copytree(path.parent, folder)
+    (folder / original.name).write_bytes(path.read_bytes())
+    tokenizer(folder)
 
 def parquet(path):
     from matmix.data.prepare.base import read_chunks
@@ -73,6 +76,9 @@ arrow = parquet
 
 use, original, count, seed = globals()[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 raw, file = original.read_bytes(), original.with_name("changed" + original.suffix)
+if use is not checkpoint:  # those are of no model
+    file.write_bytes(raw)
+    use(file)
 for number in range(count):
     file.write_bytes(change(random.Random(f"{seed} {number}"), raw))
     try:
@@ -83,6 +89,16 @@ for number in range(count):
         print(f"change {number} of {original.name}", file=sys.stderr)
         raise
 """
+
+
+OF_TRANSFORMERS = [
+    "bert/tokenizer_config.json",
+    "bert/vocab.txt",
+    "gpt2/vocab.json",
+    "gpt2/merges.txt",
+    "gpt2/added_tokens.json",
+    "t5/spiece.model",
+]
 
 
 def files(folder: Path) -> dict[str, Path]:
@@ -96,9 +112,25 @@ def files(folder: Path) -> dict[str, Path]:
     wordlevel.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "mask_token": "[MASK]", "unk_token": "[UNK]"}
     token = {"content": "[MASK]", "lstrip": False, "special": True}
-    (folder / "config.json").write_text(json.dumps({**config, "added_tokens_decoder": {"4": token}}))
-    (folder / "bert").mkdir()
-    (folder / "bert" / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "king"]))
+    words = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "king"])
+    pieces = {
+        piece: number for number, piece in enumerate(["<|endoftext|>", "a", "k", "i", "n", "g", "ki", "kin", "\u0120"])
+    }
+    of_transformers = {
+        "bert": {"tokenizer_config.json": {**config, "added_tokens_decoder": {"4": token}}, "vocab.txt": words},
+        "gpt2": {
+            "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "unk_token": "<|endoftext|>"},
+            "vocab.json": pieces,
+            "merges.txt": "#version: 0.2\nk i\nki n\n",
+            "added_tokens.json": {"<mark>": 9},
+        },
+        "t5": {"tokenizer_config.json": {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}},
+    }
+    for kind, contents in of_transformers.items():
+        (folder / kind).mkdir()
+        for name, content in contents.items():
+            (folder / kind / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    shutil.copyfile(path / "tokenizer" / "tokenizer.model", folder / "t5" / "spiece.model")
     rows = [f"text of row {n} " * (n % 7) for n in range(300)]
     pq.write_table(pa.table({"text": rows}), folder / "a.parquet", row_group_size=100, compression="snappy")
     table = pa.table({"text": pa.array(rows).dictionary_encode(), "of": pa.array([{"by": row} for row in rows])})
@@ -114,7 +146,15 @@ def files(folder: Path) -> dict[str, Path]:
         "tokenizer.model": folder / "model" / "tokenizer.model",
         **{
             name: folder / name
-            for name in ("tokenizer.json", "config.json", "a.parquet", "a.arrow", "a.safetensors", "a.pt", "legacy.pt")
+            for name in (
+                "tokenizer.json",
+                "a.parquet",
+                "a.arrow",
+                "a.safetensors",
+                "a.pt",
+                "legacy.pt",
+                *OF_TRANSFORMERS,
+            )
         },
     }
 
@@ -129,7 +169,7 @@ def originals(tmp_path_factory):
     [
         ("tokenizer", "tokenizer.model"),
         ("tokenizer", "tokenizer.json"),
-        nightly("transformers_folder", "config.json"),
+        *(nightly("transformers_folder", name) for name in OF_TRANSFORMERS),
         ("parquet", "a.parquet"),
         ("arrow", "a.arrow"),
         ("checkpoint", "a.safetensors"),

@@ -6,15 +6,19 @@ import gzip
 import io
 import json
 import lzma
+import re
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tomli_w
 import zstandard
-from foreign import write_mds, write_tar
+from foreign import save_to_disk, write_mds, write_table, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import fuzz, mutated, mutated_json, works_or_is_one_line
+from token_files import write_tokenizer
 
 from matmix.data.artifacts import artifact_path, parse_json
 from matmix.data.config import DataConfig
@@ -24,6 +28,8 @@ from matmix.data.prepare.cleaning.plan import in_words, read_removed, read_repor
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_sources
+from matmix.data.prepare.text.sequences import check_intervals
+from matmix.data.tokenizer import Tokenizer
 from matmix.launch.lab.compare.config import read_comparison
 from matmix.train.recipe import config_from_dict, load_config
 from matmix.train.recipe_files import bundled_comparisons, bundled_recipes, read_toml
@@ -63,6 +69,90 @@ def test_input_files(tmp_path, name, data):
         for chunk in read_chunks([source]):
             list(documents_of(chunk))
         find_cuts([source], 3)
+
+    works_or_is_one_line(read)
+
+
+@fuzz(30)
+@given(data=st.data())
+def test_intervals_and_indices_of_sequences(tmp_path, data):
+    """A BED file, and the .fai beside a FASTA file."""
+    bed = b"# of many\nchr1\t0\t4\tname\nchr7 2 30\nchr19\t9\t100\n"
+    fasta, index = tmp_path / "a.fa", tmp_path / "a.fa.fai"
+    fasta.write_bytes(FASTA)
+    index.unlink(missing_ok=True)
+    if is_bed := data.draw(st.booleans()):
+        (tmp_path / "a.bed").write_bytes(data.draw(mutated(bed)))
+    else:
+        places = re.finditer(rb">(chr\d+) of many\n(.*)\nACG\n", FASTA)
+        lines = ((p[1].decode(), len(p[2]) + 3, p.start(2), len(p[2]), len(p[2]) + 1) for p in places)
+        whole = "".join("\t".join(map(str, line)) + "\n" for line in lines).encode()
+        index.write_bytes(data.draw(mutated(whole)))
+    options = ReadOptions(intervals=str(tmp_path / "a.bed") if is_bed else "", max_line_megabytes=0.01)
+
+    def read():
+        sources, _ = find_sources([str(fasta)], options)
+        if is_bed:
+            check_intervals(sources, options.intervals)
+        for chunk in read_chunks(sources):
+            assert all(set(text) <= set("ACGTNacgtn") for text in documents_of(chunk))
+
+    works_or_is_one_line(read)
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """Beside a file that no folder names, a folder of `save_to_disk` and one of the cache of `load_dataset`."""
+    home, table = tmp_path_factory.mktemp("tables"), pa.table({"text": [f"row {n}" for n in range(20)]})
+    write_table(home / "secret.arrow", table)
+    save_to_disk(home / "saved", table)
+    for name in ("a-train-00000-of-00002", "a-train-00001-of-00002", "cache-1"):
+        write_table(home / "cache" / f"{name}.arrow", table)
+    return home
+
+
+@fuzz(30)
+@given(data=st.data())
+def test_folders_of_datasets(tables, data):
+    state = {"_data_files": [{"filename": f"data-0000{n}-of-00002.arrow"} for n in range(2)], "_split": "train"}
+    info = {"splits": {"train": {"name": "train", "num_examples": 20}, "test": {}}}
+    kind = data.draw(st.sampled_from(["saved", "cache"]))
+    folder, name, whole = tables / kind, *{"saved": ("state.json", state), "cache": ("dataset_info.json", info)}[kind]
+    as_json = mutated_json(whole).map(lambda value: json.dumps(value).encode())
+    (folder / name).write_bytes(data.draw(as_json | mutated(json.dumps(whole).encode())))
+
+    def read():
+        sources, _ = find_sources([str(folder)], ReadOptions())
+        assert all(Path(source.path).resolve().is_relative_to(folder.resolve()) for source in sources)
+        for chunk in read_chunks(sources):
+            list(documents_of(chunk))
+
+    works_or_is_one_line(read)
+
+
+@fuzz(30)
+@given(data=st.data())
+def test_roles_of_tokens_in_folders_of_transformers(tmp_path, data):
+    write_tokenizer(tmp_path)
+    config = {
+        "tokenizer_class": "BertTokenizer",
+        "unk_token": "w7",
+        "eos_token": {"content": "w9", "special": True},
+        "mask_token": "w8",
+        "additional_special_tokens": ["w10"],
+    }
+    name = data.draw(st.sampled_from(["tokenizer_config.json", "special_tokens_map.json"]))
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / file).unlink(missing_ok=True)
+    raw = json.dumps(config).encode()
+    (tmp_path / name).write_bytes(
+        data.draw(mutated_json(config).map(lambda value: json.dumps(value).encode()) | mutated(raw))
+    )
+
+    def read():
+        tokenizer = Tokenizer.load(tmp_path)
+        assert all(index is None or 0 <= index < tokenizer.vocab_size for index in tokenizer.special.values())
+        tokenizer.decode(tokenizer.encode("w7 w9 w12"))
 
     works_or_is_one_line(read)
 

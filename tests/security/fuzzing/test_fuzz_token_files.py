@@ -28,10 +28,12 @@ def files(folder):
     """One small file of each kind, and the index of the first."""
     token_files.write_megatron(folder / "a.bin", [[[*text, token_files.END]] for text in TEXTS])
     token_files.write_flat(folder / "b.npy", TEXTS, header=True)
+    token_files.write_flat(folder / "c.bin", TEXTS)
+    token_files.write_llm_c(folder / "d.bin", TEXTS)
     token_files.write_mds(folder / "bytes", TEXTS, "bytes", "<i8")
     token_files.write_mds(folder / "arrays", TEXTS, "ndarray:int32", "int32")
     token_files.write_litdata(folder / "lit", TEXTS, "<u2", "no_header_numpy:5")
-    names = {"a.idx": "megatron", "a.bin": "megatron", "b.npy": "flat"}
+    names = {"a.idx": "megatron", "a.bin": "megatron", "b.npy": "flat", "c.bin": "flat", "d.bin": "flat"}
     names |= {f"{kind}/shard.00000.mds": "mds" for kind in ("bytes", "arrays")}
     names |= {f"lit/{name}": "litdata" for name in ("chunk-0-0.bin", "index.json")}
     return {name: (layout, (folder / name).read_bytes()) for name, layout in names.items()}
@@ -50,7 +52,7 @@ def read_everything(folder):
                 yield shards.read(shard, number)
 
 
-@fuzz(70)
+@fuzz(80)
 @given(data=st.data())
 def test_files_of_tokens(originals, tokenizer, tmp_path, data):
     name = data.draw(st.sampled_from(sorted(originals)))
@@ -82,6 +84,25 @@ def dataset(originals, tokenizer, tmp_path_factory):
         (folder / name).write_bytes(originals[name][1])
     index(str(folder), format="megatron", tokenizer=tokenizer, validation_fraction=0.3)
     return folder
+
+
+@fuzz(15)
+@given(data=st.data())
+def test_lists_of_the_files_of_an_index(originals, tokenizer, tmp_path, data):
+    """Whatever it says, nothing but files with the names of an index is overwritten or removed."""
+    home = tmp_path / "home"
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "validation").mkdir(parents=True)
+    others = {name: originals[name][1] for name in ("a.idx", "a.bin")} | {"validation/notes.npy": b"mine"}
+    for name, raw in others.items():
+        (home / name).write_bytes(raw)
+    names = ["train/lengths.npy", "validation/starts.npy", "a.bin", "validation", "validation/notes.npy", "../x"]
+    (tmp_path / "x").touch()
+    record = data.draw(mutated_json(names).map(lambda values: json.dumps(values).encode()) | mutated(b'["a.bin"]'))
+    (home / ".index.json").write_bytes(record)
+    works_or_is_one_line(lambda: index(str(home), format="megatron", tokenizer=tokenizer, validation_fraction=0.0))
+    assert {name: (home / name).read_bytes() for name in others} == others
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "x"}
 
 
 @fuzz(50)
