@@ -401,6 +401,14 @@ def test_files_of_others_with_the_names_of_an_index_stay(name, tmp_path):
     command.index(str(folder), format="flat", tokenizer=tokenizer, out=str(tmp_path / "index"))
 
 
+def test_a_prepared_dataset_needs_no_index(tmp_path, data):
+    folder = data.write(tmp_path / "prepared", TEXTS)
+    before = contents(folder)
+    with pytest.raises(ValueError, match="holds a prepared dataset, which needs no index"):
+        command.index(str(folder), format="mds", tokenizer=str(token_files.write_tokenizer(tmp_path / "t")))
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("stop", ["train/lengths.npy", "validation/starts.npy", "manifest.json"])
 def test_an_index_goes_on_after_a_stop_and_is_made_anew(stop, tmp_path, monkeypatch):
     folder, options = tmp_path / "in", {"format": "flat", "tokenizer": str(token_files.write_tokenizer(tmp_path / "t"))}
