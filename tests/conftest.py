@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    _keep_imports()
+    _keep_imports(look_through=False)  # what little garbage there is may stay: to find it takes a second
     gc.enable()
 
 
@@ -53,11 +53,12 @@ _modules = 0
 """How many there were when what they hold was put aside."""
 
 
-def _keep_imports() -> None:
+def _keep_imports(look_through: bool = True) -> None:
     """What has been imported stays: each run of a test collects garbage, and would look through all of it again."""
     global _modules
     if len(sys.modules) >= _modules + 100:
-        gc.collect()
+        if look_through:
+            gc.collect()
         gc.freeze()
         gc.collect()  # all garbage is looked for once there is a quarter more than this one finds: next to nothing
         _modules = len(sys.modules)

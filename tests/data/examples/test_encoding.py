@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from failures import each
 from labelled import CLASSES, FIRST, WORDS, texts, write_jsonl, write_tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
@@ -34,6 +33,8 @@ def _ids(*words):
 
 @each("length", [8, 9, 12, 32])
 def test_pairs_are_put_together_and_cut_as_transformers_does(length, tmp_path):
+    from transformers import PreTrainedTokenizerFast  # takes a second, on each worker that collects this file
+
     words = [" ".join(WORDS[:9]), " ".join(WORDS[20:26])]
     examples = _open(ClassTexts, tmp_path, [{"text": words[0], "pair": words[1], "label": 1}], seqlen=length)
     [document] = examples[0].documents

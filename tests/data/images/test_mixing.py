@@ -5,7 +5,6 @@ import random
 import numpy as np
 import torch
 from failures import each
-from timm.data import Mixup
 
 from matmix.data.config import ImagesConfig
 from matmix.data.images.transforms import borrowed_generators, draw_mix, partner_of, seed_generators, soft_target
@@ -36,6 +35,8 @@ CASES = {
 
 @each("case", CASES)
 def test_a_pair_is_mixed_as_by_timm(case):
+    from timm.data import Mixup  # takes a second, on each worker that collects this file
+
     config = ImagesConfig(size=24, smoothing=0.1, **CASES[case])
     theirs = Mixup(
         mixup_alpha=config.mixup,

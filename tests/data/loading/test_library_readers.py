@@ -10,8 +10,6 @@ import torch
 from failures import each
 from folders import contents
 from nightly import nightly
-from streaming.base.storage import CloudDownloader
-from streaming.base.storage.download import LocalDownloader
 
 from matmix.data.config import DataConfig, ExamplesConfig, ImagesConfig
 from matmix.data.loading.masking import MaskingConfig
@@ -71,6 +69,9 @@ def test_webdataset_writes_nothing(stored, tmp_path):
 
 
 def test_shards_are_fetched_by_streaming(tmp_path, monkeypatch):
+    from streaming.base.storage import CloudDownloader  # takes a second, on each worker that collects this file
+    from streaming.base.storage.download import LocalDownloader
+
     asked = []
 
     class Downloader(LocalDownloader):

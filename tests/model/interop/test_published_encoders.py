@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 
 from matmix.model import build_model
 from matmix.train.recipe import load_phases
@@ -17,6 +16,8 @@ IN_PAIRS = torch.arange(WIDTH).view(HEADS, 2, -1).mT.flatten()
 
 def modernbert(**options):
     """Theirs, and ours with its weights. Our first layer has a norm more, which what is normalised already passes."""
+    from transformers import ModernBertConfig, ModernBertForMaskedLM  # takes a second, also where no test here runs
+
     theirs = ModernBertForMaskedLM(
         ModernBertConfig(**SIZES, intermediate_size=48, local_attention=8, norm_eps=1e-12, pad_token_id=0, **options)
     )
@@ -50,6 +51,8 @@ def modernbert(**options):
 
 
 def bert(**options):
+    from transformers import BertConfig, BertForMaskedLM
+
     theirs = BertForMaskedLM(BertConfig(**SIZES, intermediate_size=4 * WIDTH, max_position_embeddings=64, **options))
     state, ours = randomized(theirs), {}
     names = {

@@ -98,11 +98,12 @@ def test_a_run_learns_parity_and_tells_how_far_it_holds(parity, tmp_path, capsys
 
 
 def test_resuming_in_the_middle_is_bit_identical(parity, tmp_path):
-    train(config_of(parity, tmp_path / "whole"))
+    short = ["--steps", "12", "--evaluation.every", "6", "--checkpoint.every", "4"]
+    train(config_of(parity, tmp_path / "whole", *short))
     parts = tmp_path / "parts"
-    assert train(config_of(parity, parts, "--stop-step", "25")).step == 25
-    result = train(config_of(parity, parts, "--data.workers", "1", "--data.synthetic.validation-samples", "30"))
-    assert (result.steps_done, result.finished) == (35, True)
+    assert train(config_of(parity, parts, *short, "--stop-step", "5")).step == 5
+    result = train(config_of(parity, parts, *short, "--data.workers", "1", "--data.synthetic.validation-samples", "30"))
+    assert (result.steps_done, result.finished) == (7, True)
     assert losses(parts) == losses(tmp_path / "whole")
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts).items())
