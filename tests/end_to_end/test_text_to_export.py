@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nightly import nightly
@@ -34,35 +35,46 @@ def _run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProces
         pytest.param("debug_hydra", "mds", marks=pytest.mark.slow),
     ],
 )
-def test_prepare_train_resume_generate_export(recipe, shards, tmp_path, monkeypatch, capsys):
+def test_prepare_train_resume_generate_export(recipe, shards, tmp_path, monkeypatch, capsys, request):
+    """By night each verb is a process of its own; by day two of them are, since imports take seconds each time."""
     monkeypatch.chdir(tmp_path)
+    by_night = request.node.get_closest_marker("slow") is not None
 
     def here(*words: str) -> str:
-        """What a verb says that a process has shown to work already: imports would take seconds once more."""
+        """What a verb says that a process has shown to work already."""
+        return said(*words).out
+
+    def said(*words: str):
         assert main(list(words)) == 0
-        return capsys.readouterr().out
+        return capsys.readouterr()
+
+    def verb(*words: str, process: bool = by_night) -> SimpleNamespace:
+        if process:
+            run = _run(tmp_path, MATMIX, *words)
+            return SimpleNamespace(out=run.stdout, err=run.stderr)
+        return said(*words)
 
     text = [{"text": f"Act {n}.\nThe king of line {n} speaks, and {n * 7919} voices answer him."} for n in range(400)]
     (tmp_path / "play.jsonl").write_text("\n".join(map(json.dumps, text)))
     prepare = ["prepare", "play.jsonl", "--out", "data", "--vocab-size", "400", "--format", shards]
     prepare += ["--validation-fraction", "0.1"]
-    _run(tmp_path, MATMIX, *prepare)
+    verb(*prepare)
     assert "nothing to do" in here(*prepare)
 
     train = ["train", recipe, "--data.path", "data", "--run-dir", "run"]
-    stopped = _run(tmp_path, MATMIX, *train, "--stop-step", "4")
-    assert "Stopped at step 4 of 8" in stopped.stdout
-    resumed = _run(tmp_path, MATMIX, *train)
-    assert "resumed from step-00000004" in resumed.stderr
-    assert "Finished at step 8" in resumed.stdout
-    assert "Unigram entropy" in resumed.stdout
-    assert "Next: matmix generate" in resumed.stdout
+    stopped = verb(*train, "--stop-step", "4", process=True)
+    assert "Stopped at step 4 of 8" in stopped.out
+    resumed = verb(*train)
+    assert "resumed from step-00000004" in resumed.err
+    assert "Finished at step 8" in resumed.out
+    assert "Unigram entropy" in resumed.out
+    assert "Next: matmix generate" in resumed.out
     assert "Nothing to do, the run finished at step 8" in here(*train)
 
     prompt = "The king" if recipe == "debug_mru" else "The <mask> of line"
-    sample = _run(tmp_path, MATMIX, "generate", "run", "--prompt", prompt, "--max-new-tokens", "8")
-    assert "king" in sample.stdout if recipe == "debug_mru" else sample.stdout.strip()
-    _run(tmp_path, MATMIX, "export", "run", "--out", "out")
+    sample = verb("generate", "run", "--prompt", prompt, "--max-new-tokens", "8")
+    assert "king" in sample.out if recipe == "debug_mru" else sample.out.strip()
+    verb("export", "run", "--out", "out", process=True)
     written = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
     both = here("generate", "out", "--prompt", prompt, "--prompt", prompt, "--max-new-tokens", "8")
@@ -82,12 +94,12 @@ def test_torchrun_on_two_processes_equals_one(dataset, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["train", "no_such_recipe"], "recipe not found: no_such_recipe"),
+        nightly(["train", "no_such_recipe"], "recipe not found: no_such_recipe"),
         (["train", "debug_mru", "--data.path", "nowhere"], "nowhere"),
         nightly(["export", "nowhere", "--out", "out"], "nowhere"),
         nightly(["generate", "nowhere"], "nowhere"),
         nightly(["import", "--from", "hydra", "nowhere.safetensors", "out"], "nowhere.safetensors"),
-        (["prepare", "nowhere.txt", "--out", "data"], "nowhere.txt"),
+        nightly(["prepare", "nowhere.txt", "--out", "data"], "nowhere.txt"),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(words, expected, tmp_path):

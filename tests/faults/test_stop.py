@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 from fault_harness import assert_same, python_path, wait_until
+from nightly import nightly
 
 from matmix.train.process.exits import EXIT_INTERRUPTED, EXIT_STOPPED
 from matmix.train.run.outcome import read_last_step, read_outcomes
@@ -37,15 +38,17 @@ def outcome_of(run, number: int):
     return outcomes[0]
 
 
-def test_between_steps_on_one_rank_of_two(make_run, two_ranks):
+@pytest.mark.parametrize("goes_on", [False, nightly(True)])
+def test_between_steps_on_one_rank_of_two(make_run, request, goes_on):
     run = make_run(ranks=2)
     stop_at(run, {"kind": "pause", "step": 7})
     outcome = outcome_of(run, 0)
     assert (outcome.code, outcome.saved_step) == (EXIT_STOPPED, outcome.step)
     assert outcome.step in (7, 8)  # one more where rank 1 notes the signal only after its part in step 7
     assert read_last_step(run.path, "attempt-0") == outcome.step
-    run.finish()
-    assert_same(run, two_ranks)
+    if goes_on:
+        run.finish()
+        assert_same(run, request.getfixturevalue("two_ranks"))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from fault_harness import assert_same
 from folders import flip_a_bit
+from nightly import nightly
 
 from matmix.train.process.exits import EXIT_FAILED, EXIT_USER
 
@@ -34,10 +35,10 @@ def _empty_manifest(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_truncate, "is truncated"),
-        (_remove, "is missing"),
+        nightly(_truncate, "is truncated"),
+        nightly(_remove, "is missing"),
         (_flip_a_bit, "does not match its checksum"),
-        (_empty_manifest, "its checkpoint.json cannot be read"),
+        nightly(_empty_manifest, "its checkpoint.json cannot be read"),
     ],
 )
 def test_damaged_checkpoint(make_run, half_done, one_rank, damage, said):

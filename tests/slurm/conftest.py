@@ -6,7 +6,7 @@ With `pytest -n auto`, tests/conftest.py gives all of them to one worker: they s
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def stories(
     cluster: Cluster, dataset: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Stories]:
     """All stories of the selected tests, begun together: some work while others wait."""
-    stories_of_tests = (getattr(getattr(test, "function", None), "story", None) for test in request.session.items)
-    wanted = [story for story in stories_of_tests if story is not None]
-    compared = any("alone" in getattr(test, "fixturenames", ()) for test in request.session.items)
-    begun = Stories(Stage(cluster, dataset, tmp_path_factory.mktemp("runs")), wanted, (1, 2) if compared else ())
+    functions = (getattr(test, "function", None) for test in request.session.items)
+    tests = [function for function in functions if hasattr(function, "story")]
+    ranks = {test.alone for test in tests} - {0}
+    begun = Stories(Stage(cluster, dataset, tmp_path_factory.mktemp("runs")), [test.story for test in tests], ranks)
     yield begun
     begun.close()
 
@@ -56,6 +56,6 @@ def told(stories: Stories, request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture
-def alone(stories: Stories) -> Callable[[int], SlurmRun]:
-    """`alone(ranks)`: the run that nothing happened to, of processes that know nothing of Slurm."""
-    return lambda ranks: stories.references[ranks].result()
+def alone(stories: Stories, request: pytest.FixtureRequest) -> SlurmRun:
+    """The run that nothing happened to, of processes that know nothing of Slurm."""
+    return stories.references[request.function.alone].result()

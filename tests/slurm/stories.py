@@ -16,7 +16,7 @@ its own. Submitting is done one by one. Only stories of selected tests are told.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,12 @@ class Stage:
 Story = Callable[[Stage], Iterator[Any]]
 
 
-def tells(told: Story) -> Callable[[Callable], Callable]:
-    """Marks a test as the one that looks at a story."""
+def tells(told: Story, alone: int = 0) -> Callable[[Callable], Callable]:
+    """Marks a test as the one that looks at a story. alone: the ranks of the run that it is compared with, to which
+    nothing happens."""
 
     def mark(test: Callable) -> Callable:
-        test.story = told
+        test.story, test.alone = told, alone
         return test
 
     return mark
@@ -53,7 +54,7 @@ def tells(told: Story) -> Callable[[Callable], Callable]:
 class Stories:
     """Tells stories and keeps their ends. references: numbers of ranks of runs that nothing happens to."""
 
-    def __init__(self, stage: Stage, stories: list[Story], references: tuple[int, ...]) -> None:
+    def __init__(self, stage: Stage, stories: list[Story], references: Iterable[int]) -> None:
         self.stage = stage
         self.pool = ThreadPoolExecutor(max_workers=len(stories) + 2)
         self.ends: dict[Story, Future] = {}

@@ -19,6 +19,7 @@ def diverging(stage):
     stage.cluster.wait_for_end(run.job)
 
 
+@pytest.mark.slow
 @tells(diverging)
 def test_a_step_that_fails_twice_ends_the_job(told):
     info = told.cluster.info(told.job)

@@ -34,7 +34,7 @@ def chained(stage):
 
 
 @pytest.mark.slow
-@tells(chained)
+@tells(chained, alone=1)
 def test_scancel_leaves_a_valid_checkpoint_and_the_next_job_of_the_chain_goes_on_from_it(told, alone):
     run, seen = told
     first, second = run.jobs
@@ -45,7 +45,7 @@ def test_scancel_leaves_a_valid_checkpoint_and_the_next_job_of_the_chain_goes_on
     info = run.cluster.info(second)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "0"), run.output(second)
     assert f"resumed from step-{seen['saved']:08d}" in run.output(second)
-    assert_undisturbed(run, alone(1))
+    assert_undisturbed(run, alone)
 
 
 def phased(stage):
@@ -61,13 +61,13 @@ def phased(stage):
 
 
 @pytest.mark.slow
-@tells(phased)
+@tells(phased, alone=1)
 def test_phases_are_one_job_which_goes_on_in_the_one_that_was_stopped(told, alone):
     run, (first, second) = told
     info = run.cluster.info(run.job)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), run.output()
     assert [(attempt.phase, attempt.code) for attempt in run.attempts()] == [(2, EXIT_STOPPED), (2, EXIT_OK)]
-    assert_undisturbed(first, alone(1))
+    assert_undisturbed(first, alone)
     assert [step for step, *_ in second.curve()] == list(range(1, STEPS + 1))
     assert second.curve()[0] != first.curve()[0]  # it has begun with other weights
 
@@ -88,14 +88,14 @@ def swept(stage):
 
 
 @pytest.mark.slow
-@tells(swept)
+@tells(swept, alone=1)
 def test_an_array_of_runs_of_which_one_is_interrupted(told, alone):
     sweep, points, tasks = told
     infos = [sweep.cluster.info(task) for task in tasks]
     assert [info["JobState"] for info in infos] == ["COMPLETED"] * 3
     assert [info["Restarts"] for info in infos] == ["0", "1", "0"]  # the others were left alone
     assert [attempt.code for attempt in points[1].attempts()] == [EXIT_STOPPED, EXIT_OK]
-    assert_undisturbed(points[0], alone(1))
+    assert_undisturbed(points[0], alone)
     curves = [point.curve() for point in points]
     assert all([step for step, *_ in curve] == list(range(1, STEPS + 1)) for curve in curves)
     assert len({curve[-1] for curve in curves}) == 3  # each task has trained with its own value
@@ -120,6 +120,7 @@ def prepared(stage):
     stage.cluster.wait_for(read_jobs(home)[-1].job, "COMPLETED")
 
 
+@pytest.mark.slow
 @tells(prepared)
 def test_an_array_of_parts_is_joined_once_a_failed_part_was_made_again(told):
     stage, out, home = told
@@ -174,13 +175,13 @@ def looked_after(stage):
 
 
 @tells(looked_after)
-def test_cancel_saves_and_resubmit_goes_on(told, alone, capsys):
+def test_cancel_saves_and_resubmit_goes_on(told, capsys):
     first, second = told.jobs
     assert told.cluster.info(first)["Restarts"] == "0"
     assert told.attempts()[0].code == EXIT_STOPPED
     assert told.cluster.info(second)["JobState"] == "COMPLETED", told.output()
     assert f"resumed from step-{told.attempts()[0].step:08d}" in told.output(second)
-    assert_undisturbed(told, alone(1))
+    assert [step for step, *_ in told.curve()] == list(range(1, STEPS + 1))
     assert matmix("launch", "status", str(told.path)) == 0
     shown = capsys.readouterr().out
     assert second in shown

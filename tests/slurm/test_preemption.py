@@ -21,11 +21,11 @@ def two_nodes(stage):
 
 
 @pytest.mark.slow
-@tells(two_nodes)
+@tells(two_nodes, alone=2)
 def test_a_job_on_two_nodes_trains_as_without_slurm(told, alone):
     info = told.cluster.info(told.job)
     assert (info["JobState"], info["NumNodes"], info["Restarts"]) == ("COMPLETED", "2", "0"), told.output()
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)
     assert [(attempt.code, attempt.step) for attempt in told.attempts()] == [(EXIT_OK, STEPS)]
     assert f"Finished at step {STEPS}" in told.output()  # rank 0's words are the job's
     assert (told.path / "logs" / told.attempts()[0].attempt / "rank-00001.log").is_file()
@@ -42,7 +42,7 @@ def signalled(stage):
     stage.cluster.wait_for_end(run.job)
 
 
-@tells(signalled)
+@tells(signalled, alone=2)
 def test_usr2_saves_requeues_and_resumes(told, alone):
     info = told.cluster.info(told.job)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
@@ -52,7 +52,7 @@ def test_usr2_saves_requeues_and_resumes(told, alone):
     assert f"resumed from step-{first.step:08d}" in told.output()
     assert f"Finished at step {STEPS}" in told.output()  # rank 0's words are the job's
     assert (told.path / "logs" / second.attempt / "rank-00001.log").is_file()
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)
 
 
 def signalled_early(stage):
@@ -69,12 +69,12 @@ def signalled_early(stage):
 
 
 @pytest.mark.slow
-@tells(signalled_early)
+@tells(signalled_early, alone=1)
 def test_usr2_before_the_first_step_requeues_as_well(told, alone):
     info = told.cluster.info(told.job)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "2"), told.output()
     assert all(attempt.signalled for attempt in told.attempts()[:2])
-    assert_undisturbed(told, alone(1))
+    assert_undisturbed(told, alone)
 
 
 # -- without warning -------------------------------------------------------------------------------------------------
@@ -89,12 +89,12 @@ def requeued(stage):
 
 
 @pytest.mark.slow
-@tells(requeued)
+@tells(requeued, alone=2)
 def test_requeue_from_outside_resumes(told, alone):
     info = told.cluster.info(told.job)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
     assert "resumed from step-" in told.output()
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)
 
 
 def moved(stage):
@@ -111,14 +111,14 @@ def moved(stage):
 
 
 @pytest.mark.slow
-@tells(moved)
+@tells(moved, alone=2)
 def test_a_node_that_is_set_down_moves_the_job_to_others(told, alone):
     first, _, third = told.cluster.nodes["shaky"]
     info = told.cluster.info(told.job)
     assert (info["JobState"], info["Restarts"]) == ("COMPLETED", "1"), told.output()
     assert told.cluster.hostnames(info["NodeList"]) == [first, third]
     assert "resumed from step-" in told.output()
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)
 
 
 # -- what takes minutes ----------------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ def crashed(stage):
 
 
 @pytest.mark.slow
-@tells(crashed)
+@tells(crashed, alone=2)
 def test_a_node_that_dies_is_replaced(told, alone):
     info = told.cluster.info(told.job)
     assert info["JobState"] == "COMPLETED", told.output()
     assert int(info["Restarts"]) >= 1
     assert "resumed from step-" in told.output()
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)
 
 
 def out_of_time(stage):
@@ -163,14 +163,14 @@ def out_of_time(stage):
 
 
 @pytest.mark.slow
-@tells(out_of_time)
+@tells(out_of_time, alone=1)
 def test_a_job_goes_on_after_its_time_limit(told, alone):
     info = told.cluster.info(told.job)
     assert info["JobState"] == "COMPLETED", told.output()
     assert int(info["Restarts"]) >= 1
     assert told.attempts()[0].signalled
     assert told.attempts()[0].code == EXIT_STOPPED
-    assert_undisturbed(told, alone(1))
+    assert_undisturbed(told, alone)
 
 
 def displaced(stage):
@@ -185,10 +185,10 @@ def displaced(stage):
 
 
 @pytest.mark.slow
-@tells(displaced)
+@tells(displaced, alone=2)
 def test_a_job_that_is_displaced_by_a_more_urgent_one_comes_back(told, alone):
     info = told.cluster.info(told.job)
     assert info["JobState"] == "COMPLETED", told.output()
     assert int(info["Restarts"]) >= 1
     assert told.attempts()[0].code == EXIT_STOPPED
-    assert_undisturbed(told, alone(2))
+    assert_undisturbed(told, alone)

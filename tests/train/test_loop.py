@@ -108,7 +108,7 @@ def _poison(monkeypatch, steps: set[int]) -> None:
         if not model.training:
             return loss
         calls.append(None)
-        step = 1 + (len(calls) - 1) // 4
+        step = 1 + (len(calls) - 1) // 2  # two micro-batches each
         return Loss(loss.total * torch.nan, *loss[1:]) if step in steps else loss
 
     monkeypatch.setattr(TokenPrediction, "loss", poisoned)
