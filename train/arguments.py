@@ -288,6 +288,8 @@ def parse_arguments(
     """Reads `arguments` (``--key value``, tables with dots) as a `cls`; `default` gives the others. only: a table and
     those of its fields that may be given and are shown by ``--help``; needs a `default`. Raises ValueError (one line);
     ``--help`` prints all fields with their docstrings and exits."""
+    if not arguments and default is not tyro.MISSING_NONPROP:
+        return default
     registry = _registry()
     described = "--help" in arguments or "-h" in arguments
     _with_fields(registry, only, described)

@@ -70,6 +70,7 @@ def test_kernels_cost_no_more_than_what_is_kept(kernels):
     assert "no more than is kept" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_kernel_without_counts_is_named():
     done = counts("--check", "mixing")
     assert done.returncode == 2

@@ -181,6 +181,7 @@ def test_the_fastest_right_configuration_becomes_the_table(tmp_path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_peer_runs_in_its_own_process_and_a_failure_is_one_line(tmp_path):
     now = kept(tmp_path)
     good, bad = "mru --tokens 48 --lengths 24 --sizes 4x2 --kind scan", "mru --sizes 5x2"

@@ -17,7 +17,7 @@ PROBABILITIES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(PROBABILITIES).log()
 
 
-def frequencies(sampling: Sampling, logits=LOGITS, count: int = 4000) -> list[float]:
+def frequencies(sampling: Sampling, logits=LOGITS, count: int = 1000) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     drawn = Counter(sampling.draw(logits, generator) for _ in range(count))
     return [drawn[index] / count for index in range(len(logits))]
@@ -43,7 +43,7 @@ def cut(*kept: float) -> list[float]:
 )
 def test_frequencies(options, expected):
     sampling = Sampling(**{"temperature": 1.0, "top_p": 1.0, **options})
-    assert frequencies(sampling) == pytest.approx(expected, abs=0.03)
+    assert frequencies(sampling) == pytest.approx(expected, abs=0.04)
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn():

@@ -164,6 +164,7 @@ def test_ranks_end_with_their_launcher(local):
     assert (local.run / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_early_leaves_no_rank(local):
     deadline = time.monotonic() + 60
     while len(ranks := local.ranks()) < 2:
