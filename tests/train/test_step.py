@@ -102,6 +102,7 @@ def tapes(monkeypatch):
 # Rates that float32 holds, as those of a graph are of it.
 COMMON = ["--data.packing", "rows", "--steps", "12", "--optimizer.lr", "0.0078125", "--schedule.final", "0"]
 COMMON += ["--schedule.warmup", "4", "--optimizer.rule", '{match = "*.mlp.up.weight", lr = 0.5, clip = 0.01}']
+COMMON += ["--micro-batch-size", "2"]
 GRAPH = ["--engine.cuda-graph", "True", "--faults.on-replica-difference", "restore"]
 
 
