@@ -5,7 +5,9 @@ from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier
 from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.ckconv import CKConv
+from matmix.model.mixers.convolutions.h3 import H3
 from matmix.model.mixers.convolutions.hyena import Hyena
+from matmix.model.mixers.convolutions.s4 import S4
 from matmix.model.mixers.convolutions.s4d import S4D
 from matmix.model.mixers.convolutions.short import Convolution
 from matmix.model.mixers.convolutions.tnn import TNN
@@ -53,6 +55,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "dft": DFT,
     "fnet": FNet,
     "gated_delta": GatedDelta,
+    "h3": H3,
     "hydra": Hydra,
     "hyena": Hyena,
     "linear_attention": LinearAttention,
@@ -71,6 +74,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "quasiseparable_di": QuasiseparableDI,
     "retnet": RetNet,
     "rwkv7": RWKV7,
+    "s4": S4,
     "s4d": S4D,
     "semiseparable": Semiseparable,
     "sma_causal": SmaCausal,

@@ -12,8 +12,10 @@ from storages import Storages
 from matmix.model import initialize
 from matmix.model.mixers.attention.linformer import Linformer, LinformerConfig
 from matmix.model.mixers.convolutions.ckconv import CKConv, CKConvConfig
+from matmix.model.mixers.convolutions.h3 import H3, H3Config
 from matmix.model.mixers.convolutions.hyena import Hyena, HyenaConfig
 from matmix.model.mixers.convolutions.long import half_octave
+from matmix.model.mixers.convolutions.s4 import S4, S4Config
 from matmix.model.mixers.convolutions.s4d import S4D, S4DConfig
 from matmix.model.mixers.convolutions.tnn import TNN, TNNConfig
 from matmix.model.mixers.structured.fnet import FNet, FNetConfig
@@ -35,6 +37,10 @@ def _build(kind, config, causal=True, max_seqlen=20, noise=0.1, dtype=torch.floa
 
 def _s4d(causal=True, noise=0.1, **options):
     return _build(S4D, S4DConfig(**{"d_state": 6, "dt_min": 0.05, "dt_max": 0.5} | options), causal, noise=noise)
+
+
+def _s4(causal=True, noise=0.1):
+    return _build(S4, S4Config(d_state=6, dt_min=0.05, dt_max=0.5), causal, noise=noise)
 
 
 def _hyena(causal=True, noise=0.1, **options):
@@ -59,10 +65,40 @@ def _s4d_scan(mixer, u, kernel):
     return torch.stack(outputs, 1)
 
 
+def _pairs(mixer):
+    """A (d_model, d_state, d_state) and B of S4 with both numbers of each conjugate pair, and its C."""
+    rates = torch.complex(-mixer.A_log.exp(), mixer.A_imag).view(D_MODEL, -1)
+    P, B, C = (torch.view_as_complex(part) for part in (mixer.P, mixer.B, mixer.C))
+    rates, P, B, C = (torch.cat([part, part.conj()], -1) for part in (rates, P, B, C))
+    return torch.diag_embed(rates) - P.unsqueeze(-1) * P.conj().unsqueeze(-2), B, C
+
+
+def _s4_scan(mixer, u, kernel):
+    """The bilinear rule with dense matrices."""
+    (A, B, C), identity = _pairs(mixer), torch.eye(mixer.config.d_state)
+    dt = mixer.log_dt.exp().view(-1, 1, 1)
+    behind = torch.linalg.inv(identity - dt / 2 * A)
+    transition, B = behind @ (identity + dt / 2 * A), (behind @ (dt * B.unsqueeze(-1))).squeeze(-1)
+    state, outputs = torch.zeros(u.shape[0], *B.shape, dtype=B.dtype), []
+    for t in range(u.shape[1]):
+        state = torch.einsum("hmn,bhn->bhm", transition, state) + B * u[:, t].unsqueeze(-1)
+        outputs.append((C[kernel] * state).sum(-1).real)
+    return torch.stack(outputs, 1)
+
+
+def _h3_layer(mixer, x):
+    q, k, v = (x @ mixer.in_proj.weight.T + mixer.in_proj.bias).chunk(3, -1)
+    padded, taps = F.pad(k, (0, 0, 3, 0)), mixer.conv1d.weight[:, 0]
+    u = v * (mixer.conv1d.bias + sum(taps[:, j] * padded[:, j : j + x.shape[1]] for j in range(4)))
+    y = q * (_s4d_scan(mixer, u, 0) + mixer.D * u)
+    return y @ mixer.out_proj.weight.T + mixer.out_proj.bias
+
+
 def _s4d_layer(mixer, x):
-    y = _s4d_scan(mixer, x, 0) + mixer.D * x
+    scan = _s4_scan if isinstance(mixer, S4) else _s4d_scan
+    y = scan(mixer, x, 0) + mixer.D * x
     if not mixer.causal:  # the scan from behind starts with the next token
-        y = y + F.pad(_s4d_scan(mixer, x.flip(1), 1).flip(1)[:, 1:], (0, 0, 0, 1))
+        y = y + F.pad(scan(mixer, x.flip(1), 1).flip(1)[:, 1:], (0, 0, 0, 1))
     a, b = (F.gelu(y) @ mixer.out_proj.weight.T + mixer.out_proj.bias).chunk(2, -1)
     return a * torch.sigmoid(b)
 
@@ -164,6 +200,9 @@ def _m2_layer(mixer, x):
 LAYERS = {
     "s4d-causal": (lambda: _s4d(), _s4d_layer),
     "s4d": (lambda: _s4d(causal=False, spectrum="inv"), _s4d_layer),
+    "s4-causal": (lambda: _s4(), _s4d_layer),
+    "s4": (lambda: _s4(causal=False), _s4d_layer),
+    "h3": (lambda: _build(H3, H3Config(d_state=6, dt_min=0.05, dt_max=0.5)), _h3_layer),
     "hyena-causal": (lambda: _hyena(), _hyena_layer),
     "hyena": (lambda: _hyena(causal=False), _hyena_layer),
     "mlp_mixer": (_mlp_mixer, _mlp_mixer_layer),
@@ -270,6 +309,18 @@ def test_filters_stay_float32_under_autocast(make, causal):
         with torch.autocast("cpu", torch.bfloat16):
             y = mixer(x)
     assert (y.float() - exact).norm() < 0.02 * exact.norm()
+
+
+def test_s4_starts_as_hippo_legs():
+    """Its matrix has the eigenvalues -1, ..., -n, and the numbers B^* A B and B^* B are those of its A and B."""
+    A, B, _ = (part.detach() for part in _pairs(_s4(noise=0.0)))
+    n = torch.arange(6, dtype=torch.float64)
+    b = (2 * n + 1).sqrt()
+    hippo = -torch.outer(b, b).tril(-1) - torch.diag(n + 1)
+    eigenvalues = torch.linalg.eigvals(A[1])
+    torch.testing.assert_close(eigenvalues.real.sort().values, -n.flip(0) - 1, rtol=1e-4, atol=1e-4)
+    for found, expected in ((B[1].conj() @ A[1] @ B[1], b @ hippo @ b), (B[1].conj() @ B[1], b @ b)):
+        torch.testing.assert_close(found.real, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_s4d_starts_with_the_spectra_of_the_paper():

@@ -436,6 +436,8 @@ MISTAKES = [
         {"headdim": 8, "transition": "full", "formula": "elementwise"},
         "d_state = 64: must be from 2 to 32",
     ),
+    ("s4", {"d_state": 7}, "d_state = 7: must be even"),
+    ("h3", {"d_conv": 1}, "d_conv = 1: must be from 2 to 9"),
     ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),
     ("tnn", {"decay": 1.5}, "decay = 1.5: must be above 0 and at most 1"),

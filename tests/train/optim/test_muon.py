@@ -120,10 +120,10 @@ def test_the_cost_of_a_step_is_what_torch_counts():
 # -- what mixers say ---------------------------------------------------------------------------------------------------
 
 FUSED = {
-    "q k v": "lion_d lion_lit lion_s",
+    "q k v": "h3 lion_d lion_lit lion_s",
     "x0 x1 v": "hyena",
     "u v": "tnn",
-    "value gate": "s4d",
+    "value gate": "s4 s4d",
     "z q k v beta alpha": "gated_delta",
     "z v": "attention_di butterfly cauchy_di convolution dense dft low_rank_di monarch quasiseparable_di toeplitz_di "
     "vandermonde_di",

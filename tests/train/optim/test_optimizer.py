@@ -24,6 +24,7 @@ NOT_DECAYED_MATRICES = {
     **{f"bidirectional_{kind}": DIRECTIONS for kind in ("add", "add_diagonal", "add_shift", "concat", "mult")},
     "hyena": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
     "hydra": ["init_states"],
+    "s4": ["P", "B"],
     "ckconv": [*(f"filter.layers.{layer}.weight" for layer in range(2)), "filter.out.weight"],
     "tnn": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
     "mru": ["state_base"],
