@@ -122,7 +122,7 @@ class S4(S4D):
             added = torch.einsum("hnl,blh->bhn", columns[..., :new].flip(-1), piece.to(state.dtype))
             state = torch.einsum("hmn,bhn->bhm", torch.linalg.matrix_power(A, new), state) + added
         y = torch.cat(outputs, 1)
-        return y + self.D.to(y.dtype) * x, torch.complex(*state.chunk(2, -1))
+        return y + self.D.to(y.dtype) * x, torch.complex(*state.contiguous().chunk(2, -1))
 
 
 def reals(x: Tensor) -> Tensor:
