@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import itertools
 import json
+import re
+import shlex
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import sentencepiece
 import tokenizers
@@ -24,8 +28,11 @@ from matmix.data.prepare.text import PrepareConfig, preparation
 from matmix.data.prepare.text.documents import documents_of
 from matmix.data.prepare.text.readers import find_sources
 from matmix.data.tokenizer import Tokenizer
+from matmix.launch.cli import main
 from matmix.model.config import ModelConfig
 from matmix.model.interop.export.tokenizer import load_fast_tokenizer, write_tokenizer
+from matmix.train.recipe import load_config
+from matmix.train.recipe_files import find_recipe
 
 TEXTS = ["To be, or not to be: that is the QUESTION.", "  Café\n\n two", "an emoji 😀", "", "brutus' 1234"]
 MARKED = "[CLS] <|endoftext|> </s> [MASK]<extra_id_0>"
@@ -189,6 +196,45 @@ def test_names_at_the_hub(folders, tmp_path, monkeypatch):
     assert Tokenizer.load(local_or_hub("someone/words@main")).sha256 == found.sha256
     with pytest.raises(FileNotFoundError, match="no file or folder here, and the Hugging Face hub cannot be reached"):
         local_or_hub("someone/else")
+
+
+SMALL = {
+    "hydra_base_c4": ["--model.d_model", "64", "--model.mixers.hydra.d_state", "8", "--model.vocab_size", "400"],
+    "mru_tinystories": ["--model.d_model", "32", "--model.mixers.mru.nheads", "2", "--model.mixers.mru.order", "4"],
+}
+
+
+@pytest.mark.slow
+@each("recipe", SMALL)
+def test_the_command_for_the_data_of_a_published_recipe(folders, tmp_path, monkeypatch, shakespeare, recipe):
+    """As the recipe gives it, with a hub where the datasets and the tokenizers are small; the recipe trains on it."""
+    monkeypatch.chdir(tmp_path)
+    (line,) = re.findall(r"^# Data: matmix (.+)$", find_recipe(recipe).read_text(), re.MULTILINE)
+    dataset = re.search(r"hub:([^:]+)", line)[1]
+    tokenizer = re.search(r"--tokenizer (\S+)", line)[1]
+    repository = tmp_path / "repository"
+    (repository / "en").mkdir(parents=True)
+    (repository / "data").mkdir()
+    config = "{config_name: en, data_files: [{split: train, path: en/c4-train.*}, {split: validation, path: en/c4-v*}]}"
+    table = pyarrow.table({"text": shakespeare})
+    if recipe == "hydra_base_c4":
+        (repository / "README.md").write_text(f"---\nconfigs:\n- {config}\n---\n")
+        lines = "\n".join(json.dumps({"text": text}) for text in shakespeare)
+        for name in ("train.00000-of-00001", "validation.00000-of-00001"):
+            (repository / f"en/c4-{name}.json.gz").write_bytes(gzip.compress(lines.encode()))
+    else:
+        for name in ("train", "validation"):
+            pyarrow.parquet.write_table(table, repository / f"data/{name}-00000-of-00001-2d5a1467fff1081b.parquet")
+        (repository / "TinyStories-train.txt").write_text("not this")
+    commit = hashlib.sha1(str(tmp_path).encode()).hexdigest()
+    words = folders / ("bert_slow" if "bert" in tokenizer else "gpt2_slow")
+    with serving({("datasets", dataset, commit): repository, ("models", tokenizer, commit): words}) as hub:
+        hub.enter(monkeypatch, tmp_path / "cache")
+        assert main([*shlex.split(line), "--processes", "1", "--validation-fraction", "0.2"]) == 0
+    manifest = Manifest.load(load_config(recipe).data.path)
+    assert sum(split.documents for split in manifest.splits.values()) == len(list(filter(str.strip, shakespeare)))
+    sizes = ["--steps", "1", "--global_batch_size", "2", "--micro_batch_size", "2", "--model.n_layers", "1"]
+    assert main(["train", recipe, *sizes, "--data.seqlen", "16", *SMALL[recipe], "--run_dir", "run"]) == 0
 
 
 def test_names_that_are_files_or_none_of_a_hub_stay_with_this_machine(tmp_path, monkeypatch):

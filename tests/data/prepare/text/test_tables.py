@@ -117,6 +117,18 @@ def test_folders_of_datasets(tmp_path, monkeypatch):
     assert documents(f"{cache}/*-train*.arrow") == TEXTS * 2
 
 
+def test_a_folder_of_a_newer_version_gives_its_texts(tmp_path):
+    """Unknown members and features do not concern the columns of text. The folder is the installed library's own."""
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": TEXTS, "other": TEXTS}).save_to_disk(tmp_path / "a", num_shards=2)
+    assert documents(tmp_path / "a") == TEXTS
+    for name, new in {"state": {"_engine": 7}, "dataset_info": {"features": {"other": {"_type": "Hologram"}}}}.items():
+        path = tmp_path / "a" / f"{name}.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **new}))
+    assert documents(tmp_path / "a") == TEXTS
+
+
 def test_arrow_that_cannot_be_used(tmp_path):
     folder = save_to_disk(tmp_path / "a", TABLE)
     (folder / "state.json").write_text('{"version": 7, "files": []}')
