@@ -4,7 +4,8 @@ a shorter one not at all. GPT-3 cut out the surroundings of a match; here the wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,19 +21,17 @@ Runs = dict[int, np.ndarray]
 class Evaluation(Protocol):
     """A file with examples of an evaluation."""
 
-    name: str
-
     def texts(self) -> Iterator[str]:
         """Yields its texts. Raises ValueError (one line) for damage."""
 
 
-def read_evaluations(files: Sequence[Evaluation]) -> Runs:
-    """Returns the runs of the texts in files; of a text with several lines, each is also an example. Raises ValueError
-    (one line) for files without a run, and as `Evaluation.texts`."""
+def read_evaluations(given: Mapping[str, Sequence[Evaluation]]) -> Runs:
+    """Returns the runs of the texts in files; of a text with several lines, each is also an example. given: an argument
+    -> its files. Raises ValueError (one line) for one without a run, and as `Evaluation.texts`."""
     found: dict[int, list[np.ndarray]] = {}
-    for file in files:
+    for name, files in given.items():
         count = 0
-        for text in file.texts():
+        for text in itertools.chain.from_iterable(file.texts() for file in files):
             words = hashed_words(text)
             examples = {min(LONGEST, len(words)): [words]}
             if len(words) > LONGEST:
@@ -43,7 +42,7 @@ def read_evaluations(files: Sequence[Evaluation]) -> Runs:
                     found.setdefault(length, []).extend(runs(one, length) for one in lists)
                     count += 1
         if not count:
-            raise ValueError(f"{file.name} has no text of {SHORTEST} words or more to look for in the documents")
+            raise ValueError(f"{name} has no text of {SHORTEST} words or more to look for in the documents")
     return {length: np.unique(np.concatenate(lists)) for length, lists in found.items()}
 
 

@@ -19,7 +19,7 @@ import logging
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -171,11 +171,11 @@ class Look:
         cleaner: Cleaner,
         sources: Sequence[Source],
         chunks: Callable[[Position, Position, Position], Iterator[Chunk]],
-        evaluations: Sequence[Evaluation],
+        evaluations: Mapping[str, Sequence[Evaluation]],
         processes: int,
     ) -> None:
-        """chunks: `Preparation.chunks`. processes: 0 for one a core, as far as there is work. Raises ValueError (one
-        line) for options that cannot be met."""
+        """chunks: `Preparation.chunks`. evaluations: of `read_evaluations`. processes: 0 for one a core, as far as
+        there is work. Raises ValueError (one line) for options that cannot be met."""
         self._cleaner, self._sources, self._chunks, self._processes = cleaner, sources, chunks, processes
         if cleaner.options.language:
             check_languages(cleaner.options.language)

@@ -87,11 +87,11 @@ class TextPreparation(base.Preparation):
         chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
         self.read = cleaning.Cleaner(documents_of, chosen)
         self.look: cleaning.Look | None = None
-        self.evaluations, _ = find_sources(config.decontaminate)
+        self.evaluations = {item: find_sources([item])[0] for item in config.decontaminate}
         facts = {"tokenizer": self.given.sha256 if self.given else "trained"}
         if self.evaluations:
-            digests = (e.digest() if is_stream(e.path) else sha256_of(Path(e.path)) for e in self.evaluations)
-            facts["decontaminate"] = sorted(digests)
+            files = itertools.chain.from_iterable(self.evaluations.values())
+            facts["decontaminate"] = sorted(f.digest() if is_stream(f.path) else sha256_of(Path(f.path)) for f in files)
         super().__init__(config, sources, **facts)
 
     def examination(self, folder: Path) -> base.Examination | None:

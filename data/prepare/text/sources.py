@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from matmix.data.artifacts import one_line
+from matmix.data.artifacts import errors_in_one_line, one_line
 from matmix.data.prepare.base import Chunk, Position, Source
 from matmix.data.prepare.text import ReadOptions
 from matmix.data.prepare.text.documents import documents_of, strings_in
@@ -98,17 +98,15 @@ class Table(Rows):
     def schema(self) -> pyarrow.Schema:
         """Returns the columns. Raises ValueError (one line) for a damaged file."""
 
-    @abc.abstractmethod
-    def batches(self) -> Iterator[pyarrow.RecordBatch]:
-        """Yields all rows. Raises ValueError (one line) for a damaged file."""
-
-    def texts(self) -> Iterator[str]:
-        names = [field.name for field in self.schema() if _holds_text(field.type)]
-        for batch in self.batches() if names else ():
-            kept = batch.select(names)
+    def texts_of(self, batches: Iterable[pyarrow.RecordBatch]) -> Iterator[str]:
+        """Yields every text in batches, for `texts`."""
+        for batch in batches:
+            kept = batch.select([field.name for field in batch.schema if _holds_text(field.type)])
             kept.validate(full=True)  # offsets of a foreign file may lead anywhere
             for begin in range(0, kept.num_rows, _BATCH):
-                yield from strings_in(kept.slice(begin, _BATCH).to_pylist())
+                with errors_in_one_line(OverflowError):  # a date of which Python has none
+                    rows = kept.slice(begin, _BATCH).to_pylist()
+                yield from strings_in(rows)
 
     def check_columns(self) -> None:
         """Raises ValueError unless the columns that the options name are there and hold text."""

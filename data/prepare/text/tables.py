@@ -33,9 +33,9 @@ class ParquetFile(Table):
         with open_parquet(self.path, self.name) as file:
             return file.schema_arrow
 
-    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+    def texts(self) -> Iterator[str]:
         with open_parquet(self.path, self.name) as file:
-            yield from file.iter_batches(batch_size=1024)
+            yield from self.texts_of(file.iter_batches(batch_size=1024))
 
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         self.check_columns()
@@ -85,9 +85,9 @@ class ArrowFile(Table):
         with self._batches() as (schema, _):
             return schema
 
-    def batches(self) -> Iterator[pyarrow.RecordBatch]:
+    def texts(self) -> Iterator[str]:
         with self._batches() as (_, batches):
-            yield from batches
+            yield from self.texts_of(batches)
 
     def portions(self, start: int, stop: int) -> Iterator[list[tuple[Any, ...]]]:
         self.check_columns()

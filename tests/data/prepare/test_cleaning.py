@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from failures import each
 from folders import Interruption, contents, interrupt_at
+from foreign import write_mds, write_tar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import nightly
@@ -31,6 +32,7 @@ from matmix.data.prepare import command
 from matmix.data.prepare.base import find_cuts, read_chunks
 from matmix.data.prepare.cleaning import CleanOptions, plan, rules
 from matmix.data.prepare.cleaning.duplicates import Stacked, first_equal, first_similar, signature
+from matmix.data.prepare.cleaning.evaluations import is_contaminated, read_evaluations
 from matmix.data.prepare.cleaning.words import hashed_words
 from matmix.data.prepare.command import prepare
 from matmix.data.prepare.merge import merge
@@ -121,7 +123,7 @@ def look_at(texts, parts, folder):
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     found, _ = find_sources([str(folder / "in.jsonl")])
     cleaner = plan.Cleaner(documents_of, CleanOptions(dedup="minhash", dedup_similarity=0.7))
-    look = plan.Look(cleaner, found, lambda start, stop, entry: read_chunks(found, start, stop), (), processes=1)
+    look = plan.Look(cleaner, found, lambda start, stop, entry: read_chunks(found, start, stop), {}, processes=1)
 
     def left():
         chosen = dataclasses.replace(cleaner, removed=look.decide()[0])
@@ -299,6 +301,28 @@ def test_no_run_of_thirteen_words_of_an_evaluation_is_left(prepared, tmp_path):
     known = windows((tmp_path / "eval.txt").read_text(), 13)
     assert not any(windows(text, 13) & known for text in kept)
     assert [text in kept for text in texts] == [*(length < 13 for length in planted.values()), False, True]
+
+
+def test_evaluations_of_every_kind_that_is_prepared(tmp_path):
+    question, answers = (" ".join(f"{name}{number}" for number in range(15)) for name in ("question", "answer"))
+    table = pa.table({"q": pa.array([question]).dictionary_encode(), "n": [1], "a": [[{"text": [None, answers]}]]})
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    with pa.ipc.new_stream(tmp_path / "saved/a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    pq.write_table(table, tmp_path / "a.parquet")
+    line = json.dumps(table.to_pylist()[0])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(f"{question}\n\n{answers}".encode()))
+    write_tar(tmp_path / "a.tar", {"1.txt": question, "1.cls": "1", "2.json": line})
+    write_mds(
+        tmp_path / "mds", [{"q": question, "n": 1, "a": answers.encode()}], {"q": "str", "n": "int", "a": "bytes"}
+    )
+    for name in ("saved", "a.parquet", "a.jsonl.gz", "a.txt.xz", "a.tar", "mds"):
+        known = read_evaluations({name: find_sources([str(tmp_path / name)])[0]})
+        assert is_contaminated(hashed_words(f"a {answers.upper()} b"), known), name
+        assert is_contaminated(hashed_words(question), known), name
+        assert not is_contaminated(hashed_words(f"{question[:80]} {answers[:80]}"), known), name
 
 
 SENTENCES = (

@@ -65,8 +65,12 @@ def parquet(path):
     from matmix.data.prepare.text import ReadOptions
     from matmix.data.prepare.text.readers import find_sources
     sources, _ = find_sources([str(path)], ReadOptions(max_line_megabytes=1))
-    for chunk in read_chunks(sources):
-        pass
+    try:
+        for chunk in read_chunks(sources):
+            pass
+    finally:
+        for text in sources[0].texts():
+            text.encode()
 
 def checkpoint(path):
     from matmix.model.interop import read_checkpoint
@@ -132,7 +136,12 @@ def files(folder: Path) -> dict[str, Path]:
             (folder / kind / name).write_text(content if isinstance(content, str) else json.dumps(content))
     shutil.copyfile(path / "tokenizer" / "tokenizer.model", folder / "t5" / "spiece.model")
     rows = [f"text of row {n} " * (n % 7) for n in range(300)]
-    pq.write_table(pa.table({"text": rows}), folder / "a.parquet", row_group_size=100, compression="snappy")
+    pq.write_table(
+        pa.table({"text": rows, "of": [[row] for row in rows]}),
+        folder / "a.parquet",
+        row_group_size=100,
+        compression="snappy",
+    )
     table = pa.table({"text": pa.array(rows).dictionary_encode(), "of": pa.array([{"by": row} for row in rows])})
     with pa.ipc.new_stream(str(folder / "a.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=100)

@@ -167,9 +167,9 @@ def test_files_of_evaluations(tmp_path, name, data):
     )
     raw = (json.dumps(line) + "\n") * 3
     file.write_bytes(data.draw(mutated(raw.encode())))
-    works_or_is_one_line(lambda: read_evaluations(find_sources([str(file)])[0]))
+    works_or_is_one_line(lambda: read_evaluations({name: find_sources([str(file)])[0]}))
     file.write_text(json.dumps(data.draw(mutated_json(line))))
-    works_or_is_one_line(lambda: read_evaluations(find_sources([str(file)])[0]))
+    works_or_is_one_line(lambda: read_evaluations({name: find_sources([str(file)])[0]}))
 
 
 @fuzz(60)
