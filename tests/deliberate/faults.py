@@ -561,9 +561,9 @@ AROUND = [
     ),
     Fault(
         "top-p leaves out the likeliest token",
-        "use/generation.py",
-        "probabilities.where(before < self.top_p, 0.0)",
-        "probabilities.where(before > self.top_p, 0.0)",
+        "model/interop/export/unmasking.py",
+        "probabilities.where(before < top_p, 0.0)",
+        "probabilities.where(before > top_p, 0.0)",
         "use/test_generation.py::test_frequencies",
     ),
 ]
