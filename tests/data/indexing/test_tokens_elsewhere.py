@@ -323,7 +323,7 @@ def test_bad_files_are_one_line_and_leave_nothing(name, tmp_path, capsys):
         ([], "no folder given: matmix index DIR"),
         (["s3://bucket/a", "--format", "flat"], "in a folder of this machine"),
         (["{in}", "--format", "flat", "--out", "s3://bucket/a"], "an index lies in a folder of this machine"),
-        (["{in}", "--format", "parquet"], "format must be one of megatron, flat, mds, got 'parquet'"),
+        (["{in}", "--format", "parquet"], "format must be one of megatron, flat, mds, litdata, got 'parquet'"),
         (["{in}", "--format", "flat"], "no --tokenizer is given"),
         (["{in}/nowhere", "--format", "flat"], "nowhere is no folder"),
         (["{in}", "--format", "flat", "--tokenizer", "{tok}", "--end", "97"], "outside of the 97 ids"),
@@ -402,7 +402,7 @@ def test_files_of_others_with_the_names_of_an_index_stay(name, tmp_path):
 
 
 def test_a_prepared_dataset_needs_no_index(tmp_path, data):
-    folder = data.write(tmp_path / "prepared", TEXTS)
+    folder = data.write(tmp_path / "prepared", TEXTS, format="webdataset", shard_documents=1000)
     before = contents(folder)
     with pytest.raises(ValueError, match="holds a prepared dataset, which needs no index"):
         command.index(str(folder), format="mds", tokenizer=str(token_files.write_tokenizer(tmp_path / "t")))
