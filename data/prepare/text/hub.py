@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from matmix.data.artifacts import from_extra, one_line, read_json
+from matmix.data.artifacts import errors_in_one_line, from_extra, one_line, read_json
 from matmix.data.manifest import MANIFEST_NAME
 from matmix.data.prepare.base import Chunk, Position
 from matmix.data.prepare.text import ReadOptions
@@ -139,6 +139,7 @@ def pinned(item: str, out: str) -> str:
     return ":".join((f"{HUB}{name}@{commit}", *words))
 
 
+@errors_in_one_line()
 def find_hub_files(item: str, options: ReadOptions) -> list[HubFile]:
     """Returns the files of a split, given `hub:NAME@COMMIT`, `hub:FOLDER` and behind it the names of its configuration
     and its split, which may be left out where there is one. Raises as `pinned`."""
@@ -175,7 +176,7 @@ def find_hub_files(item: str, options: ReadOptions) -> list[HubFile]:
     sizes = _sizes(files, item)
     weight = max(1, sum(sizes) // len(files))
     return [
-        HubFile(file, file, size, options, split, number, weight)
+        HubFile(one_line(file), file, size, options, split, number, weight)
         for number, (file, size) in enumerate(zip(files, sizes, strict=True))
     ]
 

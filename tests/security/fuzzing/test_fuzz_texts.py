@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import re
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,43 @@ def test_folders_of_datasets(tables, data):
             list(documents_of(chunk))
 
     works_or_is_one_line(read)
+
+
+README = b"""---
+dataset_info: {features: [{name: text, dtype: string}, {name: n, dtype: int64}]}
+configs:
+- {config_name: a, data_files: [{split: train, path: a.jsonl}, {split: test, path: "*.jsonl"}]}
+---
+"""
+
+
+@pytest.mark.slow
+@fuzz(60)
+@given(data=st.data())
+def test_copies_of_repositories_of_the_hub(tmp_path, data):
+    """The library finds what README.md names, and nothing outside of the folder is read."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_bytes(b'{"text": "hunter2"}\n')
+    folder = Path(tempfile.mkdtemp(dir=tmp_path))
+    files = {"README.md": README, "a.jsonl": TEXT}
+    name = data.draw(st.sampled_from([*files, "path"]))
+    if name == "path":
+        names = st.sampled_from(
+            [str(secret), f"file://{secret}", "../secret.jsonl", "a.jsonl", "a.pkl", "zip://a::b", "*"]
+        )
+        files["README.md"] = README.replace(b'"*.jsonl"', json.dumps(data.draw(names | st.text(max_size=9))).encode())
+    else:
+        files[name] = data.draw(mutated(files[name]))
+    for file, raw in files.items():
+        (folder / file).write_bytes(raw)
+    for split in ("train", "test"):
+        texts = works_or_is_one_line(lambda split=split: read_texts(f"hub:{folder}:a:{split}"))
+        assert "hunter2" not in str(texts)
+
+
+def read_texts(item):
+    found, _ = find_sources([item])
+    return [document for chunk in read_chunks(found) for document in documents_of(chunk)]
 
 
 @fuzz(30)
