@@ -29,8 +29,8 @@ class CauchyDDConfig(QueryKeyConfig):
     it, with one learned c."""
     guard: float = 0.01
     """Denominators below this do not give a pole, but values that stay finite; with differences, those nearer to 0 than
-    this, whose terms are then at most 1 / guard. 0: 1 / x whatever x is, which can be infinite, as the papers' code
-    computes it."""
+    this, whose terms are then at most 1 / guard. Differences want 1 to train. 0: 1 / x whatever x is, which can be
+    infinite, as the papers' code computes it."""
 
 
 class Cauchy(QueryKeyMixer):

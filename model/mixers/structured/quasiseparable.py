@@ -137,9 +137,9 @@ class QuasiseparableDI(Quasiseparable):
         exact = torch.promote_types(v.dtype, torch.float32)
         dt = F.softplus(dt_bias.to(exact))
         log_decay = dt * -A_log.to(exact).exp()
-        log_decay, dt = (part.expand(batch, length, -1) for part in (log_decay, dt))
-        side = Side(C.unsqueeze(2), B.unsqueeze(2), log_decay, dt)
-        return side, side
+        log_decay, dt = (part.expand(batch, length, 2, -1) for part in (log_decay, dt))
+        q, k = C.unsqueeze(2), B.unsqueeze(2)
+        return Side(q, k, log_decay[..., 0, :], dt[..., 0, :]), Side(q, k, log_decay[..., 1, :], dt[..., 1, :])
 
 
 class QuasiseparableDD(Quasiseparable):
@@ -211,9 +211,10 @@ class QuasiseparableDD(Quasiseparable):
     def sides(self, v: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Side, Side]:
         *vectors, direct = inputs
         dt, log_decay = StepSizes.apply(direct, *weights_of(self.matrix_mixer, "dt_bias", "A_log"), 2, 0.0, math.inf)
-        B, C, *others = (part.unsqueeze(2) for part in vectors)
-        forward = Side(C, B, log_decay[..., 0, :], dt[..., 0, :])
-        return forward, Side(*(reversed(others) if others else (C, B)), log_decay[..., 1, :], dt[..., 1, :])
+        k, q, *others = (part.unsqueeze(2) for part in vectors)
+        k_backward, q_backward = others or (k, q)
+        forward = Side(q, k, log_decay[..., 0, :], dt[..., 0, :])
+        return forward, Side(q_backward, k_backward, log_decay[..., 1, :], dt[..., 1, :])
 
     def transitions(self, v: Tensor, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
         """c and b (B, L, H, N) and A (B, L, H, N, N) of each direction, in float32 at least."""
