@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -242,6 +243,7 @@ def _streaming_dataset(path: str, local: str, validate_hash: str | None, **optio
     from streaming import StreamingDataset  # 3 seconds
     from streaming.base.constant import SHM_TO_CLEAN
 
+    gc.collect()  # what an earlier run of this process has left in cycles of references holds its folder
     with _meeting() as leads, contextlib.ExitStack() as stack:
         lock, problem = None, None
         if leads:
@@ -258,9 +260,9 @@ def _streaming_dataset(path: str, local: str, validate_hash: str | None, **optio
                 else:
                     _remove_stale(local, SHM_TO_CLEAN)
         _barrier()
+        if problem is not None:
+            raise problem
         try:
-            if problem is not None:
-                raise problem
             dataset = StreamingDataset(
                 local=local, validate_hash=validate_hash, shuffle=False, allow_unsafe_types=False, **options
             )

@@ -3,6 +3,8 @@
 import io
 import itertools
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,3 +231,20 @@ def test_a_position_belongs_to_its_reading(made, change, message):
         loader_of(made["streaming", "text"], "streaming", **change).load_state_dict(state)
     with pytest.raises(ValueError, match="it needs a cursor for each reading process"):
         loader_of(made["streaming", "text"], "streaming").load_state_dict({**state, "cursors": [[[0, 0, -1, 0]]]})
+
+
+def test_one_run_at_a_time_reads_through_a_cache(made, tmp_path):
+    """What a killed one has left in shared memory is removed."""
+    options = {"kind": "tokens", "cache_dir": str(tmp_path)}
+    first = loader_of(made["streaming", "tokens"], "streaming", **options)
+    with pytest.raises(ValueError, match=r"^another run of this machine reads \S+ by way of \S+: set data.cache_dir$"):
+        loader_of(made["streaming", "tokens"], "streaming", **options)
+    before = rows(first, 2)[0]
+    del first
+    (folder,) = tmp_path.glob("streaming-*")
+    left = [Path("/dev/shm", f"{900_000 + os.getpid() % 90_000:06}_{name}") for name in ("locals", "next_epoch")]
+    left[0].write_bytes(b"\0\0\0\0" + f"{folder}\0{0}".encode())
+    left[1].write_bytes(b"12345678")
+    again = loader_of(made["streaming", "tokens"], "streaming", **options)
+    assert [path.exists() for path in left] == [False, False]
+    assert torch.equal(rows(again, 2)[0], before)
