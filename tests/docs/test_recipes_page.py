@@ -16,7 +16,7 @@ ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
 VOCABULARY = {"mru_shakespeare": 69, "mru_shakespeare_char": 69, "mru_tinystories": 50257}
 """Of recipes that leave it to the data: ids of the tokenizer that the page names."""
 
-PUBLISHED = {"modernbert_like_base": 149, "bert_original_base": 110}
+PUBLISHED = {"modernbert_like_base": 149, "bert_original_base": 110, "fnet_base": 83}
 """Millions of parameters that the papers give."""
 
 
