@@ -192,8 +192,10 @@ class RemoteFolder:
 
     def read(self, name: str, largest: int | None = None) -> bytes | None:
         """Returns the content of a small file, or its first `largest` bytes; None where there is no such file."""
+        # s3fs first asks for the whole file, to learn whether it should be fetched in pieces, and then again.
+        whole = {"max_concurrency": 1} if self.url.startswith(("s3://", "s3a://")) else {}
         with contextlib.suppress(FileNotFoundError):
-            return self._do("read", name, lambda client, path: client.cat_file(path, end=largest))
+            return self._do("read", name, lambda client, path: client.cat_file(path, end=largest, **whole))
         return None
 
     def size(self, name: str) -> int:
