@@ -60,8 +60,8 @@ class PublishedLionS(LionS):
         return logits.masked_fill(inside == 0, _OPEN)
 
 
-_MASKS: dict[str, tuple[type[LionLit], dict[str, int]]] = {
-    "Lit": (LionLit, {}),
+_MASKS: dict[str, tuple[type[LionLit], dict[str, Any]]] = {
+    "Lit": (LionLit, {"feature_map": "elu"}),
     "Decay": (LionD, {}),
     # The published mask: gates of j .. i-1 below the diagonal, of i+1 .. j above it.
     "Selective": (PublishedLionS, {"gate_offset": 1, "forward_gate_offset": 1}),

@@ -10,9 +10,9 @@ M[i, j] is 1 on the diagonal and else the product of the gates g_k between the t
     i > j: k = j + 1 - a .. i - a    with a = forward_gate_offset
     i < j: k = i + b .. j - 1 + b    with b = gate_offset
 
-a = 0 and b = 1 are LION's recurrences in one picture: each gate acts between a token and its left neighbour, and M is
-symmetric. a = b = 1 is what the authors' code computes (each token's own gate acts on what it sends out), a = b = 0 a
-causal scan and its mirror image.
+a = 0 and b = 1 are the masks D of the authors' text: each gate acts between a token and its left neighbour, and M is
+symmetric. a = b = 0 is the recurrence of the same text, a causal scan and its mirror image: each token's own gate acts
+on what it receives. a = b = 1 is what the authors' code computes: it acts on what the token sends out.
 
 Parameters have the names and shapes of the authors' attention layer (`qkv`, `proj`, `a_i`).
 """
@@ -59,15 +59,6 @@ class LionConfig(HeadsConfig):
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
     feature_map: Literal["elu", "silu", "silu_norm"] = "silu_norm"
-    """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its
-    length."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LionLitConfig(LionConfig):
-    """Options of LION without gates."""
-
-    feature_map: Literal["elu", "silu", "silu_norm"] = "elu"
     """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its
     length."""
 
@@ -235,7 +226,7 @@ def lion_recurrence(
 class LionLit(Mixer):
     """LION-Lit: Y = (Q K^T) V over its row sums, linear attention in both directions."""
 
-    Config = LionLitConfig
+    Config = LionConfig
     bidirectional_form = True
     rank_option = "headdim"
     row_normalized = True

@@ -89,6 +89,33 @@ def test_the_mask_is_a_product_of_gates(make, name, options):
     torch.testing.assert_close(mixer.matrix(x)[0], wanted, rtol=1e-10, atol=1e-14)
 
 
+def test_gate_offset_0_is_the_recurrence_of_the_text(make):
+    """S = lambda_i S + k v^T, z = lambda_i z + k, c = q z - q k / 2, y = q S - q k v / 2 in each direction, with
+    features (silu + 0.5) / norm; its masks D are the default, and another matrix."""
+    mixer, x = make("lion_s", gate_offset=0), torch.randn(1, 9, D_MODEL, dtype=torch.float64)
+    qkv = mixer.qkv(x)[0].unflatten(-1, (3, 4, 4))
+    q, k = (F.normalize(F.silu(qkv[:, part]) + 0.5, dim=-1) for part in (0, 1))
+    q, v, gates = q / 2, qkv[:, 2], torch.sigmoid(mixer.a_i(x)[0])
+    y, c = torch.zeros_like(v), torch.zeros_like(gates)
+    for order in (range(9), reversed(range(9))):
+        S, z = x.new_zeros(4, 4, 4), x.new_zeros(4, 4)
+        for i in order:
+            S = gates[i, :, None, None] * S + k[i, :, :, None] * v[i, :, None]
+            z = gates[i, :, None] * z + k[i]
+            half = (q[i] * k[i]).sum(-1) / 2
+            c[i] += (q[i] * z).sum(-1) - half
+            y[i] += torch.einsum("hn,hnp->hp", q[i], S) - half[:, None] * v[i]
+    wanted = mixer.proj((y / (c + 1e-6)[..., None]).flatten(-2))
+    torch.testing.assert_close(mixer(x)[0], wanted, rtol=1e-10, atol=1e-12)
+    other = make("lion_s")
+    other.load_state_dict(mixer.state_dict())
+    assert (other.matrix(x) - mixer.matrix(x)).abs().max() > 0.02
+    sums = gates.log().cumsum(0).T
+    d = (sums[:, :, None] - sums[:, None]).tril()  # of gates j+1 .. i
+    weights = torch.einsum("ihn,jhn->hij", q, k) * (d + d.mT).exp()
+    torch.testing.assert_close(other.matrix(x)[0], weights / (weights.sum(-1, keepdim=True) + 1e-6))
+
+
 @pytest.mark.parametrize(("form", "feature_map"), each_value_once(FORMS, ["elu", "silu_norm"]))
 def test_gates_and_features_at_their_ends_stay_finite(make, form, feature_map):
     """Gates of sigmoid(-100), which is no float32 number's logarithm's argument, and of sigmoid(100); queries and keys
