@@ -107,6 +107,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, metadata = foreign.read_safetensors(path)
         return tensors, {key: value for key, value in metadata.items() if key != "format"}
     content = foreign.read_torch(path)
+    config = _composer_config(content)
     # Composer keeps the weights below state.model, others below one of these words.
     for word in ("state", "model", "state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(word), Mapping):
@@ -117,7 +118,14 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if not isinstance(name, str):
             raise ValueError(f"{path} does not hold a state dict of tensors: its names are no texts")
         foreign.check_plain(name, tensor, path)
-    return dict(content), {}
+    return dict(content), config
+
+
+def _composer_config(content: Any) -> dict[str, Any]:
+    """The config.json that Composer keeps in its checkpoints of Hugging Face models; {} where there is none."""
+    for word in ("state", "integrations", "huggingface", "model", "config", "content"):
+        content = content.get(word) if isinstance(content, Mapping) else None
+    return dict(content) if isinstance(content, Mapping) else {}
 
 
 def strip_prefixes(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

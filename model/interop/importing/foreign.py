@@ -49,8 +49,21 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         raise ValueError(f"{path} is not a readable safetensors file: {_reason(error)}") from None
 
 
+class _Skipped:
+    """What a trainer saves beside the weights (random states of numpy, durations): neither built nor kept."""
+
+    def __init__(self, *parts: Any) -> None: ...
+
+    def __setstate__(self, parts: Any) -> None: ...
+
+
+_RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+_SKIPPED = [(_Skipped, name) for name in (*_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "datetime.timedelta")]
+
+
 def read_torch(path: Path) -> Any:
-    """Returns the content of a torch file, read without unpickling code. Raises ValueError, FileNotFoundError."""
+    """Returns the content of a torch file, read without unpickling code. Arrays of numpy and durations, which whole
+    checkpoints of trainers hold too, are skipped. Raises ValueError, FileNotFoundError."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
     try:
@@ -63,7 +76,8 @@ def read_torch(path: Path) -> Any:
             if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
                 raise ValueError("its entries are compressed or larger than the file")
         # All processes of a machine share the map.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with torch.serialization.safe_globals(_SKIPPED):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # what damaged bytes make of the reader has many kinds
         raise ValueError(
             f"{path} cannot be read as plain tensors ({_reason(error)}); save its state dict alone, best as "

@@ -1,5 +1,9 @@
+import datetime
 import json
+import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from paths import GOLDEN
@@ -8,6 +12,8 @@ from safetensors.torch import save_file
 
 from matmix.model import build_model
 from matmix.model.interop import read_checkpoint
+from matmix.model.interop.importing.hydra import hydra_mlm_layout, hydra_mlm_values
+from matmix.train.recipe import load_phases
 
 FILES = {
     "hydra": "hydra_mlm_postnorm.safetensors",
@@ -71,6 +77,72 @@ def test_the_first_forms_tied_matrix_under_either_name(name, tmp_path):
     torch.save(state, tmp_path / "checkpoint.pt")
     config = _matches("mru-lm, first form", tmp_path / "checkpoint.pt")
     assert (config.final_norm, config.mixers.mru.input, config.tie_embeddings) == (False, "chunked", True)
+
+
+def _published_hydra(layers, width, words, d_state=64):
+    """Names and shapes of the authors' encoder (hydra/bert of goombalab/hydra): post-norm, tied, without positions."""
+    inner, heads = 2 * width, 2 * width // 64
+    mixer = {
+        "dt_bias": (heads,),
+        "A_log": (heads,),
+        "D": (heads,),
+        "in_proj.weight": (2 * inner + 4 * d_state + 2 * heads, width),
+        "conv1d.weight": (inner + 4 * d_state, 1, 7),
+        "conv1d.bias": (inner + 4 * d_state,),
+        "fc_D.weight": (heads, inner),
+        "norm.weight": (inner,),
+        "out_proj.weight": (width, inner),
+    }
+    shapes = {
+        "bert.embeddings.word_embeddings.weight": (words, width),
+        "bert.embeddings.token_type_embeddings.weight": (2, width),
+    }
+    for index in range(layers):
+        shapes |= {f"bert.encoder.layer.{index}.layer.mixer.{name}": shape for name, shape in mixer.items()}
+    norms = ["bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"]
+    norms += [f"bert.encoder.layer.{index}.layer.norm" for index in range(layers)]
+    shapes |= {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
+    head = {"transform.dense.weight": (width, width), "transform.dense.bias": (width,)}
+    head |= {"decoder.weight": (words, width), "decoder.bias": (words,)}
+    return shapes | {f"cls.predictions.{name}": shape for name, shape in head.items()}
+
+
+def test_the_published_hydra_at_its_size():
+    shapes = _published_hydra(23, 768, 30528)
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    output = state.pop("cls.predictions.decoder.weight")  # numbers that are nowhere cannot be compared: tied
+    layout = hydra_mlm_layout(state, hydra_mlm_values(state))
+    models = layout.arguments["config"], load_phases("hydra_base_c4")[-1].model
+    ours, recipe = ({n: p.shape for n, p in build_model(m, device="meta").named_parameters()} for m in models)
+    renamed = layout.renamed(
+        build_model(models[0], device="meta").state_dict(), state | {layout.theirs("output.weight"): output}
+    )
+    assert ours == recipe == {name: tensor.shape for name, tensor in renamed.items()}
+    assert len(shapes) == 263
+    assert sum(map(math.prod, ours.values())) == 112_086_712
+
+
+def test_a_whole_checkpoint_of_composer_in_the_layout_of_the_published_hydra(tmp_path):
+    shapes = _published_hydra(2, 64, 48)
+    draw = torch.Generator().manual_seed(1)
+    state = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
+    described = {"hidden_act": "relu", "num_hidden_layers": 2, "vocab_size": 48, "architectures": ["BertForMaskedLM"]}
+    numpy_state = {"numpy": np.random.RandomState(1).get_state(), "python": random.getstate()}
+    whole = {
+        "model": {f"model.{name}": tensor for name, tensor in state.items()},
+        "optimizers": {"DecoupledAdamW": {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 1e-4}]}},
+        "timestamp": {"Timestamp": {"batch": 3, "total_wct": datetime.timedelta(1)}},
+        "integrations": {"huggingface": {"model": {"config": {"content": described}}, "tokenizer": {}}},
+    }
+    torch.save({"state": whole, "rng": [{**numpy_state, "torch": torch.get_rng_state()}]}, tmp_path / "hydra.pt")
+    config, read = read_checkpoint("hydra", tmp_path / "hydra.pt")
+    assert (config.n_layers, config.vocab_size, config.head_activation) == (2, 48, "relu")
+    build_model(config).load_state_dict(read)
+    del state["cls.predictions.decoder.weight"]
+    layout = hydra_mlm_layout(state, hydra_mlm_values(state))
+    assert len(read) == len(state)
+    assert all(torch.equal(tensor, state[layout.theirs(name)]) for name, tensor in read.items())
 
 
 def test_overrides_take_precedence(tmp_path):
