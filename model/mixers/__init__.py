@@ -18,6 +18,7 @@ from matmix.model.mixers.scans.bidirectional import (
     BidirectionalAddShift,
     BidirectionalConcat,
     BidirectionalMult,
+    TwoSSMs,
 )
 from matmix.model.mixers.scans.gated_delta import GatedDelta
 from matmix.model.mixers.scans.hydra import Hydra
@@ -85,6 +86,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "tnn": TNN,
     "toeplitz_dd": ToeplitzDD,
     "toeplitz_di": ToeplitzDI,
+    "two_ssms": TwoSSMs,
     "vandermonde_dd": VandermondeDD,
     "vandermonde_di": VandermondeDI,
 }

@@ -26,6 +26,7 @@ from matmix.train.words import short_number
 
 LOSS = ScoreColumn("loss", "validation loss", digits=4, scale=1)
 GAIN = ScoreColumn("gain_over_no_mixer", "gain over no mixer (nats)", digits=3, scale=1)
+GAIN_OVER_DI = ScoreColumn("gain_over_di", "gain over DI (nats)", digits=3, scale=1)
 SPEEDS = ("tokens_per_second", "peak_bytes")
 
 
@@ -52,11 +53,13 @@ class EntryResult:
     """Its row in speed.json; {} where it was not measured."""
     gain: list[float] = dataclasses.field(default_factory=list)
     """Mean loss without mixers minus its own; [] of that control, and where either is missing."""
+    gain_over_di: list[float] = dataclasses.field(default_factory=list)
+    """Of a data-dependent matrix, NAME_dd: mean loss with NAME_di minus its own; [] where either is missing."""
 
     def values(self, metric: str) -> list[float]:
         """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
-        if metric == GAIN.key:
-            return self.gain
+        if metric in (GAIN.key, GAIN_OVER_DI.key):
+            return self.gain if metric == GAIN.key else self.gain_over_di
         return [value for run in self.runs for value in run.values.get(metric, ())]
 
     def mean(self, metric: str) -> float | None:
@@ -70,6 +73,12 @@ class EntryResult:
         """Its mean loss, to sort by: NaN, from states that overflow on some text, is infinite and so the worst."""
         loss = self.mean("loss")
         return math.inf if loss is not None and math.isnan(loss) else loss
+
+    @property
+    def mixer(self) -> str:
+        """The mixer of all layers; empty where they are not alike."""
+        names = self.entry.config.model.mixer_names()
+        return names[0] if len(names) == 1 else ""
 
     @property
     def is_finished(self) -> bool:
@@ -113,8 +122,10 @@ class Part:
 
     @property
     def gains(self) -> list[ScoreColumn]:
-        """Returns the column of the gain over no mixer, where that is among the entries."""
-        return [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
+        """Returns the columns of the gains over no mixer and of data-dependent over data-independent matrices of one
+        class, where these are among the entries."""
+        columns = [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
+        return [*columns, *([GAIN_OVER_DI] if any(one.gain_over_di for one in self.results) else [])]
 
     @functools.cached_property
     def positions(self) -> dict[str, str]:
@@ -142,6 +153,11 @@ def collect(comparison: Comparison) -> Part:
     for one in results:
         if None not in (without, own := one.mean("loss")) and one.entry.control != "no mixer":
             one.gain.append(without - own)
+    losses = {one.mixer: one.mean("loss") for one in results}
+    for one in results:
+        fixed = losses.get(f"{one.mixer.removesuffix('_dd')}_di") if one.mixer.endswith("_dd") else None
+        if None not in (fixed, own := one.mean("loss")):
+            one.gain_over_di.append(fixed - own)
     part = Part(comparison=comparison, downstream=downstream, results=results)
     accuracies = part.accuracies.values()
 
@@ -308,7 +324,8 @@ def _csv_row(result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
     for name in metrics:
         over = spread(result.values(name))
         row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
-    row |= {GAIN.key: result.mean(GAIN.key), "n": len(result.values("loss"))}
+    row |= {one.key: result.mean(one.key) for one in (GAIN, GAIN_OVER_DI)}
+    row |= {"n": len(result.values("loss"))}
     row |= {name: result.speed.get(name) for name in SPEEDS}
     row |= {f"tuned/{key}": dict(entry.chosen).get(key) for key in entry.tunes}
     for name in metrics:

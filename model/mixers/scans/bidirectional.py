@@ -1,15 +1,21 @@
 """Bidirectional mixers from two causal ones: what Hydra is compared with (arXiv 2407.09941, section 4).
 
-All of them are Hydra's layer but for how the two directions meet, and for A_log and dt_bias, of which each direction
-has its own. Hydra is shift and diagonal together. Only `BidirectionalAddDiagonal` has a skip: Mamba's D x_t would be a
-diagonal beside the scans, and whether M has one is what is compared.
+All of them but `TwoSSMs`, which shares no more than an output projection, are Hydra's layer but for how the two
+directions meet, and for A_log and dt_bias, of which each direction has its own. Hydra is shift and diagonal together.
+Of these only `BidirectionalAddDiagonal` has a skip: Mamba's D x_t would be a diagonal beside the scans, and whether M
+has one is what is compared.
 """
 
+from dataclasses import dataclass
+from typing import Any, Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from matmix.kernels.scan_layer.chunked import both_halves
-from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
+from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlock
+from matmix.model.mixers.scans.semiseparable import Semiseparable, SemiseparableConfig
 
 
 class BidirectionalAdd(BidirectionalScanBlock):
@@ -70,3 +76,76 @@ class BidirectionalConcat(SeparateDirections):
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:
         return super().finish(y, both_halves(z, self.nheads))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoSSMsConfig(SemiseparableConfig):
+    """Options of two state-space layers, one from either end."""
+
+    joined: Literal["add", "mult", "concat"] = "add"
+    """How their outputs meet before the output projection, which is twice as wide for "concat"."""
+
+
+class TwoSSMs(ScanBlock):
+    """Two of Mamba-2's layers that share no input processing: each has an input projection, a causal convolution, a
+    gate and a norm of its own, and one of them reads the documents from their ends.
+
+    With "concat" the projection is that of each layer beside the other's: two whole layers whose outputs are added.
+    """
+
+    Config = TwoSSMsConfig
+    bidirectional_form = True
+    takes_context = False
+    directions = 1
+    not_decayed = tuple(f"ssms.{side}.{name}" for side in (0, 1) for name in Semiseparable.not_decayed)
+
+    def __init__(self, d_model: int, config: TwoSSMsConfig, **options):
+        Mixer.__init__(self, d_model, config, **options)
+        self.ssms = nn.ModuleList(Semiseparable(d_model, config, **options | {"causal": True}) for _ in range(2))
+        self.nheads = self.ssms[0].nheads
+        for ssm in self.ssms:
+            ssm.out_proj = nn.Identity()
+        width = config.expand * d_model * (2 if config.joined == "concat" else 1)
+        self.out_proj = nn.Linear(width, d_model, bias=config.bias)
+
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        return {f"ssms.{side}.{name}": rows for side in (0, 1) for name, rows in self.ssms[side].blocks().items()}
+
+    @classmethod
+    def check(cls, d_model: int, config: TwoSSMsConfig) -> None:
+        Mixer.check.__func__(cls, d_model, config)
+        super().check(d_model, config)
+
+    @classmethod
+    def halo(cls, config: TwoSSMsConfig) -> int:
+        return config.d_conv - 1
+
+    @classmethod
+    def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
+        return 2 * super().mixing_flops(d_model, config, seqlen, causal)
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
+        mirrored = None if cu_seqlens is None else cu_seqlens[-1] - cu_seqlens.flip(0)
+        forward, backward = self.ssms
+        return self.join(forward(x, cu_seqlens, max_seqlen), backward(x.flip(1), mirrored, max_seqlen).flip(1))
+
+    def join(self, forward: Tensor, backward: Tensor) -> Tensor:
+        """The layer's output from those of the two, (B, L, d_inner)."""
+        if self.config.joined == "concat":
+            return self.out_proj(torch.cat([forward, backward], -1))
+        return self.out_proj(forward + backward if self.config.joined == "add" else forward * backward)
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """(B, 2 H, L, L): those of the forward heads, then those of the backward heads."""
+        forward, backward = self.ssms
+        return torch.cat([forward.matrix(x), backward.matrix(x.flip(1)).flip(-1, -2)], 1)
+
+    def values(self, x: Tensor) -> Tensor:
+        """(B, L, 2 H, P): those of the forward heads, then those of the backward heads."""
+        forward, backward = self.ssms
+        return torch.cat([forward.values(x), backward.values(x.flip(1)).flip(1)], 2)
+
+    def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
+        first, last = mixed.chunk(2, dim=2)
+        forward, backward = self.ssms
+        return self.join(forward.combine(first, x), backward.combine(last.flip(1), x.flip(1)).flip(1))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from paths import ROOT
 from ssd_definitions import linear_attention, mamba2, retention, two_directions
 
 from matmix.model import MixerOptions, ModelConfig
@@ -183,6 +184,17 @@ def test_directions_that_are_not_added_have_matrices_of_their_own(make, name):
     assert (forward.diagonal(dim1=-2, dim2=-1) != backward.diagonal(dim1=-2, dim2=-1)).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("hydra", {}), *(("two_ssms", {"joined": j}) for j in ("add", "concat"))]
+)
+def test_the_page_says_what_sharing_saves(name, options):
+    """The published width; Hydra has about half of the parameters of two whole layers."""
+    with torch.device("meta"):
+        mixer = MIXERS[name](768, MIXERS[name].Config(**options), causal=False, max_seqlen=8, output_std=1.0)
+    count = sum(parameter.numel() for parameter in mixer.parameters())
+    assert f"| {count:,} | {count / 3_825_224:.2f} |" in (ROOT / "docs/mixers.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("name", [name for name in MIXERS if name.startswith("bidirectional_")])
 def test_each_direction_has_rates_and_steps_of_its_own_that_learn(make, name):
     """From the initial weights; and those of one direction do not touch the other's half of M."""
@@ -258,7 +270,7 @@ def test_no_mixer_draws_step_sizes_from_an_impossible_range():
 
 
 def test_scans_have_chunks_that_their_kernels_have():
-    assert len(SCAN_BLOCKS) == 7
+    assert len(SCAN_BLOCKS) == 8
     for name in SCAN_BLOCKS:
         assert "must be one of 0, 16, 32" in refused(name, chunk_size=48)
         assert "dt_init_floor = 0.0: must be above 0" in refused(name, dt_init_floor=0.0)

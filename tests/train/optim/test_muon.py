@@ -128,7 +128,7 @@ FUSED = {
     "z v": "attention_di butterfly cauchy_di convolution dense dft low_rank_di monarch quasiseparable_di toeplitz_di "
     "vandermonde_di",
     "z v q k": "attention_dd cauchy_dd low_rank_dd toeplitz_dd vandermonde_dd",
-    "z v B C dt": "semiseparable",
+    "z v B C dt": "semiseparable two_ssms",
     "z v B C B C dt dt": "hydra bidirectional_add bidirectional_add_diagonal bidirectional_add_shift "
     "bidirectional_concat bidirectional_mult",
     "z v B C dt dt": "quasiseparable_dd",
