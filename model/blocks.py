@@ -14,6 +14,7 @@ from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import RMSNorm, ScanOrders
+from matmix.model.mixers.structured.channels import CHANNEL_MAPS
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -41,17 +42,21 @@ def make_norm(config: ModelConfig, *, eps: float, bias: bool) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)); dense maps, or of `config.mlp`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        hidden = round(config.d_model * config.mlp_ratio)
+        narrow, wide, std = config.d_model, config.mlp_width, residual_std(config)
         self.activation = config.activation
-        self.up = nn.Linear(config.d_model, hidden, bias=config.mlp_bias)
+        if config.mlp == "dense":
+            linear = partial(nn.Linear, bias=config.mlp_bias)
+            self.init_rules = {"down.weight": normal_init(std)}
+        else:
+            linear = partial(CHANNEL_MAPS[config.mlp], size=config.mlp_size, bias=config.mlp_bias, std=config.init_std)
+        self.up = linear(narrow, wide)
         # A layer of its own, so that optimizers see two matrices.
-        self.gate = nn.Linear(config.d_model, hidden, bias=config.mlp_bias) if config.mlp_gate else None
-        self.down = nn.Linear(hidden, config.d_model, bias=config.mlp_bias)
-        self.init_rules = {"down.weight": normal_init(residual_std(config))}
+        self.gate = linear(narrow, wide) if config.mlp_gate else None
+        self.down = linear(wide, narrow) if config.mlp == "dense" else linear(wide, narrow, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:

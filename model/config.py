@@ -9,6 +9,7 @@ from typing import Any, Literal
 from matmix.model.architecture import ARCHITECTURES, Architecture
 from matmix.model.images.config import ImageConfig
 from matmix.model.mixers import MIXERS
+from matmix.model.mixers.structured.channels import CHANNEL_MAPS
 from matmix.model.options import check_words
 
 MixerOptions = make_dataclass(
@@ -82,6 +83,12 @@ class ModelConfig:
     """encoder and models of images: allows causal mixers, as controls in comparisons."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over d_model; 0 = no MLPs."""
+    mlp: Literal["dense", "block_diagonal", "btt", "low_rank", "monarch"] = "dense"
+    """Matrices of the MLPs. btt: block tensor trains of two cores (arXiv 2406.06248)."""
+    mlp_rank: int = 0
+    """btt, low_rank: rank of these matrices; 0 = 1 in btt, sqrt(d_model) in low_rank."""
+    mlp_blocks: int = 0
+    """block_diagonal, monarch: blocks of these matrices, or of each of their two factors; 0 = 4."""
     mlp_bias: bool = False
     """Biases in the MLPs."""
     mlp_gate: bool = False
@@ -145,7 +152,7 @@ class ModelConfig:
         shares = ("dropout", "embedding_dropout", "drop_path")
         for names, fits, must in (
             (("d_model", "n_layers", "max_seqlen"), lambda x: x >= 1, "1 or more"),
-            (("vocab_size", "mlp_ratio"), lambda x: x >= 0, "0 or more"),
+            (("vocab_size", "mlp_ratio", "mlp_rank", "mlp_blocks"), lambda x: x >= 0, "0 or more"),
             (("layer_scale", "logit_softcap"), lambda x: 0 <= x < math.inf, "0 (none) or more"),
             (("init_std",), lambda x: 0 < x < math.inf, "a positive number"),
             (shares, lambda x: 0 <= x < 1, "at least 0 and below 1"),
@@ -165,6 +172,7 @@ class ModelConfig:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:
             raise ValueError('model.layers places "mlp" layers, but model.mlp_ratio is 0; set one of the two')
+        self._check_mlp()
         if self.norm_bias and self.norm_kind == "rms":
             raise ValueError('model.norm_bias = true: RMSNorm has no biases; set it to false, or norm_kind to "layer"')
         if self.embedding_norm != "auto":
@@ -182,6 +190,25 @@ class ModelConfig:
             raise ValueError(
                 f"model.{option} is of no use to model.architecture = {self.architecture!r}, but to {able}"
             )
+
+    def _check_mlp(self) -> None:
+        for option in ("mlp_rank", "mlp_blocks"):
+            able = [name for name, known in CHANNEL_MAPS.items() if known.option == option]
+            if getattr(self, option) and self.mlp not in able:
+                raise ValueError(
+                    f"model.{option} is of no use to model.mlp = {self.mlp!r}, but to {' and '.join(able)}"
+                )
+        if self.mlp == "dense":
+            return
+        if self.mlp_ratio == 0:
+            raise ValueError(
+                f"model.mlp = {self.mlp!r}, but model.mlp_ratio is 0: there are no MLPs; set one of the two"
+            )
+        kind = CHANNEL_MAPS[self.mlp]
+        try:
+            kind.factors(self.d_model, self.mlp_width, self.mlp_size)
+        except ValueError as error:
+            raise ValueError(f"model.{kind.option} = {self.mlp_size} (model.mlp = {self.mlp!r}): {error}") from None
 
     def _check_layer(self, name: str) -> None:
         if name in (MLP_LAYER, NO_MIXER):
@@ -205,6 +232,17 @@ class ModelConfig:
             )
         mixer.check(self.d_model, self.mixer_config(name))
         mixer.check_scans(self.mixer_config(name), *self.model_class.scans(self))
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLPs."""
+        return round(self.d_model * self.mlp_ratio)
+
+    @property
+    def mlp_size(self) -> int:
+        """Rank, or number of blocks, of the matrices of MLPs that are not dense."""
+        kind = CHANNEL_MAPS[self.mlp]
+        return getattr(self, kind.option) or kind.default(self.d_model)
 
     @property
     def causal(self) -> bool:

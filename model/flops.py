@@ -2,6 +2,7 @@
 
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
+from matmix.model.mixers.structured.channels import CHANNEL_MAPS
 
 
 def flops_per_token(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) -> float:
@@ -35,10 +36,18 @@ def flops_by_part(config: ModelConfig, seqlen: int, *, head_share: float = 1.0) 
             cost = MIXERS[mixer].flops_in_orders(config.d_model, options, seqlen, causal, scans)
             parts[mixer] = parts.get(mixer, 0.0) + cost * strands
         if has_mlp:
-            weights = (2 + config.mlp_gate) * config.d_model * round(config.d_model * config.mlp_ratio)
-            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * weights * strands
+            parts["mlp"] = parts.get("mlp", 0.0) + 2.0 * _mlp_weights(config) * strands
     if embedding := config.model_class.input_flops(config):
         parts["embedding"] = embedding
     share = 1 / seqlen if config.model_class.per_document else head_share
     parts["readout"] = config.model_class.output_flops(config) * share
     return parts
+
+
+def _mlp_weights(config: ModelConfig) -> int:
+    """Returns the numbers in the matrices of one MLP."""
+    narrow, wide = config.d_model, config.mlp_width
+    if config.mlp == "dense":
+        return (2 + config.mlp_gate) * narrow * wide
+    kind, size = CHANNEL_MAPS[config.mlp], config.mlp_size
+    return (1 + config.mlp_gate) * kind.weights(narrow, wide, size) + kind.weights(wide, narrow, size)

@@ -125,7 +125,7 @@ def test_fresh_models_start_as_training_starts_them(exports):
 
 @pytest.mark.parametrize("name", ["mixed", "hydra"])
 def test_options_of_blocks_go_along(name, exported, tokenizer, tmp_path):
-    """Gates, norms, windows, shared keys and capped logits, also in answers, which grow beyond a window."""
+    """Gates, maps, norms, windows, shared keys and capped logits, also in answers, which grow beyond a window."""
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     mixers = dataclasses.replace(
@@ -134,6 +134,7 @@ def test_options_of_blocks_go_along(name, exported, tokenizer, tmp_path):
         local_attention=LocalAttentionConfig(headdim=8, kv_heads=1, window=3),
     )
     options = {"mlp_gate": True, "norm_kind": "rms", "embedding_norm": "layers", "head_bias": False}
+    options["mlp"] = {"mixed": "btt", "hydra": "monarch"}[name]
     layers = ("attention", "local_attention")
     config = dataclasses.replace(MODELS[name], layers=layers, mixers=mixers, logit_softcap=2.0, **options)
     model, ids = exported(tmp_path / f"modern_{name}", config, tokenizer), torch.arange(8, 20)[None]

@@ -12,6 +12,7 @@ from matmix.model import ModelConfig, build_model
 from matmix.model.backbone import Backbone
 from matmix.model.initialization import init_rules_of
 from matmix.model.mixers import Mixer
+from matmix.model.mixers.structured.channels import ChannelMap
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def _sums(model: nn.Module) -> dict[str, tuple[float, float]]:
     for prefix, module in model.named_modules():
         if isinstance(module, nn.Linear):
             found[f"{prefix}.weight"] = (module.in_features, 1.0)
-        if isinstance(module, Mixer):
+        if isinstance(module, (Mixer, ChannelMap)):
             found |= {f"{prefix}.{name}": sums for name, sums in module.sums().items()}
     return found
 

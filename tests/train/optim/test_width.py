@@ -50,6 +50,27 @@ def test_the_mru_has_the_factors_of_its_matrices_and_of_the_factors_within_it():
     assert sizes[1] / sizes[0] == pytest.approx(1, rel=0.1)
 
 
+@each("kind", ["block_diagonal", "btt", "low_rank", "monarch"])
+def test_factors_of_structured_mlps_count_by_their_own_sums(kind):
+    """Rates are divided by the growth of each factor's sums, and outputs as large as at the base width times what a
+    dense map's are."""
+    config = dataclasses.replace(config_of("mru"), mlp=kind)
+    found, names = (
+        width_factors(config, 64),
+        [name for name, _ in build_model(config, device="meta").named_parameters()],
+    )
+    growth = {"btt": (2, 2), "low_rank": (4, 2), "monarch": (4, 4), "block_diagonal": (4,)}[kind]
+    for part in ("up", "down"):
+        factors = [name for name in names if f".mlp.{part}." in name]
+        assert [found[name].lr for name in factors] == [1 / times for times in growth]
+    sizes = []
+    for width in (64, 256):
+        model = build_model(dataclasses.replace(config, d_model=width))
+        initialize(model, 0, initial_factors(model.config, 64))
+        sizes.append(float(model.blocks[0].mlp.up(torch.randn(500, width)).std()))
+    assert sizes[1] / sizes[0] == pytest.approx(1, rel=0.15)
+
+
 @each("mixer", ["hydra", "lion_s", "attention"])
 def test_linear_layers_of_a_mixer_are_hidden_matrices(mixer):
     config = config_of(mixer)
