@@ -36,13 +36,21 @@ class HyenaConfig:
     """Biases in the input and output projections."""
     conv_bias: bool = True
     """Bias in the short convolution."""
+    residual: bool = False
+    """A second long convolution, of the layer's input, is added in front of out_proj, as in M2-BERT (arXiv
+    2310.12109)."""
+
+    def channels(self, d_model: int) -> int:
+        """Channels of the long convolutions together."""
+        return (1 + self.residual) * d_model
 
 
 class HyenaFilter(SineFilter):
     """Its features are waves of the offset, its window an exponential."""
 
     def __init__(self, d_model: int, config: HyenaConfig, max_seqlen: int) -> None:
-        super().__init__(d_model, config, max_seqlen, features=config.filter_features)
+        super().__init__(config.channels(d_model), config, max_seqlen, features=config.filter_features)
+        self.d_model = d_model
 
     def features(self, offsets: Tensor) -> Tensor:
         count = (self.config.filter_features - 1) // 2
@@ -53,8 +61,8 @@ class HyenaFilter(SineFilter):
     def window(self, offsets: Tensor) -> Tensor:
         """exp(-rate_c |offset|) (n, channels)."""
         fast, slow = (math.log(100) / share for share in (self.config.fast_decay, self.config.slow_decay))
-        rates = torch.linspace(slow, fast, self.channels, dtype=offsets.dtype, device=offsets.device)
-        return (-offsets.abs().unsqueeze(-1) * rates).exp()
+        rates = torch.linspace(slow, fast, self.d_model, dtype=offsets.dtype, device=offsets.device)
+        return (-offsets.abs().unsqueeze(-1) * rates.repeat(self.channels // self.d_model)).exp()
 
 
 class Hyena(ImplicitConvolution):
@@ -62,6 +70,8 @@ class Hyena(ImplicitConvolution):
 
     So M = diag(x0) (T(h) + D) diag(x1) for each channel. The bidirectional form has filters over negative offsets too
     and a centred short convolution. A step of the causal form evaluates the convolution of all tokens so far.
+    With `residual` there are as many channels more, of x itself with gates of 1, which are added to the others in front
+    of out_proj; one network makes all filters.
     """
 
     Config = HyenaConfig
@@ -74,7 +84,7 @@ class Hyena(ImplicitConvolution):
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=config.bias)
         self.conv1d = ShortConv(3 * d_model, config.d_conv, config.conv_bias)
         self.filter = HyenaFilter(d_model, config, max_seqlen)
-        self.D = nn.Parameter(torch.empty(d_model))
+        self.D = nn.Parameter(torch.empty(config.channels(d_model)))
         self.out_proj = nn.Linear(d_model, d_model, bias=config.bias)
         self.init_rules |= {"D": normal_init(1.0)}
 
@@ -92,16 +102,22 @@ class Hyena(ImplicitConvolution):
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: HyenaConfig, seqlen: int, causal: bool) -> float:
-        network = cls.filter_flops(d_model, config, causal, config.filter_features)
-        return network + d_model * (long_convolution_flops(seqlen) + 4)
+        channels = config.channels(d_model)
+        network = cls.filter_flops(channels, config, causal, config.filter_features)
+        return network + channels * (long_convolution_flops(seqlen) + 4)
 
     def gates(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """x0, x1 and v (..., d_model) from x (..., d_model), and the window behind x, as `base.convolve` has it."""
+        """x0, x1 and v (..., channels) from x (..., d_model), and the window behind x, as `base.convolve` has it."""
         options = {"causal": self.causal, "cu_seqlens": cu_seqlens, "context": self.context}
         convolved, window = convolve(self.conv1d, self.in_proj(x), window, **options)
-        return convolved.chunk(3, -1), window
+        gates = convolved.chunk(3, -1)
+        if self.config.residual:
+            x = x.to(convolved.dtype)
+            more = (torch.ones_like(x), torch.ones_like(x), x)
+            gates = tuple(torch.cat(parts, -1) for parts in zip(gates, more, strict=True))
+        return gates, window
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None and x.shape[1] == 0:
@@ -110,12 +126,16 @@ class Hyena(ImplicitConvolution):
         return self.finish(x0, x1 * v, cu_seqlens, self.context)
 
     def finish(self, x0: Tensor, u: Tensor, cu_seqlens: Tensor | None = None, context: Context | None = None) -> Tensor:
-        """The convolution of u (B, L, d_model) and what follows, for its last tokens, of which x0 are the gates."""
+        """The convolution of u (B, L, channels) and what follows, for its last tokens, of which x0 are the gates."""
         y = self.convolved(u, cu_seqlens, context) + self.D * u
-        return self.out_proj(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
+        return self.project(x0 * y[:, u.shape[1] - x0.shape[1] :].to(x0.dtype))
+
+    def project(self, y: Tensor) -> Tensor:
+        """(..., channels) -> (..., d_model)."""
+        return self.out_proj(sum(y.chunk(2, -1)) if self.config.residual else y)
 
     def matrix(self, x: Tensor) -> Tensor:
-        """diag(x0) (T(h) + D) diag(x1), (B, d_model, L, L)."""
+        """diag(x0) (T(h) + D) diag(x1), (B, channels, L, L)."""
         x0, x1, _ = (part.transpose(1, 2) for part in self.gates(x)[0])
         t = convolution_matrix(*self.filters(x.shape[1], x)).to(self.D.dtype)
         t = t + torch.diag_embed(self.D.unsqueeze(-1).expand(t.shape[:-1]))
@@ -125,18 +145,19 @@ class Hyena(ImplicitConvolution):
         return self.gates(x)[0][2].unsqueeze(-1)
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.out_proj(mixed.squeeze(-1))
+        return self.project(mixed.squeeze(-1))
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         """The state before the first token: the last inputs of the short convolution, zeros (batch_size, 3 d_model,
-        d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, d_model)."""
+        d_conv - 1), and the products x1 v of all tokens so far, empty (batch_size, 0, channels)."""
         width = self.config.d_conv - 1
         window = zero_state(self.conv1d, device, batch_size, 3 * self.d_model, width)
-        return window, zero_state(self.conv1d, device, batch_size, 0, self.d_model)
+        return window, zero_state(self.conv1d, device, batch_size, 0, self.filter.channels)
 
     def forward_with_state(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         (x0, x1, v), window = self.gates(x, state[0])
-        u = torch.cat([state[1].to(v.dtype), (x1 * v).view(x.shape[0], -1, self.d_model)], 1)
-        return self.finish(x0.view(x.shape[0], -1, self.d_model), u).view_as(x), (window, u)
+        channels = self.filter.channels
+        u = torch.cat([state[1].to(v.dtype), (x1 * v).view(x.shape[0], -1, channels)], 1)
+        return self.finish(x0.view(x.shape[0], -1, channels), u).view_as(x), (window, u)
 
     step = forward_with_state

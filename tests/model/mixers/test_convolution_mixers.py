@@ -104,7 +104,7 @@ def _s4d_layer(mixer, x):
 
 
 def _hyena_filter(mixer, offset):
-    """h (d_model,) at one offset."""
+    """h (channels,) at one offset."""
     t = torch.tensor(offset / mixer.max_seqlen, dtype=torch.float64)
     bands = torch.linspace(1e-4, 1, 2, dtype=torch.float64)
     waves = torch.exp(-2j * math.pi * bands * t)
@@ -112,6 +112,7 @@ def _hyena_filter(mixer, offset):
     for layer in mixer.filter.layers:
         h = torch.sin(mixer.filter.freq * (layer.weight @ h + layer.bias))
     rates = torch.linspace(math.log(100) / 1.5, math.log(100) / 0.3, D_MODEL, dtype=torch.float64)
+    rates = torch.cat([rates] * (1 + mixer.config.residual))
     return mixer.filter.out.weight @ h * torch.exp(-rates * abs(t))
 
 
@@ -122,11 +123,13 @@ def _hyena_layer(mixer, x):
     taps = mixer.conv1d.weight[:, 0]
     p = mixer.conv1d.bias + sum(taps[:, j] * padded[:, j : j + length] for j in range(3))
     x0, x1, v = p.chunk(3, -1)
-    u, rows = x1 * v, []
+    u, rows = torch.cat([x1 * v, x], -1) if mixer.config.residual else x1 * v, []
     for t in range(length):
         seen = range(t + 1) if mixer.causal else range(length)
         rows.append(mixer.D * u[:, t] + sum(_hyena_filter(mixer, t - s) * u[:, s] for s in seen))
-    return (x0 * torch.stack(rows, 1)) @ mixer.out_proj.weight.T + mixer.out_proj.bias
+    y = torch.stack(rows, 1)
+    y = x0 * y[..., :D_MODEL] + (y[..., D_MODEL:] if mixer.config.residual else 0)
+    return y @ mixer.out_proj.weight.T + mixer.out_proj.bias
 
 
 def _mlp_mixer_layer(mixer, x):
@@ -205,6 +208,7 @@ LAYERS = {
     "h3": (lambda: _build(H3, H3Config(d_state=6, dt_min=0.05, dt_max=0.5)), _h3_layer),
     "hyena-causal": (lambda: _hyena(), _hyena_layer),
     "hyena": (lambda: _hyena(causal=False), _hyena_layer),
+    "hyena-residual": (lambda: _hyena(causal=False, residual=True), _hyena_layer),
     "mlp_mixer": (_mlp_mixer, _mlp_mixer_layer),
     "tnn": (lambda: _build(TNN, TNNConfig(filter_width=5, decay=0.9), causal=False), _tnn_layer),
     "ckconv-causal": (lambda: _build(CKConv, CKConvConfig(filter_width=5)), _ckconv_layer),

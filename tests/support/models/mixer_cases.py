@@ -40,6 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "local_attention-shared-keys": ("local_attention", {"headdim": 4, "kv_heads": 1, "qk_norm": True, "window": 5}),
     "gated_delta-without-gate": ("gated_delta", {"gate": False, "expand": 2, "bias": True}),
     "convolution-wide": ("convolution", {"d_conv": 5, "expand": 1, "bias": True, "conv_bias": False}),
+    "hyena-residual": ("hyena", {"residual": True}),
     "s4d-inverse": ("s4d", {"spectrum": "inv"}),
     "mlp_mixer-without-biases": ("mlp_mixer", {"bias": False}),
     "m2-tokens-alone": ("m2", {"mix_channels": False}),
