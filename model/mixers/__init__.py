@@ -18,6 +18,7 @@ from matmix.model.mixers.scans.bidirectional import (
     BidirectionalAddShift,
     BidirectionalConcat,
     BidirectionalMult,
+    TwoS6,
     TwoSSMs,
 )
 from matmix.model.mixers.scans.gated_delta import GatedDelta
@@ -26,6 +27,7 @@ from matmix.model.mixers.scans.linear_attention import LinearAttention
 from matmix.model.mixers.scans.lion import LionD, LionLit, LionS
 from matmix.model.mixers.scans.retnet import RetNet
 from matmix.model.mixers.scans.rwkv7 import RWKV7
+from matmix.model.mixers.scans.s6 import S6
 from matmix.model.mixers.scans.semiseparable import Semiseparable
 from matmix.model.mixers.structured.butterfly import Butterfly, Monarch
 from matmix.model.mixers.structured.cauchy import CauchyDD, CauchyDI
@@ -77,6 +79,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "rwkv7": RWKV7,
     "s4": S4,
     "s4d": S4D,
+    "s6": S6,
     "semiseparable": Semiseparable,
     "sma_causal": SmaCausal,
     "sma_decay": SmaDecay,
@@ -86,6 +89,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "tnn": TNN,
     "toeplitz_dd": ToeplitzDD,
     "toeplitz_di": ToeplitzDI,
+    "two_s6": TwoS6,
     "two_ssms": TwoSSMs,
     "vandermonde_dd": VandermondeDD,
     "vandermonde_di": VandermondeDI,

@@ -21,7 +21,7 @@ SCANS = {
     *("bidirectional_add", "bidirectional_add_diagonal", "bidirectional_add_shift", "bidirectional_concat"),
     *("bidirectional_mult", "hydra", "linear_attention", "lion_d", "lion_lit", "lion_s", "low_rank_dd"),
     *("quasiseparable_dd", "retnet", "semiseparable", "sma_causal", "sma_decay", "sma_semiseparable"),
-    *("gated_delta", "mru", "rwkv7"),
+    *("gated_delta", "mru", "rwkv7", "s6"),
 }
 
 
@@ -48,7 +48,9 @@ def check(cases: list[tuple[str, str]], ranks: int, dtype: torch.dtype) -> None:
     for case, *parts in zip(cases, *by_rank, strict=True):
         exact = whole(*case, torch.float64)
         got = {key: together(key, [part[key] for part in parts]) for key in exact}
-        bound = 1e-12 if dtype == torch.float64 else max(1e-5, 3 * far(whole(*case, dtype), exact))
+        # Angles that are powers of large numbers multiply roundings.
+        exactly = 1e-11 if case[0] == "vandermonde_dd-power" else 1e-12
+        bound = exactly if dtype == torch.float64 else max(1e-5, 3 * far(whole(*case, dtype), exact))
         if not (size := far(got, exact)) <= bound:
             wrong[case] = size, bound
     assert not wrong, f"on {ranks} ranks: {wrong}"

@@ -26,7 +26,8 @@ from matmix.train.words import short_number
 
 LOSS = ScoreColumn("loss", "validation loss", digits=4, scale=1)
 GAIN = ScoreColumn("gain_over_no_mixer", "gain over no mixer (nats)", digits=3, scale=1)
-GAIN_OVER_DI = ScoreColumn("gain_over_di", "gain over DI (nats)", digits=3, scale=1)
+OVER_DI = "over_di/"
+GAIN_OVER_DI = ScoreColumn(f"{OVER_DI}loss", "gain over DI (nats)", digits=3, scale=1)
 SPEEDS = ("tokens_per_second", "peak_bytes")
 
 
@@ -53,13 +54,17 @@ class EntryResult:
     """Its row in speed.json; {} where it was not measured."""
     gain: list[float] = dataclasses.field(default_factory=list)
     """Mean loss without mixers minus its own; [] of that control, and where either is missing."""
-    gain_over_di: list[float] = dataclasses.field(default_factory=list)
-    """Of a data-dependent matrix, NAME_dd: mean loss with NAME_di minus its own; [] where either is missing."""
+    over_di: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Of a data-dependent matrix, NAME_dd: how much better than those with NAME_di its mean loss and means over tasks
+    are; without what either lacks."""
 
     def values(self, metric: str) -> list[float]:
         """A metric of the finished runs, by seed; a score on a task of all their fine-tunings."""
-        if metric in (GAIN.key, GAIN_OVER_DI.key):
-            return self.gain if metric == GAIN.key else self.gain_over_di
+        if metric == GAIN.key:
+            return self.gain
+        if metric.startswith(OVER_DI):
+            better = self.over_di.get(metric.removeprefix(OVER_DI))
+            return [] if better is None else [better]
         return [value for run in self.runs for value in run.values.get(metric, ())]
 
     def mean(self, metric: str) -> float | None:
@@ -125,7 +130,7 @@ class Part:
         """Returns the columns of the gains over no mixer and of data-dependent over data-independent matrices of one
         class, where these are among the entries."""
         columns = [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
-        return [*columns, *([GAIN_OVER_DI] if any(one.gain_over_di for one in self.results) else [])]
+        return [*columns, *([GAIN_OVER_DI] if any("loss" in one.over_di for one in self.results) else [])]
 
     @functools.cached_property
     def positions(self) -> dict[str, str]:
@@ -153,11 +158,13 @@ def collect(comparison: Comparison) -> Part:
     for one in results:
         if None not in (without, own := one.mean("loss")) and one.entry.control != "no mixer":
             one.gain.append(without - own)
-    losses = {one.mixer: one.mean("loss") for one in results}
+    by_mixer = {one.mixer: one for one in results}
+    averages = [column.key for column in score_columns(downstream) if not column.task]
     for one in results:
-        fixed = losses.get(f"{one.mixer.removesuffix('_dd')}_di") if one.mixer.endswith("_dd") else None
-        if None not in (fixed, own := one.mean("loss")):
-            one.gain_over_di.append(fixed - own)
+        fixed = by_mixer.get(f"{one.mixer.removesuffix('_dd')}_di") if one.mixer.endswith("_dd") else None
+        for metric in ("loss", *averages) if fixed else ():
+            if None not in (before := fixed.mean(metric), own := one.mean(metric)):
+                one.over_di[metric] = before - own if metric == "loss" else own - before
     part = Part(comparison=comparison, downstream=downstream, results=results)
     accuracies = part.accuracies.values()
 
@@ -258,6 +265,10 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     comparison, results = part.comparison, part.results
     unit, scores = unit_of(comparison.entries[0].config.objective.name), score_columns(part.downstream)
     columns = [*_columns(part), *(one for one in scores if one.key in part.metrics)]
+    for one in scores:
+        if any(one.key in result.over_di for result in results):
+            heading = f"{one.heading.removesuffix(' (%)')}, over DI (%)"
+            columns.append(one._replace(key=f"{OVER_DI}{one.key}", heading=heading))
     headings = ["entry", "parameters", "d_model", *(column.heading for column in columns), "n"]
     rows = []
     for result in results:
@@ -324,7 +335,7 @@ def _csv_row(result: EntryResult, metrics: Sequence[str]) -> dict[str, Any]:
     for name in metrics:
         over = spread(result.values(name))
         row[f"{name}_mean"], row[f"{name}_deviation"] = (over.mean, over.deviation) if over else (None, None)
-    row |= {one.key: result.mean(one.key) for one in (GAIN, GAIN_OVER_DI)}
+    row |= {GAIN.key: result.mean(GAIN.key), "gain_over_di": result.mean(GAIN_OVER_DI.key)}
     row |= {"n": len(result.values("loss"))}
     row |= {name: result.speed.get(name) for name in SPEEDS}
     row |= {f"tuned/{key}": dict(entry.chosen).get(key) for key in entry.tunes}

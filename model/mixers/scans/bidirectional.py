@@ -1,20 +1,21 @@
 """Bidirectional mixers from two causal ones: what Hydra is compared with (arXiv 2407.09941, section 4).
 
-All of them but `TwoSSMs`, which shares no more than an output projection, are Hydra's layer but for how the two
+All but `TwoSSMs` and `TwoS6`, which share no more than an output projection, are Hydra's layer but for how the two
 directions meet, and for A_log and dt_bias, of which each direction has its own. Hydra is shift and diagonal together.
 Of these only `BidirectionalAddDiagonal` has a skip: Mamba's D x_t would be a diagonal beside the scans, and whether M
 has one is what is compared.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from matmix.kernels.scan_layer.chunked import both_halves
 from matmix.model.mixers.base import Mixer
-from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock, ScanBlock
+from matmix.model.mixers.scans.s6 import S6, S6Config
+from matmix.model.mixers.scans.scan_block import BidirectionalScanBlock
 from matmix.model.mixers.scans.semiseparable import Semiseparable, SemiseparableConfig
 
 
@@ -86,7 +87,12 @@ class TwoSSMsConfig(SemiseparableConfig):
     """How their outputs meet before the output projection, which is twice as wide for "concat"."""
 
 
-class TwoSSMs(ScanBlock):
+def on_both_sides(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in `TwoSSMs` of parameters of its layers."""
+    return tuple(f"ssms.{side}.{name}" for side in (0, 1) for name in names)
+
+
+class TwoSSMs(Mixer):
     """Two of Mamba-2's layers that share no input processing: each has an input projection, a causal convolution, a
     gate and a norm of its own, and one of them reads the documents from their ends.
 
@@ -94,14 +100,15 @@ class TwoSSMs(ScanBlock):
     """
 
     Config = TwoSSMsConfig
+    kind: ClassVar[type[Mixer]] = Semiseparable
+    """The class of the layers; `Config` has its options."""
     bidirectional_form = True
-    takes_context = False
-    directions = 1
-    not_decayed = tuple(f"ssms.{side}.{name}" for side in (0, 1) for name in Semiseparable.not_decayed)
+    rank_option = "d_state"
+    not_decayed = on_both_sides(Semiseparable.not_decayed)
 
-    def __init__(self, d_model: int, config: TwoSSMsConfig, **options):
-        Mixer.__init__(self, d_model, config, **options)
-        self.ssms = nn.ModuleList(Semiseparable(d_model, config, **options | {"causal": True}) for _ in range(2))
+    def __init__(self, d_model: int, config: Any, **options):
+        super().__init__(d_model, config, **options)
+        self.ssms = nn.ModuleList(self.kind(d_model, config, **options | {"causal": True}) for _ in range(2))
         self.nheads = self.ssms[0].nheads
         for ssm in self.ssms:
             ssm.out_proj = nn.Identity()
@@ -112,17 +119,17 @@ class TwoSSMs(ScanBlock):
         return {f"ssms.{side}.{name}": rows for side in (0, 1) for name, rows in self.ssms[side].blocks().items()}
 
     @classmethod
-    def check(cls, d_model: int, config: TwoSSMsConfig) -> None:
-        Mixer.check.__func__(cls, d_model, config)
+    def check(cls, d_model: int, config: Any) -> None:
         super().check(d_model, config)
+        type(cls.kind.__name__, (cls.kind,), {"name": cls.name}).check(d_model, config)  # its errors name this mixer
 
     @classmethod
-    def halo(cls, config: TwoSSMsConfig) -> int:
+    def halo(cls, config: Any) -> int:
         return config.d_conv - 1
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: Any, seqlen: int, causal: bool) -> float:
-        return 2 * super().mixing_flops(d_model, config, seqlen, causal)
+        return 2 * cls.kind.mixing_flops(d_model, config, seqlen, causal)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         mirrored = None if cu_seqlens is None else cu_seqlens[-1] - cu_seqlens.flip(0)
@@ -149,3 +156,19 @@ class TwoSSMs(ScanBlock):
         first, last = mixed.chunk(2, dim=2)
         forward, backward = self.ssms
         return self.join(forward.combine(first, x), backward.combine(last.flip(1), x.flip(1)).flip(1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TwoS6Config(S6Config):
+    """Options of two layers of Mamba-1, one from either end."""
+
+    joined: Literal["add", "mult", "concat"] = "add"
+    """How their outputs meet before the output projection, which is twice as wide for "concat"."""
+
+
+class TwoS6(TwoSSMs):
+    """`TwoSSMs` with Mamba-1's layers."""
+
+    Config = TwoS6Config
+    kind = S6
+    not_decayed = on_both_sides(S6.not_decayed)

@@ -124,7 +124,7 @@ class ScanBlock(Mixer):
                 f"model.mixers.{cls.name}.ngroups = {config.ngroups} does not divide the {heads} heads (expand * "
                 "d_model / headdim); change ngroups or headdim"
             )
-        if cls.directions == 1:
+        if cls.causal_form:
             cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
         else:
             cls.require(config.d_conv in range(3, 10, 2), config, "d_conv", "must be odd and from 3 to 9")

@@ -437,6 +437,7 @@ MISTAKES = [
         "d_state = 64: must be from 2 to 32",
     ),
     ("s4", {"d_state": 7}, "d_state = 7: must be even"),
+    ("s6", {"d_conv": 1}, "d_conv = 1: must be from 2 to 9"),
     ("h3", {"d_conv": 1}, "d_conv = 1: must be from 2 to 9"),
     ("s4d", {"d_state": 7}, "d_state = 7: must be even"),
     ("s4d", {"dt_min": 0.2}, "dt_min = 0.2: must be above 0 and at most dt_max = 0.1"),

@@ -1,5 +1,5 @@
-"""Mamba-2, pairs of it in both directions, linear attention and retention as plain recurrences: one token after the
-other, from a mixer's parameters, x (B, L, d_model) -> (B, L, d_model)."""
+"""Mamba-1, Mamba-2, pairs of it in both directions, linear attention and retention as plain recurrences: one token
+after the other, from a mixer's parameters, x (B, L, d_model) -> (B, L, d_model)."""
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,27 @@ def mamba2(m, x):
     else:
         y = normed((y * F.silu(z)).unflatten(-1, by_group), 1e-5).flatten(-2)
     return m.out_proj(y * m.norm.weight)
+
+
+def mamba1(m, x):
+    """h_dn = exp(dt_d A_dn) h_dn + dt_d B_n x_d, y_d = sum_n C_n h_dn + D_d x_d."""
+    (u, z), tokens = m.in_proj(x).chunk(2, -1), range(x.shape[1])
+    u = convolved(u, m.conv1d, m.config.d_conv - 1)
+    rank = m.dt_proj.in_features
+    low, b, c = u @ m.x_proj.weight[:rank].mT, *(u @ part.mT for part in m.x_proj.weight[rank:].chunk(2))
+    dt, h, rows = torch.log1p((low @ m.dt_proj.weight.mT + m.dt_proj.bias).exp()), 0.0, []
+    for t in tokens:
+        h = (dt[:, t, :, None] * -m.A_log.exp()).exp() * h + (dt[:, t] * u[:, t])[:, :, None] * b[:, t, None]
+        rows.append((h * c[:, t, None]).sum(-1) + m.D * u[:, t])
+    return m.out_proj(torch.stack(rows, 1) * F.silu(z))
+
+
+def two_layers(m, x):
+    layer = mamba1 if hasattr(m.ssms[0], "dt_proj") else mamba2
+    forward, backward = layer(m.ssms[0], x), layer(m.ssms[1], x.flip(1)).flip(1)
+    if m.config.joined == "concat":
+        return m.out_proj(torch.cat([forward, backward], -1))
+    return m.out_proj(forward + backward if m.config.joined == "add" else forward * backward)
 
 
 def two_directions(m, x):

@@ -25,6 +25,8 @@ NOT_DECAYED_MATRICES = {
     "hyena": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
     "hydra": ["init_states"],
     "s4": ["P", "B"],
+    "s6": ["A_log"],
+    "two_s6": ["ssms.0.A_log", "ssms.1.A_log"],
     "ckconv": [*(f"filter.layers.{layer}.weight" for layer in range(2)), "filter.out.weight"],
     "tnn": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
     "mru": ["state_base"],

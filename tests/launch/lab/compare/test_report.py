@@ -101,6 +101,12 @@ def test_without_the_control_there_is_no_gain(compared):
 
 def test_what_data_dependence_bought_stands_beside_the_loss(compared):
     """For matrices of one class; Cauchy's has no other to be compared with, and quasiseparable_dd's no finished run."""
+
+    def metrics(entry, seed):
+        if entry in losses:
+            return {"loss": losses[entry] + seed, "finetune/mean": 1 - losses[entry] / 10 + seed / 4}
+        return None
+
     losses = {"toeplitz_di": 2.5, "toeplitz_dd": 2.0, "cauchy_dd": 1.0, "quasiseparable_di": 3.0}
     entries = "".join(
         f'[[comparison.entry]]\nname = "{name}"\nmodel.layers = ["{name}"]\nmodel.mixers.{name}.headdim = 8\n'
@@ -108,12 +114,12 @@ def test_what_data_dependence_bought_stands_beside_the_loss(compared):
         for name in (*losses, "quasiseparable_dd")
     )
     settings = "[comparison]\nseeds = [0, 1]\ntolerance = 0.9\ncontrols = false\n"
-    comparison = compared(
-        settings + entries, lambda entry, seed: {"loss": losses[entry] + seed} if entry in losses else None
-    )
+    comparison = compared(settings + entries, metrics)
     header, *rows = _cells(write_report(comparison))
     gain = header.index("gain over DI (nats)")
     assert {row[0]: row[gain] for row in rows if row[gain]} == {"toeplitz_dd": "0.500"}
+    better = next(place for place, heading in enumerate(header) if heading.endswith(", over DI (%)"))
+    assert {row[0]: row[better] for row in rows if row[better]} == {"toeplitz_dd": "5.0"}
     csv_rows = csv.DictReader(io.StringIO(table_csv([collect(comparison)])))
     assert {row["entry"]: row["gain_over_di"] for row in csv_rows}["toeplitz_dd"] == "0.5"
 
