@@ -57,13 +57,15 @@ def quasiseparable(seqlen: int = 2048, batch: int = 4, heads: int = 12, width: i
 
 
 def matrix_product(order: int) -> Candidates:
-    """Returns the MRU's scan against Brent and Kung's, each on the layout that suits it."""
+    """Returns the MRU's scan against those that mru-lm writes, each on the layout that suits it."""
     x = torch.linalg.qr(torch.randn(8, 1024, 6, order, order))[0].contiguous()
     cotangent = torch.randn_like(x)
     by_head, theirs = (y.transpose(1, 2).contiguous() for y in (x, cotangent))
     return {
         "ours": differentiated(matrix_product_scan, [x], cotangent),
-        "Brent-Kung": differentiated(peers.product_by(peers.brent_kung), [by_head], theirs),
+        "Brent-Kung": differentiated(peers.product_by("brent_kung"), [by_head], theirs),
+        "Hillis-Steele": differentiated(peers.product_by("hillis_steele"), [by_head], theirs),
+        "sequential": differentiated(peers.product_by("sequential"), [by_head], theirs),
     }
 
 

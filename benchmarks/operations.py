@@ -306,7 +306,7 @@ class Mru(Speed):
 def public_scans(around: Callable[[Op], Op]) -> dict[str, Op]:
     """Returns the scans of matrices (batch, heads, seqlen, o, o) that there are; `around` puts what belongs to the case
     around a scan, and is compiled with it, as a whole: a part that silently ran uncompiled would be eager."""
-    walks = {"Brent-Kung": peers.brent_kung, "Hillis-Steele": peers.hillis_steele}
+    walks = {"Brent-Kung": "brent_kung", "Hillis-Steele": "hillis_steele"}
     ways: dict[str, Op] = {}
     for name, walk in walks.items():
         ways |= both_ways(name, around(peers.product_by(walk)), fullgraph=True)

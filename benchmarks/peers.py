@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from matmix.kernels import semiseparable_scan
+from matmix.kernels.matrix_product.scans import WalkedProduct
 from matmix.kernels.semiseparable.chunked.backward import scan_backward
 from matmix.kernels.semiseparable.chunked.forward import scan_forward
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
@@ -229,69 +230,6 @@ def recurrent_product(x: Tensor) -> Tensor:
     return torch.stack(states, -3)
 
 
-Combine = Callable[[slice, slice], None]
-"""`combine(left, right)` puts the elements at `left` before those at `right`, in place. The right-hand side of an
-assignment is complete before anything is written, so that they may overlap."""
-
-
-def brent_kung(combine: Combine, length: int) -> None:
-    """Scans in place (Brent and Kung, 1982): up a binary tree and down again, 2 length operations in 2 log2(length)
-    steps."""
-    step = 1
-    while step < length:
-        combine(slice(step - 1, length - step, 2 * step), slice(2 * step - 1, length, 2 * step))
-        step *= 2
-    step //= 2
-    while step >= 1:
-        if 3 * step - 1 < length:
-            combine(slice(2 * step - 1, length - step, 2 * step), slice(3 * step - 1, length, 2 * step))
-        step //= 2
-
-
-def hillis_steele(combine: Combine, length: int) -> None:
-    """Scans in place (Hillis and Steele, 1986): every element takes the one `step` before it, for step 1, 2, 4 ...:
-    length log2(length) operations in log2(length) steps."""
-    step = 1
-    while step < length:
-        combine(slice(0, length - step), slice(step, length))
-        step *= 2
-
-
-def product_by(walk: Callable[[Combine, int], None]) -> Callable[[Tensor], Tensor]:
-    """Returns H_t = H_{t-1} X_t by a scan, x (batch, heads, seqlen, o, o), one batched product a level; keeps x and H.
-
-    Its gradient is dX_t = H_{t-1}^T B_t, where B_t = G_t + B_{t+1} X_{t+1}^T is the same scan over pairs, from the
-    right.
-    """
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x: Tensor) -> Tensor:
-            h = x.clone()
-
-            def combine(left: slice, right: slice) -> None:
-                h[..., right, :, :] = h[..., left, :, :] @ h[..., right, :, :]
-
-            walk(combine, x.shape[-3])
-            ctx.save_for_backward(x, h)
-            return h
-
-        @staticmethod
-        def backward(ctx, g: Tensor) -> Tensor:
-            x, h = ctx.saved_tensors
-            # Reversed in time: pairs (A, B) with A_t = X_{t+1}^T, and (A, B) . (A', B') = (A A', B A' + B').
-            a = torch.empty_like(x)
-            a[..., 1:, :, :] = x.flip(-3)[..., :-1, :, :].mT
-            a[..., 0, :, :] = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-            b = g.flip(-3)
-
-            def combine(left: slice, right: slice) -> None:
-                b[..., right, :, :] += b[..., left, :, :] @ a[..., right, :, :]
-                a[..., right, :, :] = a[..., left, :, :] @ a[..., right, :, :]
-
-            walk(combine, x.shape[-3])
-            dx = b.flip(-3)
-            dx[..., 1:, :, :] = h[..., :-1, :, :].mT @ dx[..., 1:, :, :]
-            return dx
-
-    return Product.apply
+def product_by(scan: str) -> Op:
+    """Returns H_t = H_{t-1} X_t by mru-lm's scan of that name, x (batch, heads, seqlen, o, o)."""
+    return lambda x: WalkedProduct.apply(x, None, scan)

@@ -5,10 +5,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from matmix.kernels.checks import check_cu_seqlens, check_finite, check_floating, check_shape
+from matmix.kernels.checks import check_choice, check_cu_seqlens, check_finite, check_floating, check_shape
 from matmix.kernels.context import Context, context_name
 from matmix.kernels.functions import working_dtype
 from matmix.kernels.matrix_product.chunked import MATRIX_PRODUCT, ProductInputs, ProductOutputs, run_product
+from matmix.kernels.matrix_product.scans import SCANS, walked_product
 from matmix.kernels.matrix_product.spans import ORDERS, products_like
 from matmix.kernels.registration import register
 
@@ -23,6 +24,7 @@ def matrix_product_scan(
     chunk_size: int | None = None,
     context: Context | None = None,
     columns: int = 0,
+    scan: str = "chunked",
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Running products of matrices, H_t = H_{t-1} X_t, in every head: the core of the MRU.
@@ -42,6 +44,8 @@ def matrix_product_scan(
             last one is, zeros elsewhere.
         columns: where the columns behind so many are the identity's, in all of x, and no initial state is given: ranks
             send only these. The gradients of the others are then those of one part alone. 0 for all.
+        scan: "chunked", or as mru-lm writes it, in PyTorch: "brent_kung", "hillis_steele" or "sequential", whose
+            gradients come from the same scan of block matrices. These take neither `chunk_size` nor `context`.
         backend: "auto", "torch" or "triton".
 
     Returns:
@@ -67,7 +71,14 @@ def matrix_product_scan(
         raise ValueError(f"{op}: chunk_size is {chunk_size}; use None or a positive whole number")
     if reverse and context is not None:
         raise ValueError(f"{op}: reverse=True and a context; flip whole rows, before they are cut")
+    check_choice(op, "scan", scan, SCANS)
     given = ProductInputs(x, initial_state, cu_seqlens, chunk_size, context_name(context), columns)
+    if scan != "chunked":
+        if chunk_size is not None or context is not None or backend == "triton":
+            raise ValueError(
+                f'{op}: scan={scan!r} with a chunk_size, a context or backend="triton"; only scan="chunked" takes these'
+            )
+        return run_product(partial(walked_product, scan=scan), given, return_final_state, reverse)
     return run_product(partial(_matrix_product, backend=backend), given, return_final_state, reverse)
 
 

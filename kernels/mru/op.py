@@ -23,7 +23,7 @@ from matmix.kernels.mru.chunked import (
     state_matrices,
     summary,
 )
-from matmix.kernels.mru.constructions import CONSTRUCTIONS, element_columns, state_elements
+from matmix.kernels.mru.constructions import CONSTRUCTIONS, PLAIN, element_columns, state_elements
 from matmix.kernels.registration import register
 
 FUSED = ("affine", "identity_plus", "ldu", "cayley")
@@ -68,7 +68,7 @@ def mru_mixer(
         w_down: (nheads, o, d_c); o is 4, 8, 16 or 32.
         w_up: (nheads, d_chunk, o), what makes elements of chunks, as `chunks.elements_from_chunks` says; None where
             elements are given.
-        construction: one of `CONSTRUCTIONS`; see `build_state_matrices`.
+        construction: one of `CONSTRUCTIONS`, or `PLAIN`; see `build_state_matrices`.
         initial_state: H_0, (batch, nheads, o, o) float32, or (documents, ...) with `cu_seqlens`; None for the identity.
         return_final_state: also return the state after the last token (of each document), float32.
         return_log_norms: also return (2,) float32, the largest and the mean natural log of the states' Frobenius norms,
@@ -89,7 +89,7 @@ def mru_mixer(
     """
     op = "mru_mixer"
     check_floating(op, elements=elements, w_down=w_down, w_up=w_up, initial_state=initial_state)
-    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    check_choice(op, "construction", construction, (*CONSTRUCTIONS, PLAIN))
     if w_down.dim() != 3 or w_down.shape[1] not in ORDERS or 0 in w_down.shape:
         allowed = ", ".join(map(str, ORDERS))
         raise ValueError(f"{op}: w_down has shape {tuple(w_down.shape)}; expected (nheads, o, d_c), o one of {allowed}")
@@ -186,7 +186,7 @@ def mru_step(
         raise ValueError(f"{op}: state is None; give the identity, torch.eye(o), for the first token")
     check_floating(op, elements=elements, state=state, w_down=w_down, w_up=w_up)
     check_backend(op, backend, elements)
-    check_choice(op, "construction", construction, CONSTRUCTIONS)
+    check_choice(op, "construction", construction, (*CONSTRUCTIONS, PLAIN))
     if state.dim() != 4 or state.shape[-1] != state.shape[-2] or state.shape[-1] not in ORDERS:
         allowed = ", ".join(map(str, ORDERS))
         raise ValueError(

@@ -17,6 +17,7 @@ from matmix.kernels.matrix_product.spans import ORDERS
 from matmix.kernels.mru.chunked import elements_from_chunks, log_norms, project, scan_log_norms, state_matrices, summary
 from matmix.kernels.mru.constructions import (
     BOUNDED_CONSTRUCTIONS,
+    PLAIN,
     construction_products,
     element_columns,
     state_elements,
@@ -40,23 +41,25 @@ class MRUConfig:
     nheads: int = 0
     """Number of states; 0 means that what they remember is together as wide as the model: d_model / order^2 states,
     and four times as many with affine, which remembers in a quarter of each."""
-    construction: Literal["affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz"] = (
-        "affine"
-    )
+    construction: Literal[
+        "affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz", "plain"
+    ] = "affine"
     """The way from elements to state matrices. affine has a memory that fades and is added to, cayley and
     householder are orthogonal, ldu_newton_schulz has norm at most 1: their states cannot overflow. ldu (mru-lm's
-    newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can."""
+    newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can. plain is
+    mru-lm's README to the letter, X = reshape(x) W_in, by a W_in that keeps norms on average at first: unconstrained,
+    and without the identity, so that states can also vanish."""
     input: Literal["auto", "dense", "chunked"] = "auto"
     """The way from a token to elements. dense: a full projection. chunked: mru-lm's first form, in which row i of a
     head's M is a chunk of d_model / (nheads order) numbers of the token times a small matrix of the head; d_model
-    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2). auto: chunked with affine, else
-    dense."""
+    weights in all. Constructions that take a triangle take that of (M - M^T) / sqrt(2). auto: chunked with affine and
+    plain, else dense."""
     element_scale: float = 0.0
-    """The elements are multiplied by this; 0 = automatic: 1 for dense, 0.08 nheads for chunked (with affine 0.8), where
-    the factor stands in for a learning rate of its own (muP)."""
+    """The elements are multiplied by this; 0 = automatic: 1 for dense and plain, 0.08 nheads for chunked (with
+    affine 0.8), where the factor stands in for a learning rate of its own (muP)."""
     output_scale: float = 0.0
-    """The factor of what is read from the states; 0 = automatic: 1 for dense, d_model / order for chunked,
-    whose initial read-out is smaller by this."""
+    """The factor of what is read from the states; 0 = automatic: 1 for dense and plain, d_model / order for
+    chunked, whose initial read-out is smaller by this."""
     output_std: float = 0.0
     """Standard deviation of the initial output projection; 0 = automatic: by the depth, as in all mixers. mru-lm's
     first form has 0.02 / sqrt(number of blocks)."""
@@ -70,6 +73,10 @@ class MRUConfig:
     """Multiply every state matrix of a head by a learned number from (0, 1], about 1 at first: log-norms fall by a
     constant per token, which can hold the growth of an unbounded construction. It scales old and new alike, as the
     state is one product, so that nothing is forgotten faster; with a bounded construction states only shrink."""
+    scan: Literal["chunked", "brent_kung", "hillis_steele", "sequential"] = "chunked"
+    """The way states are multiplied up. chunked: by the fastest kernels there are. The others are mru-lm's: two
+    parallel scans (hillis_steele in O(L log L)) and the recurrence, in PyTorch, for comparison; ranks cannot share rows
+    with them."""
     bias: bool = False
     """Biases in the dense input projection and in the output projection."""
     dropout: float = 0.0
@@ -80,6 +87,8 @@ class MRUConfig:
         value = getattr(self, field)
         if value != "auto":
             return value
+        if field == "input" and self.construction == PLAIN:
+            return "chunked"
         affine, other = {"input": ("chunked", "dense"), "shift": ("blend", "none"), "gate": ("silu", "none")}[field]
         return affine if self.construction == "affine" else other
 
@@ -112,15 +121,17 @@ class MRU(Mixer):
         self.state_size = self.nheads * order**2
         d_chunk = d_model // (self.nheads * order)
         self.element_scale, self.output_scale, fan_in = config.element_scale or 1.0, config.output_scale or 1.0, order
+        plain = config.construction == PLAIN
         if config.chosen("input") == "dense":
-            elements = self.nheads * state_elements(config.construction, order)
-            self.in_proj = nn.Linear(d_model, elements, bias=config.bias)
+            width = self.nheads * state_elements(config.construction, order)
+            self.in_proj = nn.Linear(d_model, width, bias=config.bias)
         else:
-            # 0.08 (1 / order) (d_model / d_chunk), as mru-lm writes it.
-            scale = 0.8 if config.construction == "affine" else 0.08
-            self.element_scale = config.element_scale or scale * self.nheads
-            self.output_scale = config.output_scale or d_model / order
-            fan_in = self.state_size
+            if not plain:
+                # 0.08 (1 / order) (d_model / d_chunk), as mru-lm writes it.
+                scale = 0.8 if config.construction == "affine" else 0.08
+                self.element_scale = config.element_scale or scale * self.nheads
+                self.output_scale = config.output_scale or d_model / order
+                fan_in = self.state_size
             self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, element_columns(config.construction, order)))
         self.state_down = nn.Parameter(torch.empty(self.nheads, order, d_chunk))
         self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
@@ -132,10 +143,14 @@ class MRU(Mixer):
         # The square root of 1 / decay - 1: any value gives a decay in (0, 1].
         self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
         self.log_norms: Tensor | None = None
+        # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 / order. A plain X
+        # starts with numbers of that variance, by which products keep their squared norm on average.
+        summed = d_model if config.chosen("input") == "dense" else d_chunk
+        spread = (order * summed) ** -0.5 / self.element_scale
+        elements = normal_init(spread) if plain else constant_init(0.0)
         self.init_rules |= {
-            # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 / order.
-            "in_proj.weight": constant_init(0.0),
-            "state_up": constant_init(0.0),
+            "in_proj.weight": elements,
+            "state_up": elements,
             "state_base": partial(draw_fading, order=order),
             "shift_share": constant_init(0.5),
             "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
@@ -259,7 +274,7 @@ class MRU(Mixer):
         before = None if initial_state is None else pad_order(initial_state.to(matrices.dtype))
         padded = matrix_product_scan(
             pad_order(matrices), initial_state=before, return_final_state=True, cu_seqlens=cu_seqlens,
-            context=self.context, columns=self.columns(initial_state),
+            context=self.context, columns=self.columns(initial_state), scan=self.config.scan,
         )  # fmt: skip
         states, final = (h[..., : self.order, : self.order] for h in padded)
         self.log_norms = scan_log_norms(states, final, cu_seqlens, self.context)
@@ -314,7 +329,9 @@ class MRU(Mixer):
         """Returns whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster,
         as `combine` folds two projections into one."""
         construction = self.config.construction
-        return self.decay_root is None and mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
+        if self.decay_root is not None or self.config.scan != "chunked":
+            return False
+        return mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
 
     def monitor(self) -> dict[str, Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""

@@ -55,6 +55,7 @@ GATED_LARGE = {"input": "chunked", "gate": "silu", "shift": "blend", "element_sc
 
 MRU_VARIANTS: dict[str, dict[str, Any]] = {
     **{name: overrides for construction in CONSTRUCTIONS for name, overrides in _forms(construction).items()},
+    "plain, chunked": mru("plain"),
     "affine, chunked, gate": mru("affine", input="chunked", gate="silu"),
     "affine, chunked, shift": mru("affine", input="chunked", shift="blend"),
     # mru-lm's first form as it was published, and with larger elements.

@@ -10,7 +10,7 @@ from matmix.benchmarks.__main__ import main
 from matmix.benchmarks.measure import both_passes, largest_error, on_leaves
 from matmix.benchmarks.models import SIZES, LanguageModel, same_size_gpt
 from matmix.benchmarks.operations import Mru, Size, our_parts, unfused
-from matmix.benchmarks.peers import Missing, brent_kung, hillis_steele, product_by, recurrent_product
+from matmix.benchmarks.peers import Missing, product_by, recurrent_product
 from matmix.benchmarks.report import per_token, per_token_text
 from matmix.kernels import matrix_product_scan, mru_mixer
 from matmix.kernels.matrix_product.definition import matrix_product_definition
@@ -19,8 +19,8 @@ from matmix.model.build import count_parameters
 
 SMALLEST = "mru --device cpu --tokens 32 --lengths 16 --sizes 4x1 --rounds 1 --no-compile --no-plot"
 SCANS = {
-    "Brent-Kung": product_by(brent_kung),
-    "Hillis-Steele": product_by(hillis_steele),
+    "Brent-Kung": product_by("brent_kung"),
+    "Hillis-Steele": product_by("hillis_steele"),
     "loop": recurrent_product,
 }
 

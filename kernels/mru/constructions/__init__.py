@@ -1,9 +1,9 @@
 """Makes the state matrices X_t of the MRU from the elements that a projection of the token gives.
 
-Each construction maps zeros to the identity, has a memory-lean backward (its input or its output is kept, nothing in
-between) that can be differentiated again, and works on float32 or float64 with autocast off. Sources: the mru-lm
-repository's list of constructions; Cayley 1846; Householder 1958, with vectors as LAPACK's geqrf keeps them;
-Newton-Schulz: Higham, "Functions of Matrices", 2008, section 8.3.
+Each construction but "plain" maps zeros to the identity, has a memory-lean backward (its input or its output is kept,
+nothing in between) that can be differentiated again, and works on float32 or float64 with autocast off. Sources: the
+mru-lm repository's list of constructions, and its README for "plain"; Cayley 1846; Householder 1958, with vectors as
+LAPACK's geqrf keeps them; Newton-Schulz: Higham, "Functions of Matrices", 2008, section 8.3.
 """
 
 import torch
@@ -118,7 +118,10 @@ class ReflectionProduct(Function):
 
 
 CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
-"""Known ways to make a state matrix."""
+"""Ways to make a state matrix that is the identity where elements are zero."""
+
+PLAIN = "plain"
+"""The elements themselves, as mru-lm's README writes it."""
 
 NORMED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
 """Constructions of spectral norm at most 1: their products keep it."""
@@ -145,7 +148,7 @@ def state_elements(construction: str, order: int) -> int:
 
 def construction_products(construction: str) -> int:
     """Returns about what the construction costs, in products of order x order matrices."""
-    return {"qr": 2, "ldu_newton_schulz": 1 + 2 * NEWTON_SCHULZ_STEPS}.get(construction, 1)
+    return {PLAIN: 0, "qr": 2, "ldu_newton_schulz": 1 + 2 * NEWTON_SCHULZ_STEPS}.get(construction, 1)
 
 
 def build_state_matrices(elements: torch.Tensor, construction: str, order: int) -> torch.Tensor:
@@ -155,6 +158,7 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     "affine": [[A, 0], [B, I]], A = I + M's upper half with rows of absolute sum at most 1, B its lower half; M has o/2
         columns. Products grow linearly at worst, and forget.
     "identity_plus": I + M; nothing bounds it.
+    "plain": M; nothing bounds it, and zeros give zeros.
     "ldu": (tril(M) + D)(triu(M) + D), D = exp((diag - mean diag) / 2); determinant 1, which does not bound products.
     "cayley": (I - S)^-1 (I + S), S skew with that lower triangle; orthogonal: products keep norm sqrt(order) for ever.
     "householder": -H_1 ... H_o, H_k the reflection along e_k + column k of that lower triangle; orthogonal.
@@ -168,6 +172,8 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     if construction == "householder":
         return ReflectionProduct.apply(elements, order)
     matrices = elements.unflatten(-1, (order, order))
+    if construction == PLAIN:
+        return matrices
     if construction == "qr":
         return OrthogonalTimesUpper.apply(matrices)
     if construction == "ldu":

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_matches, packed, rmse_ratio
+from compare import assert_matches, assert_refused, packed, rmse_ratio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import each_value_once
 from paths import GOLDEN
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from matmix.kernels import matrix_product_scan
 from matmix.kernels.matrix_product.chunked import matrix_product_chunked
 from matmix.kernels.matrix_product.definition import matrix_product_definition
+from matmix.kernels.matrix_product.scans import WALKS
 
 
 def make(seqlen, *, batch=2, heads=3, order=4, states=0):
@@ -96,6 +98,46 @@ def test_golden(name, dtype, tolerance):
     assert rmse_ratio(x.grad, golden["dX"]) < tolerance
 
 
+@pytest.mark.parametrize("scan", WALKS)
+def test_scans_of_mru_lm_are_the_definition_with_every_gradient(scan):
+    """In float64 to rounding, at lengths around powers of two, forwards and backwards, of documents too."""
+    exact = {"dtype": torch.float64, "tolerance": 1e-13, "op_options": {"scan": scan}, "return_final_state": True}
+    for number, seqlen in enumerate([1, 2, 3, 5, 8, 13, 16, 31, 65]):
+        inputs = make(seqlen, states=2 * (number % 2))
+        assert_matches(matrix_product_scan, matrix_product_definition, inputs, reverse=number % 4 > 1, **exact)
+    for number, lengths in enumerate([[1, 7, 16, 33, 8], [1] * 6, [0, 17, 0, 1, 0], [3, 1, 1, 20], [9]]):
+        for states in (0, len(lengths)):
+            inputs = make(sum(lengths), batch=1, states=states)
+            options = {"cu_seqlens": packed(lengths), "reverse": bool((number + states) % 2)}
+            assert_matches(matrix_product_scan, matrix_product_definition, inputs, **options, **exact)
+
+
+@pytest.mark.parametrize("scan", WALKS)
+def test_scans_of_mru_lm_keep_float32_states_and_the_counts_of_the_readme(scan):
+    x = make(64, batch=1, heads=1)["x"].bfloat16()
+    h, final = matrix_product_scan(x, scan=scan, return_final_state=True)
+    wanted, end = matrix_product_definition(x, return_final_state=True)
+    assert h.dtype == torch.bfloat16
+    assert rmse_ratio(final, end) < 1e-5
+    assert rmse_ratio(h, wanted) < 4e-3
+    with FlopCounterMode(display=False) as counter:
+        matrix_product_scan(x, scan=scan)
+    # Of 64 tokens: s - 1 products, 2 s - 2 - log2(s), and the sum of s - 2^i.
+    products = {"sequential": 63, "brent_kung": 120, "hillis_steele": 6 * 64 - 63}
+    assert counter.get_total_flops() == 2 * 4**3 * products[scan]
+
+
+def test_scans_of_mru_lm_refuse_what_only_chunks_have():
+    x = make(8)["x"]
+    assert_refused(
+        {
+            "use 'chunked' or 'brent_kung'": lambda: matrix_product_scan(x, scan="blelloch"),
+            "scan='sequential' with a chunk_size": lambda: matrix_product_scan(x, scan="sequential", chunk_size=4),
+            'only scan="chunked" takes these': lambda: matrix_product_scan(x, scan="brent_kung", backend="triton"),
+        }
+    )
+
+
 def test_gradient_through_the_final_state_only():
     inputs = make(20)
     grads = []
@@ -113,8 +155,8 @@ def test_gradcheck():
     )
 
 
-@pytest.mark.parametrize("order", [8, 16])
-def test_documents_are_bit_independent_even_of_overflow(order):
+@pytest.mark.parametrize(("order", "scan"), [(8, "chunked"), (16, "chunked"), *((4, scan) for scan in WALKS)])
+def test_documents_are_bit_independent_even_of_overflow(order, scan):
     lengths = [5, 20, 1, 80, 30]
     x = make(sum(lengths), batch=1, order=order)["x"]
     cu_seqlens = packed(lengths)
@@ -122,7 +164,7 @@ def test_documents_are_bit_independent_even_of_overflow(order):
 
     def outputs(x):
         x = x.clone().requires_grad_()
-        h = matrix_product_scan(x, cu_seqlens=cu_seqlens)
+        h = matrix_product_scan(x, cu_seqlens=cu_seqlens, scan=scan)
         grad = torch.autograd.grad(h, x, weight)[0]
         return h.detach(), grad
 

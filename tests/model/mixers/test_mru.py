@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from nightly import each_value_once, nightly
 
+from matmix.kernels.matrix_product.definition import matrix_product_definition
+from matmix.kernels.matrix_product.scans import SCANS
 from matmix.kernels.mru.constructions import BOUNDED_CONSTRUCTIONS, CONSTRUCTIONS, state_elements
 from matmix.model import build_model, initialize
 from matmix.model.mixers.mru import MRU, MRUConfig
@@ -195,6 +197,29 @@ def test_generation_stops_before_finite_states_make_logits_nan(small_model):
     state = [torch.full((1, 2, 4, 4), size) for size in (1.0, 1e30, 1.0)]
     with pytest.raises(OverflowError, match=r"log-norm 7"):
         model.step(torch.zeros(1, dtype=torch.int64), state)
+
+
+@pytest.mark.parametrize("scan", SCANS)
+def test_plain_is_the_readme_to_the_letter(scan):
+    """X = reshape(x) W_in, H_j = X_1 ... X_j, y = reshape(H W_out), and an output projection; all gradients."""
+    layer = _layer(torch.float64, construction="plain", scan=scan)
+    x = torch.randn(2, 37, D_MODEL, dtype=torch.float64, requires_grad=True)
+    matrices = torch.einsum("blhic,hcj->blhij", x.unflatten(-1, (2, 4, 4)), layer.state_up)
+    states, _ = matrix_product_definition(matrices, return_final_state=True)
+    expected = layer.out_proj((states @ layer.state_down).flatten(-3))
+    cotangent, given = torch.randn_like(expected), [x, *layer.parameters()]
+    y = layer(x)
+    torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-13)
+    wanted = torch.autograd.grad(expected, given, cotangent)
+    for found, right in zip(torch.autograd.grad(y, given, cotangent), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["chunked", "dense"])
+def test_plain_state_matrices_keep_norms_on_average_at_first(form):
+    layer = _layer(construction="plain", input=form)
+    squares = layer.state_matrices(torch.randn(64, 64, D_MODEL)).square().sum((-1, -2)).mean()
+    assert squares.item() == pytest.approx(4, rel=0.25)
 
 
 @pytest.mark.parametrize(("construction", "order"), each_value_once(CONSTRUCTIONS, [2, 3, 5, 12]))
