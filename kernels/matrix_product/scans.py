@@ -113,13 +113,14 @@ def walked_product(given: ProductInputs, scan: str) -> ProductOutputs:
         h = WalkedProduct.apply(x.transpose(1, 2), None, scan).transpose(1, 2)
         final = h[:, -1]
     else:
-        bounds = cu_seqlens.long()
-        owners = (bounds[1:] > bounds[:-1]).nonzero().squeeze(1)  # empty documents have no token
-        starts, begins = given_states(initial_state, len(bounds) - 1, x), bounds[owners]
+        # Nothing waits for the device: documents without tokens write behind the row.
+        begins, ends, seqlen = cu_seqlens[:-1].long(), cu_seqlens[1:].long(), x.shape[1]
+        empty, starts = begins == ends, given_states(initial_state, len(begins), x)
+        begins = begins.masked_fill(empty, seqlen)
         if initial_state is not None:
-            x = x.index_copy(1, begins, (starts[owners] @ x[0, begins]).unsqueeze(0))
-        firsts = torch.zeros(x.shape[1], dtype=torch.bool, device=x.device).index_fill(0, begins, True)
+            longer = torch.cat([x, x[:, :1]], 1)
+            x = longer.index_copy(1, begins, (starts @ longer[0, begins]).unsqueeze(0))[:, :-1]
+        firsts = torch.zeros(seqlen + 1, dtype=torch.bool, device=x.device).index_fill(0, begins, True)[:-1]
         h = WalkedProduct.apply(x.transpose(1, 2), firsts, scan).transpose(1, 2)
-        final = starts.index_copy(0, owners, h[0, bounds[owners + 1] - 1])
-    # Copied: what saves h must not share it with what callers may write to.
+        final = torch.where(empty.view(-1, 1, 1, 1), starts, h[0, (ends - 1).clamp(min=0)])
     return ProductOutputs(h.to(given.x.dtype).contiguous(), final.contiguous(), h.new_empty(0), None)

@@ -206,6 +206,12 @@ class MRU(Mixer):
             )
 
     @classmethod
+    def why_no_context(cls, config: MRUConfig, causal: bool) -> str:
+        if config.scan == "chunked":
+            return super().why_no_context(config, causal)
+        return f'with scan = "{config.scan}" needs whole rows on one rank'
+
+    @classmethod
     def flops_per_token(cls, d_model: int, config: MRUConfig, seqlen: int, causal: bool) -> float:
         nheads, order = cls.head_count(d_model, config), config.order
         state_size = nheads * order**2
@@ -215,8 +221,14 @@ class MRU(Mixer):
             inputs = nheads * d_chunk * order * element_columns(config.construction, order)
         read = state_size * d_chunk + d_model**2
         read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
+        return 2.0 * (inputs + read) + cls.mixing_flops(d_model, config, seqlen, causal)
+
+    @classmethod
+    def mixing_flops(cls, d_model: int, config: MRUConfig, seqlen: int, causal: bool) -> float:
+        """Returns the operations of state matrices and of the recurrence, whatever the scan: Brent and Kung's takes
+        twice as many for the latter, Hillis and Steele's log2(seqlen) times."""
         products = 1 + construction_products(config.construction)
-        return 2.0 * (inputs + products * nheads * order**3 + read)
+        return 2.0 * products * cls.head_count(d_model, config) * config.order**3
 
     def before(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | None:
         """The token before each of x (B, L, d_model) in its document, where one is asked for."""
