@@ -33,21 +33,20 @@ from matmix.kernels.lion.chunked import FEATURE_MAPS
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.base import (
     ExactLinear,
-    HeadsConfig,
-    Mixer,
     ScanOrders,
     exact_linear,
     gate_sums,
     head_count,
     weights_per_token,
 )
+from matmix.model.mixers.scans.features import FeatureConfig, FeatureMixer
 
 _QUADRATIC_UP_TO = 64
 """Tokens up to which `auto` makes all scores, on a CPU in half the time of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LionConfig(HeadsConfig):
+class LionConfig(FeatureConfig):
     """The options that all variants of LION share."""
 
     qkv_bias: bool = False
@@ -58,9 +57,9 @@ class LionConfig(HeadsConfig):
     it runs, else attention for up to 64 tokens (the patches of small images) and chunked for more."""
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
-    feature_map: Literal["elu", "silu", "silu_norm"] = "silu_norm"
-    """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, or the latter divided by its
-    length."""
+    feature_map: Literal["elu", "silu", "silu_norm", "performer", "rfa", "cosformer", "polynomial"] = "silu_norm"
+    """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, the latter divided by its
+    length, or one of scans/features.py, which no fused kernel has: the scan alone is one then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,12 +222,11 @@ def lion_recurrence(
 # -- the mixers --------------------------------------------------------------------------------------------------------
 
 
-class LionLit(Mixer):
+class LionLit(FeatureMixer):
     """LION-Lit: Y = (Q K^T) V over its row sums, linear attention in both directions."""
 
     Config = LionConfig
     bidirectional_form = True
-    rank_option = "headdim"
     row_normalized = True
 
     def __init__(self, d_model: int, config: LionConfig, *, output_std: float, **options):
@@ -245,11 +243,12 @@ class LionLit(Mixer):
     @classmethod
     def check(cls, d_model: int, config: LionConfig) -> None:
         super().check(d_model, config)
-        cls.require_heads(d_model, config)
         cls.require(0 < config.eps < math.inf, config, "eps", "must be positive, so that no row is divided by 0")
 
     @classmethod
     def check_scans(cls, config: LionConfig, scans: int, outside: bool) -> None:
+        one = 'turns vectors by one order of positions; set model.image.scan = "rows" and class_outside = false'
+        cls.require(config.feature_map != "cosformer" or (scans == 1 and not outside), config, "feature_map", one)
         sets = getattr(config, "gate_sets", 1)
         if sets not in (1, scans):
             raise ValueError(
@@ -266,10 +265,11 @@ class LionLit(Mixer):
     @classmethod
     def mixing_flops(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool) -> float:
         channels = head_count(d_model, config) * config.headdim
+        features, making = cls.block_rank(config), cls.feature_flops(d_model, config)
         if config.form == "attention":
-            return 2.0 * seqlen * 2 * channels
+            return 2.0 * seqlen * channels * (1 + features / config.headdim) + making
         # Per direction, states, writes and reads take 3 multiply-adds per element of S and z.
-        return 2.0 * 2 * 3 * channels * (config.headdim + 1)
+        return 2.0 * 2 * 3 * head_count(d_model, config) * features * (config.headdim + 1) + making
 
     @classmethod
     def flops_in_orders(cls, d_model: int, config: LionConfig, seqlen: int, causal: bool, scans: int) -> float:
@@ -294,16 +294,15 @@ class LionLit(Mixer):
         return LionGates(logs, **self.gate_offsets)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q with its scale and k, positive, and v: each (..., H, headdim) for x (..., d_model)."""
+        """q with its scale and k, positive (B, L, H, features), and v (B, L, H, headdim) for x (B, L, d_model)."""
         return self.split(self.qkv(x))
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the same as `project`, from the output of the projection."""
         q, k, v = qkv.unflatten(-1, (3, self.nheads, self.config.headdim)).unbind(-3)
-        features = FEATURE_MAPS[self.config.feature_map]
+        q, k = self.features(q, k, self.turns(qkv.shape[1], cu_seqlens, qkv.device))
         # The authors scale the scores before they add eps to the row sums, of which nothing else is left.
-        q = features(q) * self.config.headdim**-0.5
-        return q.to(v.dtype), features(k).to(v.dtype), v
+        return (q * self.config.headdim**-0.5).to(v.dtype), k.to(v.dtype), v
 
     def form(self, seqlen: int, cu_seqlens: Tensor | None = None) -> str:
         """The form that computes rows of `seqlen` tokens, or packed documents, where no fused kernel runs."""
@@ -314,7 +313,9 @@ class LionLit(Mixer):
 
     def fused(self, qkv: Tensor, logits: Tensor | None, **options: Any) -> Any:
         """Returns `lion_mixer` of the projection's output; None where no fused kernel runs."""
-        if self.config.form not in ("auto", "chunked") or not lion_mixer_is_fused(qkv, self.nheads):
+        if self.config.form not in ("auto", "chunked") or self.config.feature_map not in FEATURE_MAPS:
+            return None
+        if not lion_mixer_is_fused(qkv, self.nheads):
             return None
         kept = {"nheads": self.nheads, "feature_map": self.config.feature_map, "eps": self.config.eps}
         return lion_mixer(qkv, logits, **kept, **self.gate_offsets, **options)
@@ -326,7 +327,7 @@ class LionLit(Mixer):
         y = self.fused(qkv, logits, cu_seqlens=cu_seqlens, context=self.context)
         if y is None:
             form, rows = self.form(x.shape[1], cu_seqlens), (cu_seqlens, self.context)
-            y = lion(form, *self.split(qkv), self.gates(logits), self.config.eps, *rows).flatten(-2)
+            y = lion(form, *self.split(qkv, cu_seqlens), self.gates(logits), self.config.eps, *rows).flatten(-2)
         return self.proj(y)
 
     def forward_in_orders(self, x: Tensor, orders: ScanOrders) -> Tensor:
@@ -374,7 +375,7 @@ class LionLit(Mixer):
         q, k, _ = self.project(x)
         places, length = orders.places, x.shape[1]
         gates = self.gates(self.logits_in_orders(x, places))
-        q_read, k_read = (part[:, places].flatten(0, 1) for part in (q, k))
+        q_read, k_read, _ = self.split(self.qkv(x)[:, places].flatten(0, 1))
         read = lion_weights(q_read, k_read, gates).unflatten(0, (-1, len(places)))
         weights = working(torch.einsum("bihn,bjhn->bhij", q, k))
         inside = torch.zeros(length, length, dtype=torch.bool, device=x.device)

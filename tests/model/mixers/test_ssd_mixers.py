@@ -240,7 +240,7 @@ def test_linear_attention_weighs_and_sums_to_one(make):
 def test_queries_far_below_zero_still_have_weights(make):
     """phi(x) = exp(x) there, which elu(x) + 1 would round to 0."""
     mixer = make("linear_attention", causal=True, headdim=4, dtype=torch.float32, eps=0.0)
-    features = mixer.feature(torch.tensor([-30.0, -1.0, 0.0, 2.0]))
+    features, _ = mixer.features(torch.tensor([-30.0, -1.0, 0.0, 2.0]), torch.zeros(4), 0.0)
     torch.testing.assert_close(features, torch.tensor([-30.0, -1.0, 0.0, 0.0]).exp() + torch.tensor([0, 0, 0, 2.0]))
 
 

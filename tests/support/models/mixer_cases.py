@@ -62,6 +62,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion_d-wide": ("lion_d", {"nheads": 3}),
     "lion_lit-attention": ("lion_lit", {"form": "attention"}),
     "sma_causal-quadratic": ("sma_causal", {"contraction": "quadratic"}),
+    "linear_attention-performer": (
+        "linear_attention",
+        {"headdim": 16, "feature_map": "performer", "random_features": 24},
+    ),
+    "lion_d-performer": ("lion_d", {"headdim": 16, "feature_map": "performer", "random_features": 24}),
+    "linear_attention-rfa": ("linear_attention", {"headdim": 16, "feature_map": "rfa", "random_features": 64}),
+    "lion_d-rfa": ("lion_d", {"headdim": 16, "feature_map": "rfa", "random_features": 64}),
+    "linear_attention-cosformer": ("linear_attention", {"headdim": 16, "feature_map": "cosformer", "reach": 5000}),
+    "lion_d-cosformer": ("lion_d", {"headdim": 16, "feature_map": "cosformer", "reach": 5000}),
+    "linear_attention-polynomial": ("linear_attention", {"headdim": 16, "feature_map": "polynomial"}),
+    "lion_d-polynomial": ("lion_d", {"headdim": 16, "feature_map": "polynomial"}),
 }
 """Name of a case -> (mixer, options)."""
 

@@ -1,0 +1,162 @@
+"""Feature maps of linear attention and LION, whose scores are phi(q) . phi(k)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from matmix.kernels.functions import outside_autocast, working
+from matmix.kernels.lion.chunked import FEATURE_MAPS
+from matmix.model.mixers.base import HeadsConfig, Mixer, head_count
+from matmix.model.positions import document_positions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureConfig(HeadsConfig):
+    """Options of those feature maps that have some."""
+
+    random_features: int = 0
+    """performer, rfa: the number of random directions, of which rfa makes two features each; 0 = headdim."""
+    reach: int = 0
+    """cosformer: the distance of two tokens at which scores fall to 0, and the longest document; 0 =
+    model.max_seqlen."""
+
+
+def directions(count: int, width: int, like: Tensor) -> Tensor:
+    """(count, width), typed like `like`: random directions of length sqrt(width), the same everywhere and always.
+
+    `width` at a time are orthogonal: rows of C D C D C D, D random signs and C the cosine transform, which stand for
+    orthogonal Gaussian directions (arXiv 1703.00864). The signs are bits of a hash (MurmurHash3's finish) of their
+    place, so there is nothing to draw, to keep in checkpoints or to move to a device.
+    """
+    blocks, low = -(-count // width), 0xFFFFFFFF
+    bits = torch.arange(1, 3 * blocks * width + 1, device=like.device) * 0x9E3779B9 & low
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ bits >> shift) * factor & low
+    signs = (1 - 2 * (bits >> 16 & 1)).to(like.dtype).view(3, blocks, 1, width)
+    place = torch.arange(width, device=like.device)
+    turns = (place.unsqueeze(1) * (2 * place + 1)).to(like.dtype) * (math.pi / (2 * width))
+    cosines = turns.cos() * torch.where(place == 0, width**-0.5, (2 / width) ** 0.5).to(like.dtype).unsqueeze(1)
+    first, second, third = (cosines * sign for sign in signs)
+    return (first @ second @ third).flatten(0, 1)[:count] * width**0.5
+
+
+class Given(NamedTuple):
+    """What a feature map knows besides its vectors (..., H, headdim)."""
+
+    query: bool
+    random_features: int
+    angles: Tensor | float
+    """pi / 2 for each `reach` before the vector, as (..., 1, 1)."""
+
+
+def performer(x: Tensor, given: Given) -> Tensor:
+    """FAVOR+ of Performer (arXiv 2009.14794), exp(w . x - x^2 / 2) for x / headdim^1/4: scores are about
+    exp(q . k / sqrt(headdim)). Queries are divided by the largest of theirs, which the sums of rows undo."""
+    x = x * x.shape[-1] ** -0.25
+    logs = x @ directions(given.random_features, x.shape[-1], x).mT - x.square().sum(-1, keepdim=True) / 2
+    return (logs - logs.amax(-1, keepdim=True) if given.query else logs).exp() * given.random_features**-0.5
+
+
+def rfa(x: Tensor, given: Given) -> Tensor:
+    """Random feature attention (arXiv 2103.02143) without gate, (sin w . x, cos w . x) for x of length 1: scores are
+    about exp(q . k - 1)."""
+    turns = F.normalize(x, dim=-1) @ directions(given.random_features, x.shape[-1], x).mT
+    return torch.cat((turns.sin(), turns.cos()), -1) * given.random_features**-0.5
+
+
+def cosformer(x: Tensor, given: Given) -> Tensor:
+    """cosFormer (arXiv 2202.08791): scores are relu(q) . relu(k) cos(pi (i - j) / (2 reach))."""
+    angles = torch.as_tensor(given.angles, dtype=x.dtype, device=x.device)
+    return torch.cat((x.relu() * angles.cos(), x.relu() * angles.sin()), -1)
+
+
+def polynomial(x: Tensor, given: Given) -> Tensor:
+    """All products of two of (1, x / headdim^1/4): scores are (1 + q . k / sqrt(headdim))^2."""
+    x = F.pad(x * x.shape[-1] ** -0.25, (1, 0), value=1.0)
+    rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+    return x[..., rows] * x[..., columns] * torch.where(rows == columns, 1.0, 2**0.5).to(x.dtype)
+
+
+class FeatureMap(NamedTuple):
+    """A feature map."""
+
+    apply: Callable[[Tensor, Given], Tensor]
+    """(..., H, headdim) in float32 at least, and what else it is given, -> (..., H, width)."""
+    width: Callable[[int, int], int] = lambda headdim, count: headdim
+    """(headdim, random_features) -> features."""
+    divides: bool = True
+    """Sums of rows stay away from 0, so that rows may be divided by them."""
+
+
+def _alone(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Given], Tensor]:
+    return lambda x, given: function(x)
+
+
+FEATURES = {
+    **{name: FeatureMap(_alone(function)) for name, function in FEATURE_MAPS.items()},
+    "performer": FeatureMap(performer, lambda headdim, count: count),
+    "rfa": FeatureMap(rfa, lambda headdim, count: 2 * count),
+    "cosformer": FeatureMap(cosformer, lambda headdim, count: 2 * headdim),
+    "polynomial": FeatureMap(polynomial, lambda headdim, count: (headdim + 1) * (headdim + 2) // 2),
+    "plain_silu": FeatureMap(_alone(F.silu), divides=False),
+    "none": FeatureMap(_alone(lambda x: x), divides=False),
+}
+
+
+class FeatureMixer(Mixer):
+    """A mixer with the option `feature_map`."""
+
+    words: ClassVar[dict[str, str]] = {}
+    """Values of that option -> names in `FEATURES`, where they are others."""
+
+    @classmethod
+    def feature_map(cls, config: Any) -> FeatureMap:
+        return FEATURES[cls.words.get(config.feature_map, config.feature_map)]
+
+    @classmethod
+    def block_rank(cls, config: Any) -> int:
+        """The number of features that q and k have."""
+        return cls.feature_map(config).width(config.headdim, config.random_features or config.headdim)
+
+    @classmethod
+    def feature_flops(cls, d_model: int, config: Any) -> float:
+        """Floating-point operations that make the features of a token: those of the random directions."""
+        random = config.feature_map in ("performer", "rfa")
+        return 4.0 * random * head_count(d_model, config) * config.headdim * (config.random_features or config.headdim)
+
+    @classmethod
+    def check(cls, d_model: int, config: Any) -> None:
+        super().check(d_model, config)
+        cls.require_heads(d_model, config)
+        cls.require_least(config, random_features=0, reach=0)
+
+    @classmethod
+    def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
+        reach = config.reach or max_seqlen
+        if config.feature_map == "cosformer" and seqlen > reach:
+            raise ValueError(
+                f"model.mixers.{cls.name}.reach = {reach}: documents of {seqlen} tokens are longer, and scores beyond "
+                "it are negative; raise it"
+            )
+
+    def turns(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | float:
+        """`Given.angles` of tokens that stand one behind the other: (length, 1, 1), or 0.0 where none are wanted."""
+        if self.config.feature_map != "cosformer":
+            return 0.0
+        return self.turn(document_positions(length, cu_seqlens, device, self.context)[:, None, None])
+
+    def turn(self, tokens: Tensor) -> Tensor:
+        """The angles of numbers of tokens, in float64."""
+        return tokens.double() * (math.pi / 2 / (self.config.reach or self.max_seqlen))
+
+    @outside_autocast
+    def features(self, q: Tensor, k: Tensor, angles: Tensor | float) -> tuple[Tensor, Tensor]:
+        """phi(q) and phi(k), (..., H, headdim) -> (..., H, features), in float32 at least."""
+        count = self.config.random_features or self.config.headdim
+        apply = self.feature_map(self.config).apply
+        return tuple(apply(working(x), Given(x is q, count, angles)) for x in (q, k))
