@@ -2,6 +2,7 @@
 
 from matmix.model.mixers.attention.linformer import Linformer
 from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
+from matmix.model.mixers.attention.nystroem import Nystroem
 from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.convolutions.ckconv import CKConv
@@ -73,6 +74,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mlp_mixer": MLPMixer,
     "monarch": Monarch,
     "mru": MRU,
+    "nystroem": Nystroem,
     "quasiseparable_dd": QuasiseparableDD,
     "quasiseparable_di": QuasiseparableDI,
     "retnet": RetNet,

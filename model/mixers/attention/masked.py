@@ -67,6 +67,20 @@ def transform_length(length: int) -> int:
     return max(2, 1 << (2 * length - 2).bit_length())
 
 
+def associative_scan(x: Tensor, gates: Tensor) -> Tensor:
+    """L x for a 1-semiseparable L, y_t = gates_t y_(t-1) + x_t, by the associative scan of S5 (arXiv 2208.04933) and
+    Mamba: neighbours are joined, half as many are scanned, and those between are made of them. O(L) operations in
+    O(log L) steps. x (..., L), gates (..., L) that broadcast."""
+    half = x.shape[-1] // 2
+    if half == 0:
+        return x
+    (first, second), (gate, other) = ((part[..., ::2], part[..., 1::2]) for part in (x, gates))
+    ends = associative_scan(second + other * first[..., :half], other * gate[..., :half])
+    starts = first + gate * F.pad(ends, (1, 0))[..., : first.shape[-1]]
+    y = torch.stack((starts[..., :half], ends), -1).flatten(-2)
+    return torch.cat((y, starts[..., half:]), -1)
+
+
 def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
 
@@ -89,9 +103,9 @@ def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tenso
 class MaskedAttentionConfig(HeadsConfig):
     """Options of structured masked attention, the same for all masks."""
 
-    contraction: Literal["auto", "quadratic", "linear"] = "auto"
+    contraction: Literal["auto", "quadratic", "linear", "associative"] = "auto"
     """Order of the contraction: quadratic makes all scores first, linear (auto) contracts keys and values first and
-    applies the mask by its fast algorithm."""
+    applies the mask by its fast algorithm; associative is linear with causal masks applied by an associative scan."""
     bias: bool = False
     """Biases in the four projections."""
 
@@ -113,6 +127,8 @@ class MaskedAttention(Mixer):
     def check(cls, d_model: int, config: MaskedAttentionConfig) -> None:
         super().check(d_model, config)
         cls.require_heads(d_model, config)
+        scans = cls.causal_form or config.contraction != "associative"
+        cls.require(scans, config, "contraction", "is a scan, for causal masks; use linear")
 
     @classmethod
     def why_no_context(cls, config: MaskedAttentionConfig, causal: bool) -> str:
@@ -120,6 +136,8 @@ class MaskedAttention(Mixer):
             return super().why_no_context(config, causal)
         if config.contraction == "quadratic":
             return 'makes all scores on one rank with contraction = "quadratic"'
+        if config.contraction == "associative":
+            return 'scans whole rows on one rank with contraction = "associative"'
         return ""
 
     @classmethod
@@ -149,7 +167,8 @@ class MaskedAttention(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         quadratic = self.config.contraction == "quadratic"
-        if cu_seqlens is not None and (quadratic or not self.causal_form) and self.context is None:
+        whole = self.config.contraction in ("quadratic", "associative") or not self.causal_form
+        if cu_seqlens is not None and whole and self.context is None:
             return self.forward_by_document(x, cu_seqlens)
         if not quadratic:
             return self.combine(self.linear_order(x, cu_seqlens), x)
@@ -192,6 +211,11 @@ class SmaCausal(MaskedAttention):
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         q, k, v = self.project(x)
+        if self.config.contraction == "associative":
+            logs = self.log_gates(x)
+            gates = x.new_ones(1) if logs is None else working(logs).exp()
+            gates = gates.expand(*x.shape[:2], self.nheads).permute(0, 2, 1)[:, :, None, None]
+            return masked_product(q, k, v, associative_scan, gates)
         return semiseparable_scan(v, q, k, self.log_gates(x), cu_seqlens=cu_seqlens, context=self.context)
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:

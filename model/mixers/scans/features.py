@@ -159,4 +159,4 @@ class FeatureMixer(Mixer):
         """phi(q) and phi(k), (..., H, headdim) -> (..., H, features), in float32 at least."""
         count = self.config.random_features or self.config.headdim
         apply = self.feature_map(self.config).apply
-        return tuple(apply(working(x), Given(x is q, count, angles)) for x in (q, k))
+        return apply(working(q), Given(True, count, angles)), apply(working(k), Given(False, count, angles))

@@ -171,13 +171,13 @@ class LionState(NamedTuple):
 
 
 def lion_step(
-    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, state: LionState, *, delayed: bool
+    q: Tensor, k: Tensor, v: Tensor, log_gate: Tensor | None, state: LionState, delayed: Tensor
 ) -> tuple[Tensor, Tensor, LionState]:
     """One token of one direction: q, k (B, H, N), v (B, H, P), log_gate (B, H), (H,) or None.
 
         S = g S + k v^T,  z = g z + k,  y = q S - 1/2 (q . k) v,  c = q . z - 1/2 q . k
 
-    delayed: g is the gate of the token before this one in the direction's own sense, else this token's.
+    delayed (B, 1): g is the gate of the token before this one in the direction's own sense, else this token's.
     Returns: y (B, H, P), c (B, H) and the new state; the given one is left as it is.
     """
     exact = state.keys.dtype
@@ -185,7 +185,7 @@ def lion_step(
     products, keys, last, gate = *state, None
     if log_gate is not None:
         log_gate = log_gate.to(exact).expand_as(last)
-        gate = last if delayed else log_gate
+        gate = torch.where(delayed, last, log_gate)
         keys, last = gate.exp().unsqueeze(-1) * keys, log_gate
     keys = keys + k
     own = 0.5 * (q * k).sum(-1)
@@ -196,27 +196,30 @@ def lion_step(
 def lion_recurrence(
     q: Tensor, k: Tensor, v: Tensor, gates: LionGates, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of `lion_sums` by two passes over the tokens, each with a state of constant size."""
+    """The numbers of `lion_sums` in one loop of L steps. Step t is token t of the forward direction and token L - 1 - t
+    of the backward one, which stand behind each other in the batch; both states are of constant size."""
     (batch, length, nheads, d_state), exact = q.shape, torch.promote_types(v.dtype, torch.float32)
     shapes = ((d_state, v.shape[-1]), (d_state,), ())
-    empty = LionState(*(v.new_zeros(batch, nheads, *shape, dtype=exact) for shape in shapes))
-    first = last = None
+    state = LionState(*(v.new_zeros(2 * batch, nheads, *shape, dtype=exact) for shape in shapes))
+    backward = (torch.arange(2 * batch, device=q.device) >= batch).unsqueeze(1)
+    delayed = (backward & (gates.gate_offset == 1)) | (~backward & (gates.forward_gate_offset == 1))
+    edges = None
     if cu_seqlens is not None:
         positions = torch.arange(length, device=q.device)
         first, last = torch.isin(positions, cu_seqlens), torch.isin(positions + 1, cu_seqlens)
-
-    def direction(order: range, edges: Tensor | None, delayed: bool) -> list[Tensor]:
-        state, given = empty, {}
-        for t in order:
-            if edges is not None:  # where a document begins in this direction, both sums start again
-                state = LionState(*(part.masked_fill(edges[t], 0) for part in state))
-            gate = gates.logs[:, t] if gates.logs is not None and gates.logs.dim() == 3 else gates.logs
-            *given[t], state = lion_step(q[:, t], k[:, t], v[:, t], gate, state, delayed=delayed)
-        return [torch.stack(parts, 1) for parts in zip(*(given[t] for t in range(length)), strict=True)]
-
-    y_forward, c_forward = direction(range(length), first, gates.forward_gate_offset == 1)
-    y_backward, c_backward = direction(range(length - 1, -1, -1), last, gates.gate_offset == 1)
-    return y_forward + y_backward, c_forward + c_backward
+        edges = torch.stack((first, last.flip(0)), 1)
+    steps = []
+    for t in range(length):
+        if edges is not None:  # where a document begins in a direction, its sums start again
+            state = LionState(*(part.masked_fill(edges[t].view(2, *[1] * (part.dim() - 1)), 0) for part in state))
+        q_t, k_t, v_t = (torch.cat((part[:, t], part[:, -1 - t])) for part in (q, k, v))
+        gate = gates.logs
+        if gate is not None and gate.dim() == 3:
+            gate = torch.cat((gate[:, t], gate[:, -1 - t]))
+        *given, state = lion_step(q_t, k_t, v_t, gate, state, delayed)
+        steps.append(given)
+    y, c = (torch.stack(parts, 1) for parts in zip(*steps, strict=True))
+    return y[:batch] + y[batch:].flip(1), c[:batch] + c[batch:].flip(1)
 
 
 # -- the mixers --------------------------------------------------------------------------------------------------------

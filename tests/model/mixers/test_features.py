@@ -1,0 +1,83 @@
+"""Feature maps: the kernels that their products stand for, and what Nystroem's landmarks stand for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from matmix.model.mixers import MIXERS
+from matmix.model.mixers.attention.nystroem import pseudo_inverse
+from matmix.model.mixers.scans.features import directions
+
+D = 8
+
+
+def _attention(randomize, feature_map, **options):
+    config = MIXERS["linear_attention"].Config(headdim=D, feature_map=feature_map, **options)
+    MIXERS["linear_attention"].check(16, config)
+    mixer = MIXERS["linear_attention"](16, config, causal=True, max_seqlen=16, output_std=0.02)
+    return randomize(mixer, 0.5, torch.float64)
+
+
+KERNELS = {
+    "performer": lambda q, k: (q @ k.mT / D**0.5).exp(),
+    "rfa": lambda q, k: (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT - 1).exp(),
+    "cosformer": lambda q, k: q.relu() @ k.relu().mT * _cosines(q.shape[0]),
+    "polynomial": lambda q, k: (1 + q @ k.mT / D**0.5) ** 2,
+}
+
+
+def _cosines(length):
+    place = torch.arange(length, dtype=torch.float64)
+    return (torch.pi / 2 * (place[:, None] - place) / 16).cos()
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("performer", 0.1), ("rfa", 0.05), ("cosformer", 1e-12), ("polynomial", 1e-12)]
+)
+def test_products_of_features_are_the_kernel_of_the_paper(randomize, name, tolerance):
+    """Up to a factor for each query, which the sums of rows take off: the weights of 16 tokens."""
+    mixer = _attention(randomize, name, random_features=8192)
+    q, k = torch.randn(2, 16, 1, D, dtype=torch.float64)
+    phi_q, phi_k = mixer.features(q, k, mixer.turns(16, None, q.device))
+    products = phi_q[:, 0] @ phi_k[:, 0].mT, KERNELS[name](q[:, 0], k[:, 0])
+    got, wanted = (weights / weights.sum(-1, keepdim=True) for weights in products)
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.max().item())
+
+
+def test_random_directions_are_orthogonal_and_differ():
+    w = directions(20, 7, torch.zeros((), dtype=torch.float64))
+    for block in (w[:7], w[7:14]):
+        torch.testing.assert_close(block @ block.mT, 7 * torch.eye(7, dtype=torch.float64))
+    assert torch.linalg.matrix_rank(w[5:12]) == 7
+    many = directions(4096, 16, w)
+    assert many.mean(0).abs().max() < 0.05
+    assert ((many**4).mean() / (many**2).mean() ** 2 - 3).abs() < 0.6  # 3 is that of Gaussian numbers
+
+
+def test_cosformers_state_goes_on_without_positions(randomize):
+    """From token to token, in place, and in packed documents that go on from states of their own."""
+    mixer, x = _attention(randomize, "cosformer"), torch.randn(2, 12, 16, dtype=torch.float64)
+    whole, state = mixer(x), mixer.initial_state(2)
+    _, state = mixer.forward_with_state(x[:, :5], state)
+    again, _ = mixer.forward_with_state(x[:, 5:8].reshape(1, 6, 16), state, torch.tensor([0, 3, 6], dtype=torch.int32))
+    torch.testing.assert_close(again.view(2, 3, 16), whole[:, 5:8])
+    for t in range(5, 12):
+        torch.testing.assert_close(mixer.step_in_place(x[:, t], state), whole[:, t])
+    with pytest.raises(ValueError, match="reach = 16: documents of 17 tokens"):
+        mixer.check_seqlen(mixer.config, 17, 16)
+
+
+def test_nystroem_is_attention_where_every_span_is_of_equal_tokens(randomize):
+    """Tokens that come in runs are their own means: M is then softmax attention, as A^+ is the inverse."""
+    kind = MIXERS["nystroem"]
+    config = kind.Config(headdim=8, landmarks=4, iterations=30)
+    mixer = randomize(kind(16, config, causal=False, max_seqlen=16, output_std=0.02), 0.5, torch.float64)
+    x = torch.randn(2, 4, 16, dtype=torch.float64)
+    q, k, v = (mixer.heads(layer, x).transpose(1, 2) for layer in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    wanted = mixer.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+    for runs in ([3, 3, 3, 3], [1, 1, 1, 1]):  # of few tokens it is attention itself
+        counts = torch.tensor(runs)
+        y = mixer(x.repeat_interleave(counts, 1))
+        torch.testing.assert_close(y, wanted.repeat_interleave(counts, 1), rtol=1e-5, atol=1e-6)
+    a = torch.rand(2, 5, 5, dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(pseudo_inverse(a, 40) @ a, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
