@@ -27,22 +27,25 @@ class FeatureConfig(HeadsConfig):
 
 
 def directions(count: int, width: int, like: Tensor) -> Tensor:
-    """(count, width), typed like `like`: random directions of length sqrt(width), the same everywhere and always.
+    """(count, width), typed like `like`: random directions, as Gaussian ones and the same everywhere.
 
-    `width` at a time are orthogonal: rows of C D C D C D, D random signs and C the cosine transform, which stand for
-    orthogonal Gaussian directions (arXiv 1703.00864). The signs are bits of a hash (MurmurHash3's finish) of their
-    place, so there is nothing to draw, to keep in checkpoints or to move to a device.
+    `width` at a time are orthogonal, as in FAVOR+ (arXiv 2009.14794): rows of C D C D C D, D random signs and C the
+    cosine transform (1703.00864), times lengths of Gaussian vectors. Their signs and lengths are made of a hash of
+    their places, so there is nothing to draw, to keep in checkpoints or to move to a device.
     """
     blocks, low = -(-count // width), 0xFFFFFFFF
-    bits = torch.arange(1, 3 * blocks * width + 1, device=like.device) * 0x9E3779B9 & low
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+    bits = torch.arange(1, 4 * blocks * width + 1, device=like.device) * 0x9E3779B9 & low
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):  # MurmurHash3's last steps
         bits = (bits ^ bits >> shift) * factor & low
-    signs = (1 - 2 * (bits >> 16 & 1)).to(like.dtype).view(3, blocks, 1, width)
+    *signs, parts = bits.view(4, blocks, width)
     place = torch.arange(width, device=like.device)
     turns = (place.unsqueeze(1) * (2 * place + 1)).to(like.dtype) * (math.pi / (2 * width))
-    cosines = turns.cos() * torch.where(place == 0, width**-0.5, (2 / width) ** 0.5).to(like.dtype).unsqueeze(1)
-    first, second, third = (cosines * sign for sign in signs)
-    return (first @ second @ third).flatten(0, 1)[:count] * width**0.5
+    cosines = turns.cos() * (2 / (1 + (place == 0).to(like.dtype)) / width).sqrt().unsqueeze(1)
+    first, second, third = (cosines * (1 - 2 * (sign & 1)).to(like.dtype).unsqueeze(1) for sign in signs)
+    # The squares of the lengths by Wilson and Hilferty's approximation of chi squared.
+    normal = 2**0.5 * (2 * (parts.double() + 0.5) / 2**32 - 1).erfinv()
+    lengths = width**0.5 * (1 - 2 / (9 * width) + normal * (2 / (9 * width)) ** 0.5).clamp(min=0) ** 1.5
+    return ((first @ second @ third) * lengths.to(like.dtype).unsqueeze(-1)).flatten(0, 1)[:count]
 
 
 class Given(NamedTuple):
@@ -79,7 +82,7 @@ def polynomial(x: Tensor, given: Given) -> Tensor:
     """All products of two of (1, x / headdim^1/4): scores are (1 + q . k / sqrt(headdim))^2."""
     x = F.pad(x * x.shape[-1] ** -0.25, (1, 0), value=1.0)
     rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-    return x[..., rows] * x[..., columns] * torch.where(rows == columns, 1.0, 2**0.5).to(x.dtype)
+    return x[..., rows] * x[..., columns] * (1 + (rows != columns).to(x.dtype)).sqrt()
 
 
 class FeatureMap(NamedTuple):

@@ -60,7 +60,7 @@ class LinearAttention(FeatureMixer):
             'feature_map = "elu" or normalize = false'
         )
         cls.require(not config.normalize or cls.feature_map(config).divides, config, "normalize", vanishing)
-        least = config.eps > 0 or (config.eps == 0 and config.feature_map == "elu")
+        least = config.eps > 0 or (config.eps == 0 and (config.feature_map == "elu" or not config.normalize))
         cls.require(least, config, "eps", 'must be positive; with feature_map = "elu" it may be 0')
         performer = "is what undoes the scale of Performer's queries; set it to true"
         cls.require(config.normalize or config.feature_map != "performer", config, "normalize", performer)

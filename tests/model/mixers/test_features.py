@@ -37,7 +37,7 @@ def _cosines(length):
 def test_products_of_features_are_the_kernel_of_the_paper(randomize, name, tolerance):
     """Up to a factor for each query, which the sums of rows take off: the weights of 16 tokens."""
     mixer = _attention(randomize, name, random_features=8192)
-    q, k = torch.randn(2, 16, 1, D, dtype=torch.float64)
+    q, k = 0.7 * torch.randn(2, 16, 1, D, dtype=torch.float64)
     phi_q, phi_k = mixer.features(q, k, mixer.turns(16, None, q.device))
     products = phi_q[:, 0] @ phi_k[:, 0].mT, KERNELS[name](q[:, 0], k[:, 0])
     got, wanted = (weights / weights.sum(-1, keepdim=True) for weights in products)
@@ -47,13 +47,16 @@ def test_products_of_features_are_the_kernel_of_the_paper(randomize, name, toler
 def test_random_directions_are_orthogonal_and_differ():
     w = directions(20, 7, torch.zeros((), dtype=torch.float64))
     for block in (w[:7], w[7:14]):
-        torch.testing.assert_close(block @ block.mT, 7 * torch.eye(7, dtype=torch.float64))
+        products = block @ block.mT
+        torch.testing.assert_close(products, products.diag().diag(), rtol=0, atol=1e-12)
     assert torch.linalg.matrix_rank(w[5:12]) == 7
     many = directions(4096, 16, w)
     assert many.mean(0).abs().max() < 0.05
-    assert ((many**4).mean() / (many**2).mean() ** 2 - 3).abs() < 0.6  # 3 is that of Gaussian numbers
+    for power, mean in ((2, 1), (4, 3), (6, 15)):  # those of Gaussian numbers
+        assert abs((many**power).mean() / mean - 1) < 0.1
 
 
+@torch.no_grad()
 def test_cosformers_state_goes_on_without_positions(randomize):
     """From token to token, in place, and in packed documents that go on from states of their own."""
     mixer, x = _attention(randomize, "cosformer"), torch.randn(2, 12, 16, dtype=torch.float64)
