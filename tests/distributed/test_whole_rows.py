@@ -15,6 +15,7 @@ OF_HEADS = [
     "cauchy_dd",
     "dft",
     "hyena",
+    "hyena-residual",
     "s4d",
     "sma_fourier",
     "toeplitz_dd",
