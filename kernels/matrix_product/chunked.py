@@ -402,9 +402,10 @@ MATRIX_PRODUCT = Operation(
 
 
 def matrix_product_chunked(
-    x: Tensor, *, return_final_state: bool = False, reverse: bool = False, **options: Any
+    x: Tensor, *, return_final_state: bool = False, reverse: bool = False, scan: str = "chunked", **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`matrix_product_scan` in PyTorch, without argument checks; see there."""
+    """`matrix_product_scan` in PyTorch, without argument checks; see there. In chunks whatever the `scan`, as exports
+    without matmix run it: the result is the same."""
     return run_product(in_pytorch(MATRIX_PRODUCT), ProductInputs(x, **options), return_final_state, reverse)
 
 
