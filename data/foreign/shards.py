@@ -254,14 +254,13 @@ def _streaming_dataset(path: str, local: str, validate_hash: str | None, **optio
                 try:
                     lock.acquire()
                 except Timeout:
-                    problem = ValueError(
-                        f"another run of this machine reads {path} by way of {local}: set data.cache_dir"
-                    )
+                    problem = f"another run of this machine reads {path} by way of {local}: set data.cache_dir"
                 else:
                     _remove_stale(local, SHM_TO_CLEAN)
-        _barrier()
-        if problem is not None:
-            raise problem
+        if (problem := _told(problem)) is not None:
+            if lock is not None:
+                lock.release()
+            raise ValueError(problem)
         try:
             dataset = StreamingDataset(
                 local=local, validate_hash=validate_hash, shuffle=False, allow_unsafe_types=False, **options
@@ -322,11 +321,15 @@ def _meeting() -> Iterator[bool]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _barrier() -> None:
+def _told(problem: str | None) -> str | None:
+    """Returns the problem of any rank, once all ranks are here."""
     from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.barrier()
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return problem
+    found: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, problem)
+    return next(filter(None, found), None)
 
 
 # -- tar files -----------------------------------------------------------------------------------------------------
