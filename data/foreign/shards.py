@@ -287,6 +287,8 @@ def _clean_up(process: int, shared: list[Any], files: list[str], lock: FileLock 
     for memory in shared:
         with contextlib.suppress(OSError, BufferError):
             memory.cleanup()
+        # The library does it again when the process ends, when another one may have memory of that name.
+        memory.created_shms.clear()
     for file in files:
         Path(file).unlink(missing_ok=True)
     if lock is not None:

@@ -1,5 +1,6 @@
 """Directories that others made: trained from as they are, by StreamingDataset and webdataset."""
 
+import gc
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ from failures import each
 from nightly import nightly
 from PIL import Image
 from streaming import MDSWriter
+from streaming.base.shared import memory
 from webdataset import TarWriter
 
 from matmix.data.config import DataConfig, ImagesConfig
@@ -248,3 +250,26 @@ def test_one_run_at_a_time_reads_through_a_cache(made, tmp_path):
     again = loader_of(made["streaming", "tokens"], "streaming", **options)
     assert [path.exists() for path in left] == [False, False]
     assert torch.equal(rows(again, 2)[0], before)
+
+
+def test_a_process_removes_shared_memory_once(made, monkeypatch):
+    """What another run has named in the same way since then stays when the process ends."""
+    gc.collect()
+    at_exit, before = [], set(os.listdir("/dev/shm"))
+    monkeypatch.setattr(memory.atexit, "register", at_exit.append)
+    loader = loader_of(made["streaming", "text"], "streaming")
+    names = sorted(set(os.listdir("/dev/shm")) - before)
+    del loader
+    gc.collect()
+    assert at_exit
+    assert names
+    assert not set(names) & set(os.listdir("/dev/shm"))
+    for name in names:
+        Path("/dev/shm", name).write_bytes(b"of another")
+    try:
+        for clean_up in at_exit:
+            clean_up()
+        assert set(names) <= set(os.listdir("/dev/shm"))
+    finally:
+        for name in names:
+            Path("/dev/shm", name).unlink(missing_ok=True)
