@@ -70,7 +70,8 @@ def made(tmp_path_factory):
             root / "tarred", [{"png": p, "cls": str(c).encode()} for p, c in pictures]
         ),
     }
-    return {key: str(path) for key, path in folders.items()}
+    yield {key: str(path) for key, path in folders.items()}
+    gc.collect()  # memory that loaders share is removed now, and not when the process ends
 
 
 def loader_of(path, reader, kind="text", *, workers=0, world=1, rank=0, one_pass=False, masking=None, **options):
