@@ -18,6 +18,7 @@ Anywhere:
   counts     warp-instructions and bytes per token of the main calls' kernels, in code compiled for sm_90
   resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
   costs      what the loop, evaluations, comparisons of replicas and data cost beside the training steps of a recipe
+  lengths    whole models of several mixers, and of several forms of them, against the length of rows: time and memory
   memory     the memory that training takes, against what a dry run estimates
   saving     what a checkpoint costs against the size of the model; also under torchrun
   reading    tokens per second that a prepared dataset is read with
@@ -43,6 +44,7 @@ COMMANDS = {
     "counts": "counts:Counts",
     "resources": "resources:ResourcesOfKernels",
     "costs": "costs:Costs",
+    "lengths": "lengths:Lengths",
     "memory": "memory:Memory",
     "saving": "saving:Saving",
     "packing": "reading:Packing",

@@ -152,7 +152,7 @@ def measure_all(comparison: Comparison) -> bool:
             recipe = comparison.home / entry.folder / "speed.toml"
             recipe.parent.mkdir(parents=True, exist_ok=True)
             write_config(entry.config, recipe)
-            result = _in_a_process(recipe)
+            result = in_a_process(recipe)
             if stop.received():
                 logger.info("speed: stopped, nothing is written")
                 return False
@@ -173,7 +173,7 @@ def measure_all(comparison: Comparison) -> bool:
     return True
 
 
-def _in_a_process(recipe: Path) -> Row | str:
+def in_a_process(recipe: Path) -> Row | str:
     """Returns what `measure` found, or why it could not."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     output, errors = None, ""

@@ -220,7 +220,7 @@ def test_speed_is_measured_in_the_first_variant(compared, monkeypatch):
         measured.append(str(recipe.parent.relative_to(comparison.home)))
         return {"tokens_per_second": 7.0, "peak_bytes": 2**20}
 
-    monkeypatch.setattr(speed, "_in_a_process", measure)
+    monkeypatch.setattr(speed, "in_a_process", measure)
     assert not speed.is_measured(comparison)
     assert speed.measure_all(comparison)
     assert speed.is_measured(comparison)
@@ -269,6 +269,6 @@ def test_images_are_what_losses_and_speeds_of_their_models_count(compared, monke
     losses, curves = figures[0].axes
     assert "validation loss (nats per image)" in losses.get_xlabel()
     assert "training loss (nats per image)" in curves.get_ylabel()
-    monkeypatch.setattr(speed, "_in_a_process", lambda recipe: {"tokens_per_second": 7.0, "peak_bytes": 2**20})
+    monkeypatch.setattr(speed, "in_a_process", lambda recipe: {"tokens_per_second": 7.0, "peak_bytes": 2**20})
     assert speed.measure_all(comparison)
     assert "Speed: training steps of 4 images side by side" in speed.speed_words(comparison)[0]

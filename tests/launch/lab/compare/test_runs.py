@@ -260,7 +260,7 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
         assert load_config(str(path)).model.vocab_size == 320
         return {"tokens_per_second": next(numbers), "peak_bytes": 2**20}
 
-    monkeypatch.setattr(speed, "_in_a_process", measured)
+    monkeypatch.setattr(speed, "in_a_process", measured)
     assert not speed.is_measured(comparison)
     speed.measure_all(comparison)
     assert order == ["attention", "Hydra-2-x"] * 3
@@ -277,13 +277,13 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
     other = dataclasses.replace(comparison, entries=(dataclasses.replace(first, config=deeper),))
     assert not speed.is_measured(other)
     assert collect(other).results[0].speed == {}
-    monkeypatch.setattr(speed, "_in_a_process", lambda path: {"tokens_per_second": 1, "peak_bytes": 1})
+    monkeypatch.setattr(speed, "in_a_process", lambda path: {"tokens_per_second": 1, "peak_bytes": 1})
     assert speed.measure_all(other)
     assert set(speed.read_speed(comparison.home)) == {first.name, second.name}
 
     # A signal ends the measurement, and what was measured before stays.
     before = speed.speed_path(comparison.home).read_text()
-    monkeypatch.setattr(speed, "_in_a_process", lambda path: stop.request() or "stopped")
+    monkeypatch.setattr(speed, "in_a_process", lambda path: stop.request() or "stopped")
     try:
         assert not speed.measure_all(comparison)
     finally:
