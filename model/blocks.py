@@ -140,6 +140,10 @@ class Block(Called):
             return self.scale_mixer(self.mixer(x, cu_seqlens, max_seqlen))
         return self.scale_mixer(self.mixer(x, orders, method="forward_in_orders"))
 
+    def matrix(self, x: Tensor) -> Tensor:
+        """The mixer's matrix (B, H, L, L) for the stream x (B, L, d_model), one document a row."""
+        return self.mixer(self.norm_mixer(x) if self.pre else x, method="matrix")
+
     def after_mixer(self, x: Tensor) -> Tensor:
         """The MLP half."""
         if self.mlp is None:

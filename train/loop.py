@@ -27,7 +27,7 @@ from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.replicas import Replicas
 from matmix.train.guards.steps import DamagedShards, NanGuard, SpikeGuard
-from matmix.train.init.start import branched_from, start_weights
+from matmix.train.init.start import branched_from, give_teacher, start_weights
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.meters import collectives
 from matmix.train.meters.collectives import Stragglers
@@ -75,6 +75,7 @@ class Trainer:
         self.validation = make_loader(config, "validation", *data, self.tokenizer_sha256, part=self.mesh.part)
         self.task = config.task()
         self.task.mesh = self.mesh
+        give_teacher(self.task, config, tokenizer, distributed.device)
         self.evaluators = make_evaluators(config, self.task)
         known = [metric for evaluator, _ in self.evaluators for metric in evaluator.metrics]
         known = [self.task.loss_metric, *self.task.metrics, *known]

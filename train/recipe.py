@@ -152,11 +152,11 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
         if "--epochs" in typed:
             raise ValueError("--steps and --epochs are both given: keep one of them")
         config = dataclasses.replace(config, epochs=0.0)
-    config = _with_decay(dataclasses.replace(config, init=_with_step(config.init)))
+    config = _with_decay(dataclasses.replace(config, init=with_step(config.init)))
     return config if config.run_dir else dataclasses.replace(config, run_dir=run_dir)
 
 
-def _with_step(init: InitConfig) -> InitConfig:
+def with_step(init: InitConfig) -> InitConfig:
     """Returns `init` with the run and the step of a checkpoint that it names by its path."""
     run, _, name = init.from_.rstrip("/").rpartition("/checkpoints/")
     step = step_of(name) if run else None

@@ -13,7 +13,8 @@ from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
-VOCABULARY = {"mru_shakespeare": 69, "mru_shakespeare_char": 69, "mru_tinystories": 50257}
+VOCABULARY = {"mru_tinystories": 50257}
+VOCABULARY |= dict.fromkeys(("mru_shakespeare", "mru_shakespeare_char", "distillation_shakespeare"), 69)
 """Of recipes that leave it to the data: ids of the tokenizer that the page names."""
 
 PUBLISHED = {

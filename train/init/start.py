@@ -9,18 +9,22 @@ from pathlib import Path
 import torch
 
 from matmix.data.artifacts import shell_line
+from matmix.data.storage.remote import is_url
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
 from matmix.model.config import ModelConfig, model_config_to_dict
 from matmix.model.interop.importing.exported import load_weights
+from matmix.train.activation import compute_in_bfloat16
 from matmix.train.config import InitConfig, RunConfig
 from matmix.train.engine.base import Engine, persistent_tensors
 from matmix.train.engine.full_state import MODEL, RenamedState
+from matmix.train.errors import require
 from matmix.train.init import InitSource, source_of
 from matmix.train.optim.groups import short_names
-from matmix.train.recipe import config_from_dict, differences, differing, with_defaults
+from matmix.train.recipe import config_from_dict, differences, differing, with_defaults, with_step
 from matmix.train.run.directory import Change, refused_changes
+from matmix.train.tasks import Task
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +88,29 @@ def start_weights(config: RunConfig, engine: Engine, tokenizer: Tokenizer | None
     logger.info(start.words())
     if different := _differences(source.model, config.model):
         logger.warning(f"the model computes otherwise than that of {source.words}: {different}")
+
+
+def give_teacher(task: Task, config: RunConfig, tokenizer: Tokenizer | None, device: torch.device) -> None:
+    """Gives a task that learns from one the model that `config.objective.teacher` names, on all ranks. tokenizer: of
+    the data, if it is known. Raises FileNotFoundError or ValueError (one line)."""
+    if not task.takes_teacher:
+        return
+    key, init = "objective.teacher", with_step(InitConfig(from_=config.objective.teacher))
+    require(config.engine.context == 1, f"{key}: a teacher reads whole rows; set engine.context to 1")
+    if not is_url(init.from_) and not Path(init.from_).exists():
+        raise FileNotFoundError(f"{key}: there is no {init.from_}; train it first, or name another one")
+    source = source_of(init)
+    check_tokenizers(source, tokenizer, init, key=key)
+    try:
+        source.model.check_seqlen(config.data.seqlen)
+    except ValueError as error:
+        raise ValueError(f"{key}: {source.words}: {error}") from None
+    model = build_model(source.model)
+    load_start(model, source)
+    if config.engine.precision == "bf16":
+        compute_in_bfloat16(model, device)
+    task.learn_from(model.to(device), source.words, config.model)
+    logger.info(f"teacher: {source.words}")
 
 
 def branched_from(config: RunConfig, source: InitSource | None = None) -> tuple[Path, list[Change]]:
@@ -224,8 +251,9 @@ def _grown(
     raise ValueError(f"init.from: {name} has the shape {theirs} in {words}, and {ours} here{advice}")
 
 
-def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: InitConfig) -> None:
-    """Raises ValueError (one line) where ids of the source stand for other pieces in the data, which may have more."""
+def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: InitConfig, key: str = "init.from") -> None:
+    """Raises ValueError (one line) where ids of the source stand for other pieces in the data, which may have more;
+    key: what names the source."""
     theirs = source.tokenizer
     if init.other_tokenizer or tokenizer is None or theirs is None or tokenizer.sha256 == theirs.sha256:
         return
@@ -237,9 +265,10 @@ def check_tokenizers(source: InitSource, tokenizer: Tokenizer | None, init: Init
         what = f"it has {theirs.vocab_size} ids, that of the data {tokenizer.vocab_size}"
     else:
         return
-    problem = f"init.from: the tokenizer of {source.words} is not that of the data ({what})"
+    problem = f"{key}: the tokenizer of {source.words} is not that of the data ({what})"
     prepare = f"prepare the data with that one ({shell_line('matmix', 'prepare', '--tokenizer', theirs.path)})"
-    raise ValueError(f"{problem}: {prepare}, or set init.other_tokenizer = true")
+    either = ", or set init.other_tokenizer = true" if key == "init.from" else ""
+    raise ValueError(f"{problem}: {prepare}{either}")
 
 
 def _differences(theirs: ModelConfig, ours: ModelConfig) -> str:

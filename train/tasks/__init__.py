@@ -5,6 +5,7 @@ from matmix.model.config import ModelConfig
 from matmix.train.arguments import find_part
 from matmix.train.tasks.base import Costs, Loss, Metric, Task
 from matmix.train.tasks.config import ObjectiveConfig
+from matmix.train.tasks.distillation import CausalDistillation, MaskedDistillation
 from matmix.train.tasks.finetuning.classification import MultiLabel, MultipleChoice, Regression, SequenceClassification
 from matmix.train.tasks.finetuning.embedding import Embedding
 from matmix.train.tasks.finetuning.question_answering import QuestionAnswering
@@ -20,6 +21,8 @@ TASKS: dict[str, type[Task]] = {
     "causal_lm": CausalLM,
     "masked_lm": MaskedLM,
     "masked_diffusion": MaskedDiffusion,
+    "causal_distillation": CausalDistillation,
+    "masked_distillation": MaskedDistillation,
     "image_classification": ImageClassification,
     "masked_image": MaskedImage,
     "sequence_classification": SequenceClassification,

@@ -19,6 +19,7 @@ from matmix.model.config import ModelConfig
 from matmix.model.flops import flops_per_token
 from matmix.train.arguments import NoOptions, read_options
 from matmix.train.engine.mesh import Mesh
+from matmix.train.errors import require
 from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.metrics import Metric, control_lines, words_on
 
@@ -91,6 +92,9 @@ class Task:
     writes_with: ClassVar[tuple[str, ...]] = ()
     """Options of `matmix generate` that an encoder writes with."""
 
+    takes_teacher: ClassVar[bool] = False
+    """Whether it learns from the model that `objective.teacher` names."""
+
     captured: bool = False
     """Whether a CUDA graph holds `loss`, which then may not wait for the device."""
     mesh: Mesh = Mesh()
@@ -99,6 +103,8 @@ class Task:
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         """Raises ValueError (one line) for options that it does not have."""
+        unused = f'objective.teacher is not for objective.name = "{objective.name}": leave it out'
+        require(self.takes_teacher or not objective.teacher, unused)
         self.objective = objective
         self.options = read_options(objective.options, self.Options, "objective.options")
 
@@ -142,6 +148,11 @@ class Task:
         return batch.select.numel() if batch.select is not None else int(has_target(batch.labels.numpy()).sum())
 
     # -- the loss ------------------------------------------------------------------------------------------------
+
+    def learn_from(self, teacher: nn.Module, words: str, student: ModelConfig) -> None:
+        """Called before the first step, where `takes_teacher`, with the trained model on its device, its name in
+        messages, and the model that is trained. Raises ValueError (one line) for a teacher that does not fit."""
+        raise NotImplementedError
 
     forward = staticmethod(forward)
 

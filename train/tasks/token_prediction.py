@@ -33,7 +33,7 @@ class TokenPrediction(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Loss:
         options = {"z_loss": self.objective.z_loss, "fused": not self.captured}
-        readout = partial(linear_cross_entropy, **_asked(batch), **options)
+        readout = partial(linear_cross_entropy, **asked_of(batch), **options)
         # Unpacked by position: some engines hand a named tuple back as a plain one.
         total, loss, correct = self.forward(model, batch, readout)
         return Loss(total, loss, {"accuracy": correct})
@@ -63,10 +63,10 @@ class TokenPrediction(Task):
 
 def row_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Returns what `row_cross_entropy` makes of each position that goes through the readout."""
-    return forward(model, batch, partial(row_cross_entropy, **_asked(batch)))
+    return forward(model, batch, partial(row_cross_entropy, **asked_of(batch)))
 
 
-def _asked(batch: Batch) -> dict[str, Tensor | None]:
+def asked_of(batch: Batch) -> dict[str, Tensor | None]:
     """Returns the targets of the positions that go through the readout, and what they weigh."""
     asked = {"targets": batch.labels.flatten(), "weights": None if batch.weights is None else batch.weights.flatten()}
     if batch.select is None:
