@@ -1,7 +1,14 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
 from matmix.model.mixers.attention.linformer import Linformer
-from matmix.model.mixers.attention.masked import SmaCausal, SmaDecay, SmaFourier, SmaSemiseparable, SmaToeplitz
+from matmix.model.mixers.attention.masked import (
+    SmaCausal,
+    SmaDecay,
+    SmaFourier,
+    SmaGraph,
+    SmaSemiseparable,
+    SmaToeplitz,
+)
 from matmix.model.mixers.attention.nystroem import Nystroem
 from matmix.model.mixers.attention.softmax_attention import Attention, LocalAttention
 from matmix.model.mixers.base import Mixer
@@ -86,6 +93,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "sma_causal": SmaCausal,
     "sma_decay": SmaDecay,
     "sma_fourier": SmaFourier,
+    "sma_graph": SmaGraph,
     "sma_semiseparable": SmaSemiseparable,
     "sma_toeplitz": SmaToeplitz,
     "tnn": TNN,

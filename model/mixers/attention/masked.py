@@ -2,8 +2,8 @@
 
 The one contraction can be taken in two orders, which agree: quadratic, with Q K^T made first, or linear, with K and V
 contracted first and L applied along the sequence by its own fast algorithm: a scan for causal masks with decays, FFTs
-for Toeplitz and Fourier masks. As in RetNet (arXiv 2307.08621) an RMS norm per head follows, since rows of L have
-sums that grow with the length.
+for Toeplitz and Fourier masks, sums along the lines of a grid or the levels of a tree. As in RetNet (arXiv 2307.08621)
+an RMS norm per head follows, since rows of L have sums that grow with the length.
 """
 
 import math
@@ -81,6 +81,58 @@ def associative_scan(x: Tensor, gates: Tensor) -> Tensor:
     return torch.cat((y, starts[..., half:]), -1)
 
 
+def path_product(x: Tensor, decay: Tensor) -> Tensor:
+    """L x for L[i, j] = decay^abs(i - j), x (..., L) and decay (..., 1)."""
+    gates = decay.expand(*decay.shape[:-1], x.shape[-1])
+    return associative_scan(x, gates) + associative_scan(x.flip(-1), gates).flip(-1) - x
+
+
+def grid_product(x: Tensor, decay: Tensor, columns: int) -> Tensor:
+    """L x for L[i, j] = decay^(edges between i and j) in a grid whose nodes are counted row by row: the product of a
+    mask of rows and one of columns. x (..., L), decay (..., 1); the last row may be shorter, which adds no detours."""
+    columns = min(columns, x.shape[-1])
+    grid = F.pad(x, (0, -x.shape[-1] % columns)).unflatten(-1, (-1, columns))
+    for _ in range(2):
+        grid = path_product(grid, decay.unsqueeze(-1)).mT
+    return grid.flatten(-2)[..., : x.shape[-1]]
+
+
+def tree_levels(length: int, branches: int) -> list[int]:
+    """How many nodes each level has of a tree of `length` nodes that is filled level by level."""
+    levels = []
+    while (left := length - sum(levels)) > 0:
+        levels.append(min(left, branches ** len(levels)))
+    return levels
+
+
+def tree_product(x: Tensor, decay: Tensor, branches: int) -> Tensor:
+    """L x for L[i, j] = decay^(edges between i and j) in the tree where i > 0 hangs from (i - 1) // branches: sums of
+    what hangs below go up level by level, then those of all else come down. x (..., L), decay (..., 1)."""
+    branches = min(branches, x.shape[-1])
+    sizes = tree_levels(x.shape[-1], branches)
+    levels = list(x.split(sizes, -1))
+    for level in range(len(sizes) - 1, 0, -1):
+        below = F.pad(levels[level], (0, -sizes[level] % branches)).unflatten(-1, (-1, branches)).sum(-1)
+        levels[level - 1] = levels[level - 1] + decay * F.pad(below, (0, sizes[level - 1] - below.shape[-1]))
+    for level in range(1, len(sizes)):
+        above = levels[level - 1][..., : -(-sizes[level] // branches)].unsqueeze(-1)
+        above = above.expand(*above.shape[:-1], branches).flatten(-2)
+        # What stands above holds decay times the node's own sum.
+        levels[level] = (1 - decay * decay) * levels[level] + decay * above[..., : sizes[level]]
+    return torch.cat(levels, -1)
+
+
+def graph_distances(adjacency: Tensor, longest: int) -> Tensor:
+    """The number of edges between any two nodes of a graph (L, L), symmetric, of floating-point zeros and ones:
+    int64, and `longest` where there are as many or more, or no way."""
+    eye = torch.eye(adjacency.shape[0], dtype=adjacency.dtype, device=adjacency.device)
+    reached, distances = eye, torch.zeros_like(adjacency, dtype=torch.int64)
+    for _ in range(longest):
+        distances = distances + (reached == 0)
+        reached = (reached @ (adjacency + eye)).clamp(max=1)
+    return distances
+
+
 def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
 
@@ -145,10 +197,10 @@ class MaskedAttention(Mixer):
         nheads, headdim = head_count(d_model, config), config.headdim
         seen = (seqlen + 1) / 2 if causal else seqlen
         quadratic = config.contraction == "quadratic"
-        return nheads * (4 * seen * headdim if quadratic else cls.linear_flops(headdim, seqlen))
+        return nheads * (4 * seen * headdim if quadratic else cls.linear_flops(config, seqlen))
 
     @classmethod
-    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+    def linear_flops(cls, config: MaskedAttentionConfig, seqlen: int) -> float:
         """Floating-point operations of the linear order for one token of one head."""
         raise NotImplementedError
 
@@ -195,9 +247,9 @@ class SmaCausal(MaskedAttention):
     carries = True
 
     @classmethod
-    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+    def linear_flops(cls, config: MaskedAttentionConfig, seqlen: int) -> float:
         # State, write and read take a multiply-add per state element each.
-        return 2.0 * 3 * headdim**2
+        return 2.0 * 3 * config.headdim**2
 
     def log_gates(self, x: Tensor) -> Tensor | None:
         """Logarithms of the gates for x (..., d_model): (..., H), (H,) where they are constant, or None."""
@@ -275,11 +327,11 @@ class SmaToeplitz(MaskedAttention):
         return {"alpha": ()}
 
     @classmethod
-    def linear_flops(cls, headdim: int, seqlen: int) -> float:
+    def linear_flops(cls, config: MaskedAttentionConfig, seqlen: int) -> float:
         # A real transform of n points costs half of the complex one's 5 n log2(n); there and back.
         points = transform_length(seqlen)
         transforms = 5 * math.log2(points) * points / seqlen
-        return headdim**2 * (transforms + 3 * points / seqlen + 3)
+        return config.headdim**2 * (transforms + 3 * points / seqlen + 3)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         self.check_input(x, cu_seqlens)
@@ -301,8 +353,8 @@ class SmaFourier(MaskedAttention):
     complexity = "O(L log L)"
 
     @classmethod
-    def linear_flops(cls, headdim: int, seqlen: int) -> float:
-        return headdim**2 * (2.5 * math.log2(max(seqlen, 2)) + 3)
+    def linear_flops(cls, config: MaskedAttentionConfig, seqlen: int) -> float:
+        return config.headdim**2 * (2.5 * math.log2(max(seqlen, 2)) + 3)
 
     def mask(self, x: Tensor) -> Tensor:
         return fourier_mask(x.shape[1], x)
@@ -316,6 +368,75 @@ class SmaFourier(MaskedAttention):
         if self.context is None:
             return mixed(v, q, k)
         return documents_over_heads(mixed, self.context, cu_seqlens, v, q, k)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SmaGraphConfig(MaskedAttentionConfig):
+    """Options of structured masked attention over a graph."""
+
+    graph: Literal["grid", "tree"] = "grid"
+    """The graph whose nodes are the positions: a grid, row by row, or a tree, level by level."""
+    columns: int = 0
+    """Columns of the grid; 0 = the root of model.max_seqlen, rounded down, as of square pictures."""
+    branches: int = 2
+    """How many nodes hang from each node of the tree."""
+
+
+class SmaGraph(MaskedAttention):
+    """L[i, j] = gamma^(edges between i and j) in a graph of the positions (arXiv 2107.07999), gamma =
+    sigmoid(gamma_logit) learned per head. A subclass with an `adjacency` of its own has the masks of that graph, with
+    contraction = "quadratic"."""
+
+    Config = SmaGraphConfig
+    bidirectional_form = True
+
+    def __init__(self, d_model: int, config: SmaGraphConfig, **options):
+        super().__init__(d_model, config, **options)
+        self.columns = config.columns or math.isqrt(self.max_seqlen)
+        self.gamma_logit = nn.Parameter(torch.empty(self.nheads))
+        self.init_rules |= {"gamma_logit": retnet_decay_logits}
+
+    @classmethod
+    def check(cls, d_model: int, config: SmaGraphConfig) -> None:
+        super().check(d_model, config)
+        cls.require_least(config, columns=0, branches=2)
+
+    @classmethod
+    def why_no_context(cls, config: SmaGraphConfig, causal: bool) -> str:
+        return "needs whole rows on one rank"
+
+    @classmethod
+    def linear_flops(cls, config: SmaGraphConfig, seqlen: int) -> float:
+        # Four scans of four operations, and their sums; or two to go up and three to go down. Three contract.
+        return config.headdim**2 * (23.0 if config.graph == "grid" else 8.0)
+
+    def adjacency(self, length: int, device: torch.device) -> tuple[Tensor, int]:
+        """The graph (L, L) of the first `length` positions, symmetric, bool, and the largest distance in it."""
+        node = torch.arange(length, device=device)
+        later = node.unsqueeze(1)
+        if self.config.graph == "tree":
+            edges = (later - 1).div(self.config.branches, rounding_mode="floor") == node
+            longest = 2 * (len(tree_levels(length, self.config.branches)) - 1)
+        else:
+            edges = (later - node == self.columns) | ((later - node == 1) & (later % self.columns > 0))
+            longest = min(length, self.columns) + length // self.columns
+        return edges | edges.mT, longest
+
+    def log_decays(self) -> Tensor:
+        """log gamma (H,), in float32 at least."""
+        return F.logsigmoid(working(self.gamma_logit))
+
+    def mask(self, x: Tensor) -> Tensor:
+        edges, longest = self.adjacency(x.shape[1], x.device)
+        logs = self.log_decays()
+        return (logs[:, None, None] * graph_distances(edges.to(logs.dtype), longest)).exp().unsqueeze(0)
+
+    def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if self.config.graph == "tree":
+            product = partial(tree_product, branches=self.config.branches)
+        else:
+            product = partial(grid_product, columns=self.columns)
+        return masked_product(*self.project(x), product, self.log_decays().exp()[:, None, None, None])
 
 
 def retnet_decay_logits(shape: torch.Size, generator: Any) -> Tensor:

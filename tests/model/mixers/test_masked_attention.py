@@ -9,10 +9,10 @@ from nightly import each_value_once
 
 from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.attention.masked import fourier_mask
+from matmix.model.mixers.attention.masked import SmaGraph, fourier_mask
 
 D_MODEL = 12
-KINDS = ("sma_causal", "sma_decay", "sma_semiseparable", "sma_toeplitz", "sma_fourier")
+KINDS = ("sma_causal", "sma_decay", "sma_semiseparable", "sma_toeplitz", "sma_fourier", "sma_graph")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_both_orders_agree_in_float32(make, name, length):
     assert_close(results(linear, "cpu", x), results(quadratic, "cpu", x), rounding(quadratic, x))
 
 
-@pytest.mark.parametrize("name", ["sma_causal", "sma_decay", "sma_semiseparable", "sma_fourier"])
+@pytest.mark.parametrize("name", ["sma_causal", "sma_decay", "sma_semiseparable", "sma_fourier", "sma_graph"])
 def test_both_orders_agree_for_packed_documents(make, name):
     x, cu_seqlens = torch.randn(1, 20, D_MODEL, dtype=torch.float64), torch.tensor([0, 7, 7, 8, 20], dtype=torch.int32)
     linear, quadratic = (make(name, 20, contraction=order)(x, cu_seqlens, 12) for order in ("auto", "quadratic"))
@@ -57,6 +57,8 @@ def _formula(mixer, x, i, j):
         return mixer.alpha[:, i - j + length - 1]
     if mixer.name == "sma_fourier":
         return ones * math.cos(2 * math.pi * i * j / length)
+    if mixer.name == "sma_graph":  # three columns, the root of 11
+        return torch.sigmoid(mixer.gamma_logit) ** (abs(i // 3 - j // 3) + abs(i % 3 - j % 3))
     if i < j:
         return 0 * ones
     if mixer.name == "sma_decay":
@@ -71,6 +73,41 @@ def test_masks_are_their_formulas(make, name):
     mixer, x = make(name, 11), torch.randn(1, 11, D_MODEL, dtype=torch.float64)
     wanted = torch.stack([torch.stack([_formula(mixer, x, i, j) for j in range(11)], -1) for i in range(11)], 1)
     torch.testing.assert_close(mixer.mask(x)[0].expand_as(wanted), wanted, rtol=1e-11, atol=1e-13)
+
+
+def _climbed(i, j, branches):
+    """Edges between two nodes of a tree: the later one climbs until they meet."""
+    if i == j:
+        return 0
+    return 1 + _climbed((max(i, j) - 1) // branches, min(i, j), branches)
+
+
+@pytest.mark.parametrize("branches", [2, 3])
+def test_masks_of_a_tree_are_decays_to_the_distance(make, branches):
+    mixer, other = (
+        make("sma_graph", 23, graph="tree", branches=branches, contraction=order) for order in ("linear", "quadratic")
+    )
+    x = torch.randn(2, 23, D_MODEL, dtype=torch.float64)
+    distance = torch.tensor([[_climbed(i, j, branches) for j in range(23)] for i in range(23)])
+    wanted = torch.sigmoid(mixer.gamma_logit)[:, None, None] ** distance
+    torch.testing.assert_close(mixer.mask(x)[0], wanted, rtol=1e-11, atol=0)
+    other.load_state_dict(mixer.state_dict())
+    torch.testing.assert_close(mixer(x), other(x), rtol=1e-9, atol=1e-11)
+
+
+class _Ring(SmaGraph):
+    def adjacency(self, length, device):
+        along = torch.ones(length - 1, device=device).diag(1)
+        along[0, -1] = 1
+        return (along + along.mT) > 0, length
+
+
+def test_any_adjacency_gives_a_mask(randomize):
+    config = _Ring.Config(headdim=6, contraction="quadratic")
+    mixer = randomize(_Ring(D_MODEL, config, causal=False, max_seqlen=9, output_std=0.02), 0.5, torch.float64)
+    steps = (torch.arange(9)[:, None] - torch.arange(9)) % 9
+    wanted = torch.sigmoid(mixer.gamma_logit)[:, None, None] ** torch.minimum(steps, 9 - steps)
+    torch.testing.assert_close(mixer.mask(torch.randn(1, 9, D_MODEL, dtype=torch.float64))[0], wanted)
 
 
 def test_the_fourier_mask_keeps_its_digits_in_float32():

@@ -468,6 +468,7 @@ MISTAKES = [
     ("linear_attention", {"headdim": 4, "feature_map": "cosformer", "eps": 0.0}, "eps = 0.0"),
     ("lion_d", {"headdim": 4, "random_features": -1}, "random_features = -1"),
     ("sma_fourier", {"headdim": 4, "contraction": "associative"}, "contraction = 'associative'"),
+    ("sma_graph", {"headdim": 4, "graph": "tree", "branches": 1}, "branches = 1: must be at least 2"),
     ("nystroem", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),
     ("retnet", {"headdim": 5, "nheads": 1}, "headdim = 5: must be even"),
     ("retnet", {"headdim": 6}, "headdim = 6 does not divide d_model = 16"),

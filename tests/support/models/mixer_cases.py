@@ -15,7 +15,7 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import Mixer
 
 D_MODEL = 16
-SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2, "rank": 4, "landmarks": 4}
+SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2, "rank": 4, "landmarks": 4, "columns": 4}
 """Options that get small values wherever a mixer has them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +63,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion_lit-attention": ("lion_lit", {"form": "attention"}),
     "sma_causal-quadratic": ("sma_causal", {"contraction": "quadratic"}),
     "sma_semiseparable-associative": ("sma_semiseparable", {"contraction": "associative"}),
+    # The lengths that costs are counted at fill the last level of such a tree alike.
+    "sma_graph-tree": ("sma_graph", {"graph": "tree", "branches": 4}),
     "linear_attention-performer": (
         "linear_attention",
         {"headdim": 16, "feature_map": "performer", "random_features": 24},
