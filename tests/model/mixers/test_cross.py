@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from failures import each
+from torch import nn
 
+from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.attention.cross import (
     CrossAttention,
@@ -13,7 +15,7 @@ from matmix.model.mixers.attention.cross import (
     CrossLinearAttentionConfig,
 )
 
-D_MODEL, D_SOURCE, HEADDIM = 16, 10, 8
+D_MODEL, D_SOURCE, HEADDIM, SYMBOLS = 16, 10, 8, 8
 MAPS = ("elu", "silu", "silu_norm", "performer", "rfa", "polynomial")
 
 
@@ -98,3 +100,58 @@ def test_mistakes_are_one_line(randomize):
         CrossAttention(16, 16, CrossAttentionConfig(headdim=5))
     with pytest.raises(ValueError, match=r"^cross attention: feature_map = 'cosformer'; known: elu, silu"):
         _make(randomize, "cosformer")
+
+
+class _EncoderDecoder(nn.Module):
+    """A Hydra layer reads 8 symbols, a causal layer what was written so far, and a cross layer mixes the first into
+    the second."""
+
+    def __init__(self, cross):
+        super().__init__()
+        self.source, self.target = (nn.Embedding(SYMBOLS + 1, D_MODEL) for _ in range(2))
+        self.places = nn.Parameter(0.5 * torch.randn(2, 8, D_MODEL))
+        kinds = (("hydra", {"headdim": HEADDIM, "d_state": 8}, False), ("linear_attention", {"headdim": HEADDIM}, True))
+        self.encoder, self.decoder = (
+            MIXERS[name](D_MODEL, MIXERS[name].Config(**options), causal=causal, max_seqlen=8, output_std=0.1)
+            for name, options, causal in kinds
+        )
+        self.cross, self.head = cross, nn.Linear(D_MODEL, SYMBOLS)
+        initialize(self.encoder, seed=0)
+        initialize(self.decoder, seed=0)
+
+    def forward(self, source, written):
+        x = self.source(source) + self.places[0]
+        y = self.target(written) + self.places[1, : written.shape[1]]
+        x = x + self.encoder(x)
+        y = y + self.decoder(y)
+        if self.cross is not None:
+            y = y + self.cross(F.layer_norm(y, (D_MODEL,)), F.layer_norm(x, (D_MODEL,)))
+        return self.head(F.layer_norm(y, (D_MODEL,)))
+
+
+@pytest.mark.slow
+def test_a_decoder_learns_to_read_an_encoder():
+    """Of 8 random symbols every second one is written from the end to the beginning: 4 targets for 8 sources. Without
+    cross mixing a decoder can only guess."""
+    crosses = {
+        "softmax": lambda: CrossAttention(D_MODEL, D_MODEL, CrossAttentionConfig(headdim=HEADDIM)),
+        "linear": lambda: CrossLinearAttention(D_MODEL, D_MODEL, CrossLinearAttentionConfig(headdim=HEADDIM)),
+        "none": lambda: None,
+    }
+    right = {}
+    for name, make in crosses.items():
+        torch.manual_seed(0)
+        model = _EncoderDecoder(make())
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        for _ in range(400):
+            source = torch.randint(SYMBOLS, (64, 8))
+            target = source.flip(1)[:, ::2]
+            written = F.pad(target[:, :-1], (1, 0), value=SYMBOLS)
+            logits = model(source, written)
+            optimizer.zero_grad()
+            F.cross_entropy(logits.flatten(0, 1), target.flatten()).backward()
+            optimizer.step()
+        right[name] = (logits.argmax(-1) == target).float().mean().item()
+    assert right["softmax"] > 0.9, right
+    assert right["linear"] > 0.9, right
+    assert right["none"] < 0.25, right
