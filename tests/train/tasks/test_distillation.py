@@ -117,7 +117,7 @@ def distil(recipe, dataset, run, teacher, stage, *words):
     """Trains the student from the teacher's weights but those of the mixers."""
     options = ["--objective.name", NAMES[recipe], "--objective.teacher", str(teacher), "--init.from", str(teacher)]
     options += ["--objective.options", f'{{stage = "{stage}"}}', "--init.ignore", "blocks.*.mixer.*"]
-    options += ["--optimizer.weight-decay", "0", "--evaluation.ablation-batches", "0"]
+    options += ["--optimizer.weight-decay", "0", "--evaluation.ablation-batches", "0", "--evaluation.batches", "1"]
     packing = "rows" if stage == "matrices" else "concat"
     run_recipe(recipe, dataset, run, *STUDENTS[recipe], *options, "--data.packing", packing, *words)
 
