@@ -71,7 +71,8 @@ def made(tmp_path_factory):
         ),
     }
     yield {key: str(path) for key, path in folders.items()}
-    gc.collect()  # memory that loaders share is removed now, and not when the process ends
+    gc.unfreeze()  # loaders may have been put aside with what was imported
+    gc.collect()  # memory that they share is removed now, and not when the process ends
 
 
 def loader_of(path, reader, kind="text", *, workers=0, world=1, rank=0, one_pass=False, masking=None, **options):
