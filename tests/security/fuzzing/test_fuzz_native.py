@@ -187,7 +187,7 @@ def originals(tmp_path_factory):
     ],
 )
 def test_changed_files(originals, use, name, request):
-    count = int(150 * float(os.environ.get("MATMIX_FUZZ", "1")))
+    count = int(75 * float(os.environ.get("MATMIX_FUZZ", "1")))
     command = [sys.executable, "-P", "-c", CHILD, use, str(originals[name]), str(count)]
     seed = str(request.config.getoption("--seed"))
     done = subprocess.run([*command, seed], capture_output=True, text=True, timeout=60 + count)
