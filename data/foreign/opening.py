@@ -103,20 +103,17 @@ def open_pictures(data: DataConfig, path: str, reading: Reading, facts: Any) -> 
 
 def _fingerprint(data: DataConfig, shards: Shards, reading: Reading, own: dict[str, Any]) -> dict[str, Any]:
     """Returns the data that a saved position belongs to. Raises ValueError (one line) for more streams than shards."""
-    processes = max(data.workers, 1)
-    streams = reading.data_size * processes
+    streams = reading.streams(data)
     if not reading.one_pass and len(shards.names) < streams:
         raise ValueError(
             f'data.reader = "{data.reader}" gives each of {streams} reading processes shards of its own, but '
             f"{shards.path} has {len(shards.names)}; take fewer data.workers"
         )
-    sizes = {name: getattr(reading, name) for name in ("global_batch_size", "micro_batch_size")}
-    reader = {"name": data.reader, "ranks": reading.data_size, "workers": processes, **sizes}
     return {
         "data": [shards.digest],
         **own,
         "split": reading.split,
         "shuffle": reading.shuffles(data),
         "seed": reading.seed,
-        "reader": reader,
+        "reader": reading.reader(data),
     }

@@ -176,7 +176,7 @@ class ForeignText:
             if tokenizer.special.get("mask") is None:
                 raise ValueError("masked-LM batches need a mask token, and data.tokenizer has none")
             self.masker = Masker(masking, tokenizer, reading.seed)
-        self.streams = reading.data_size * max(data.workers, 1)
+        self.streams = reading.streams(data)
         self.limit, self._kept = None, []
         if reading.one_pass:
             self._kept = list(itertools.islice(self._begin(0, 1, (0, 0, 0, 0)), data.validation_samples or None))
@@ -241,7 +241,7 @@ class ForeignPictures(ImageRows):
         self.config, self._make_transform, self.classes, self.reading = data.images, make, classes, reading
         self.seed, self.global_batch, self.training = reading.seed, reading.global_batch_size, not reading.one_pass
         self.shuffle, self.opened = reading.shuffles(data), shards
-        self.streams = reading.data_size * max(data.workers, 1)
+        self.streams = reading.streams(data)
         self.limit, self.kept, self._live = None, [], None
         if reading.one_pass:
             samples = samples_of(shards, reading, False, 0, 1, (0, 0, 0))

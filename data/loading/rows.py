@@ -63,6 +63,15 @@ class Reading:
         """Returns True where each epoch has an order of its own."""
         return data.shuffle and not self.one_pass
 
+    def streams(self, data: DataConfig) -> int:
+        """Returns the number of reading processes of all ranks; with a library as `data.reader` each has a stream."""
+        return self.data_size * max(data.workers, 1)
+
+    def reader(self, data: DataConfig) -> dict[str, Any]:
+        """Returns what the order of the streams depends on, which a saved position belongs to: JSON values."""
+        sizes = {name: getattr(self, name) for name in ("global_batch_size", "micro_batch_size")}
+        return {"name": data.reader, "ranks": self.data_size, "workers": max(data.workers, 1), **sizes}
+
 
 class Failure:
     """An error of the data on its way from a worker: torch would wrap it into a page of traceback."""

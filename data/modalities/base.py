@@ -39,10 +39,7 @@ def streams(shards: list[TokenShards], data: DataConfig, reading: Reading) -> tu
     shards as they are, and {}, where they are addressable or read in order. Raises as `TokenShards.streams`."""
     if not data.streams(one_pass=reading.one_pass):
         return shards, {}
-    processes = max(data.workers, 1)
-    parts = shards[0].streams(reading.data_size * processes, data.reader)
-    sizes = {name: getattr(reading, name) for name in ("global_batch_size", "micro_batch_size")}
-    return parts, {"reader": {"name": data.reader, "ranks": reading.data_size, "workers": processes, **sizes}}
+    return shards[0].streams(reading.streams(data), data.reader), {"reader": reading.reader(data)}
 
 
 def contents_digest(shards: TokenShards, *others: str) -> str:
