@@ -9,10 +9,9 @@ from torch import Tensor
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import DiffusionMasking
-from matmix.train.errors import require
 from matmix.train.tasks.base import Metric
 from matmix.train.tasks.config import ObjectiveConfig
-from matmix.train.tasks.token_prediction import BITS_PER_BYTE, MaskedLM, bits_per_byte
+from matmix.train.tasks.token_prediction import BITS_PER_BYTE, MaskedLM, bits_per_byte, refuse_masking
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +39,8 @@ class MaskedDiffusion(MaskedLM):
 
     def __init__(self, objective: ObjectiveConfig) -> None:
         super().__init__(objective)
-        given = (objective.masking, objective.evaluation_masking)
-        theirs = "objective.masking, objective.evaluation_masking and ramp.masking are for masked_lm"
         draws = "masked_diffusion draws a rate of its own for each sample, from objective.options.least to 1"
-        kept = given == (ObjectiveConfig().masking, ObjectiveConfig().evaluation_masking)
-        require(kept, f"{theirs}: {draws}; leave them out")
+        refuse_masking(objective, draws)
 
     def asks(self, split: str) -> dict[str, DiffusionMasking]:
         return {"masking": DiffusionMasking(least=self.options.least)}

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.loader import Loader
 from matmix.data.loading.masking import IGNORED, MaskingConfig
+from matmix.train.errors import require
 from matmix.train.tasks.base import Costs, Loss, Metric, Task, forward
+from matmix.train.tasks.config import ObjectiveConfig
 from matmix.train.tasks.cross_entropy import linear_cross_entropy, row_cross_entropy
 
 BITS_PER_BYTE = Metric(name="bits_per_byte", title="bits per byte", unit="bits per byte", digits=3)
@@ -74,11 +76,23 @@ def asked_of(batch: Batch) -> dict[str, Tensor | None]:
     return {name: None if values is None else values[batch.select] for name, values in asked.items()}
 
 
+def refuse_masking(objective: ObjectiveConfig, instead: str) -> None:
+    """Raises ValueError (one line) where shares of masking are given to a task that masks none, and says what it does
+    `instead`."""
+    given, none = (objective.masking, objective.evaluation_masking), ObjectiveConfig()
+    theirs = "objective.masking, objective.evaluation_masking and ramp.masking are for masked_lm"
+    require(given == (none.masking, none.evaluation_masking), f"{theirs}: {instead}; leave them out")
+
+
 class CausalLM(TokenPrediction):
     """Each token is predicted from those before it."""
 
     architectures = ("language_model",)
     metrics = (BITS_PER_BYTE,)
+
+    def __init__(self, objective: ObjectiveConfig) -> None:
+        super().__init__(objective)
+        refuse_masking(objective, f"{objective.name} hides no token")
 
     def measures(self, means: dict[str, float], loader: Loader) -> dict[str, float]:
         return super().measures(means, loader) | bits_per_byte(means["loss"], loader.facts.bytes_per_target)

@@ -148,6 +148,8 @@ def test_a_ramp_of_shares_is_refused_where_they_are_not_used():
     config, ramp = load_config("debug_hydra", DIFFUSION), RampConfig(tokens=1024, masking=(0.4,))
     with pytest.raises(ValueError, match=r"ramp\.masking are for masked_lm"):
         ramp.stages(config)
+    with pytest.raises(ValueError, match=r"ramp\.masking are for masked_lm: causal_lm hides no token; leave them out"):
+        ramp.stages(load_config("debug_mru"))
     assert [one.objective.masking.probability for one in ramp.stages(load_config("debug_hydra"))] == [0.4, 0.3]
 
 
