@@ -130,7 +130,6 @@ RAMP = """
 tokens = 192
 global_batch_size = [2, 4]
 seqlen = [8, 16]
-masking = [0.3, 0.15]
 """
 
 
@@ -149,7 +148,6 @@ def test_a_ramp_is_phases_that_go_on_in_tokens(recipe):
         (8, 4, 16, 32),  # and 96 by 64, as near as whole steps come
         (12, 4, 32, 32),
     ]
-    assert [one.objective.masking.probability for one in phases] == [0.3, 0.15, 0.3]
     assert {one.schedule.steps for one in phases} == {12}
     assert [(one.init.step, one.init.resume) for one in phases] == [(0, False), (6, True), (8, True)]
 
