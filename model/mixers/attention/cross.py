@@ -91,10 +91,12 @@ class CrossAttention(nn.Module):
 class CrossLinearAttentionConfig(CrossAttentionConfig):
     """Options of linear cross attention."""
 
-    feature_map: Literal["elu", "silu", "silu_norm", "performer", "rfa", "polynomial"] = "elu"
+    feature_map: Literal["elu", "silu", "silu_norm", "performer", "rfa", "polynomial", "taylor"] = "elu"
     """The feature map of queries and keys, one of scans/features.py. cosFormer's counts positions of one sequence."""
     random_features: int = 0
     """performer, rfa: the number of random directions; 0 = headdim."""
+    taylor_order: int = 2
+    """taylor: the last power of the series, even."""
     eps: float = 1e-6
     """Added to the row sums."""
 
@@ -103,11 +105,19 @@ class CrossLinearAttention(CrossAttention):
     """M = phi(q) phi(k)^T over its row sums (arXiv 2006.16236), in O(T + S): the source is contracted first, to a
     memory whose size does not grow with it."""
 
+    def __init__(self, d_model: int, d_source: int, config: Any):
+        super().__init__(d_model, d_source, config)
+        if config.taylor_order < 2 or config.taylor_order % 2:
+            raise ValueError(
+                f"cross attention: taylor_order = {config.taylor_order}: must be even and at least 2, as odd sums fall "
+                "below 0"
+            )
+
     @outside_autocast
     def features(self, x: Tensor, query: bool) -> Tensor:
         """phi of q or k (..., H, headdim) -> (..., H, features), in float32 at least."""
         config = self.config
-        given = Given(query, config.random_features or config.headdim, 0.0)
+        given = Given(query, config.random_features or config.headdim, 0.0, config.taylor_order)
         return FEATURES[config.feature_map].apply(working(x), given)
 
     def memory(self, source: Tensor, real: Tensor | None = None) -> Tensor:

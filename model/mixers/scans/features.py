@@ -24,6 +24,8 @@ class FeatureConfig(HeadsConfig):
     reach: int = 0
     """cosformer: the distance of two tokens at which scores fall to 0, and the longest document; 0 =
     model.max_seqlen."""
+    taylor_order: int = 2
+    """taylor: the last power of the series, even."""
 
 
 def directions(count: int, width: int, like: Tensor) -> Tensor:
@@ -55,6 +57,7 @@ class Given(NamedTuple):
     random_features: int
     angles: Tensor | float
     """pi / 2 for each `reach` before the vector, as (..., 1, 1)."""
+    taylor_order: int = 2
 
 
 def performer(x: Tensor, given: Given) -> Tensor:
@@ -85,13 +88,30 @@ def polynomial(x: Tensor, given: Given) -> Tensor:
     return x[..., rows] * x[..., columns] * (1 + (rows != columns).to(x.dtype)).sqrt()
 
 
+def taylor(x: Tensor, given: Given) -> Tensor:
+    """The series of exp up to a power, 1 + s + s^2 / 2 + ... for s = q . k / sqrt(headdim), as in Based (arXiv
+    2402.18668), by each product of powers once: those of x_i^a_i divided by the roots of the factorials of all a_i."""
+    x = F.pad(x * x.shape[-1] ** -0.25, (1, 0), value=1.0)
+    width, terms = x.shape[-1], x
+    last = numbers = torch.arange(width, device=x.device)
+    counts = runs = torch.ones_like(numbers)
+    for order in range(2, given.taylor_order + 1):
+        # Products stand in the order of their last factor, and each factor follows those that end no later.
+        counts = counts.cumsum(0)
+        columns = numbers.repeat_interleave(counts, output_size=math.comb(width - 1 + order, order))
+        rows = torch.arange(len(columns), device=x.device) - (counts.cumsum(0) - counts)[columns]
+        runs, last = torch.where(last[rows] == columns, runs[rows] + 1, 1), columns
+        terms = terms[..., rows] * x[..., columns] * torch.where(columns == 0, 1, runs).to(x.dtype).rsqrt()
+    return terms
+
+
 class FeatureMap(NamedTuple):
     """A feature map."""
 
     apply: Callable[[Tensor, Given], Tensor]
     """(..., H, headdim) in float32 at least, and what else it is given, -> (..., H, width)."""
-    width: Callable[[int, int], int] = lambda headdim, count: headdim
-    """(headdim, random_features) -> features."""
+    width: Callable[[int, int, int], int] = lambda headdim, count, order: headdim
+    """(headdim, random_features, taylor_order) -> features."""
     divides: bool = True
     """Sums of rows stay away from 0, so that rows may be divided by them."""
 
@@ -102,10 +122,11 @@ def _alone(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Given], Te
 
 FEATURES = {
     **{name: FeatureMap(_alone(function)) for name, function in FEATURE_MAPS.items()},
-    "performer": FeatureMap(performer, lambda headdim, count: count),
-    "rfa": FeatureMap(rfa, lambda headdim, count: 2 * count),
-    "cosformer": FeatureMap(cosformer, lambda headdim, count: 2 * headdim),
-    "polynomial": FeatureMap(polynomial, lambda headdim, count: (headdim + 1) * (headdim + 2) // 2),
+    "performer": FeatureMap(performer, lambda headdim, count, order: count),
+    "rfa": FeatureMap(rfa, lambda headdim, count, order: 2 * count),
+    "cosformer": FeatureMap(cosformer, lambda headdim, count, order: 2 * headdim),
+    "polynomial": FeatureMap(polynomial, lambda headdim, count, order: math.comb(headdim + 2, 2)),
+    "taylor": FeatureMap(taylor, lambda headdim, count, order: math.comb(headdim + order, order)),
     "plain_silu": FeatureMap(_alone(F.silu), divides=False),
     "none": FeatureMap(_alone(lambda x: x), divides=False),
 }
@@ -124,7 +145,8 @@ class FeatureMixer(Mixer):
     @classmethod
     def block_rank(cls, config: Any) -> int:
         """The number of features that q and k have."""
-        return cls.feature_map(config).width(config.headdim, config.random_features or config.headdim)
+        count = config.random_features or config.headdim
+        return cls.feature_map(config).width(config.headdim, count, config.taylor_order)
 
     @classmethod
     def feature_flops(cls, d_model: int, config: Any) -> float:
@@ -136,7 +158,8 @@ class FeatureMixer(Mixer):
     def check(cls, d_model: int, config: Any) -> None:
         super().check(d_model, config)
         cls.require_heads(d_model, config)
-        cls.require_least(config, random_features=0, reach=0)
+        cls.require_least(config, random_features=0, reach=0, taylor_order=2)
+        cls.require(config.taylor_order % 2 == 0, config, "taylor_order", "must be even, as odd sums fall below 0")
 
     @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
@@ -160,6 +183,6 @@ class FeatureMixer(Mixer):
     @outside_autocast
     def features(self, q: Tensor, k: Tensor, angles: Tensor | float) -> tuple[Tensor, Tensor]:
         """phi(q) and phi(k), (..., H, headdim) -> (..., H, features), in float32 at least."""
-        count = self.config.random_features or self.config.headdim
+        given = Given(True, self.config.random_features or self.config.headdim, angles, self.config.taylor_order)
         apply = self.feature_map(self.config).apply
-        return apply(working(q), Given(True, count, angles)), apply(working(k), Given(False, count, angles))
+        return apply(working(q), given), apply(working(k), given._replace(query=False))

@@ -16,7 +16,7 @@ from matmix.model.mixers.attention.cross import (
 )
 
 D_MODEL, D_SOURCE, HEADDIM, SYMBOLS = 16, 10, 8, 8
-MAPS = ("elu", "silu", "silu_norm", "performer", "rfa", "polynomial")
+MAPS = ("elu", "silu", "silu_norm", "performer", "rfa", "polynomial", "taylor")
 
 
 def _make(randomize, feature_map="", d_source=D_SOURCE, **options):
@@ -100,6 +100,8 @@ def test_mistakes_are_one_line(randomize):
         CrossAttention(16, 16, CrossAttentionConfig(headdim=5))
     with pytest.raises(ValueError, match=r"^cross attention: feature_map = 'cosformer'; known: elu, silu"):
         _make(randomize, "cosformer")
+    with pytest.raises(ValueError, match=r"^cross attention: taylor_order = 3: must be even"):
+        _make(randomize, "taylor", taylor_order=3)
 
 
 class _EncoderDecoder(nn.Module):

@@ -1,12 +1,14 @@
 """Feature maps: the kernels that their products stand for, and what Nystroem's landmarks stand for."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.attention.nystroem import pseudo_inverse
-from matmix.model.mixers.scans.features import directions
+from matmix.model.mixers.scans.features import Given, directions, taylor
 
 D = 8
 
@@ -23,6 +25,7 @@ KERNELS = {
     "rfa": lambda q, k: (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT - 1).exp(),
     "cosformer": lambda q, k: q.relu() @ k.relu().mT * _cosines(q.shape[0]),
     "polynomial": lambda q, k: (1 + q @ k.mT / D**0.5) ** 2,
+    "taylor": lambda q, k: sum((q @ k.mT / D**0.5) ** power / math.factorial(power) for power in range(5)),
 }
 
 
@@ -32,16 +35,32 @@ def _cosines(length):
 
 
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("performer", 0.1), ("rfa", 0.05), ("cosformer", 1e-12), ("polynomial", 1e-12)]
+    ("name", "tolerance"),
+    [("performer", 0.1), ("rfa", 0.05), ("cosformer", 1e-12), ("polynomial", 1e-12), ("taylor", 1e-12)],
 )
 def test_products_of_features_are_the_kernel_of_the_paper(randomize, name, tolerance):
     """Up to a factor for each query, which the sums of rows take off: the weights of 16 tokens."""
-    mixer = _attention(randomize, name, random_features=8192)
+    mixer = _attention(randomize, name, random_features=8192, taylor_order=4)
     q, k = 0.7 * torch.randn(2, 16, 1, D, dtype=torch.float64)
     phi_q, phi_k = mixer.features(q, k, mixer.turns(16, None, q.device))
     products = phi_q[:, 0] @ phi_k[:, 0].mT, KERNELS[name](q[:, 0], k[:, 0])
     got, wanted = (weights / weights.sum(-1, keepdim=True) for weights in products)
     torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * wanted.max().item())
+
+
+def test_the_series_of_exp_comes_to_softmax(randomize):
+    """Each product of powers has one feature, and with their number errors of the weights fall as the series' do."""
+    q, k = torch.randn(2, 16, 1, 4, dtype=torch.float64)
+    softmax, errors = (q[:, 0] @ k[:, 0].mT / 2).softmax(-1), []
+    for order in (2, 4, 8, 16):
+        given = Given(True, 0, 0.0, order)
+        phi_q, phi_k = (taylor(part, given)[:, 0] for part in (q, k))
+        assert phi_q.shape[-1] == math.comb(4 + order, order)
+        weights = phi_q @ phi_k.mT
+        assert weights.min() > 0
+        errors.append((weights / weights.sum(-1, keepdim=True) - softmax).abs().max().item())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-6
 
 
 def test_random_directions_are_orthogonal_and_differ():

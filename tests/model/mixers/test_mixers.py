@@ -467,6 +467,7 @@ MISTAKES = [
     ("linear_attention", {"headdim": 4, "feature_map": "performer", "normalize": False}, "normalize = False"),
     ("linear_attention", {"headdim": 4, "feature_map": "cosformer", "eps": 0.0}, "eps = 0.0"),
     ("lion_d", {"headdim": 4, "random_features": -1}, "random_features = -1"),
+    ("linear_attention", {"headdim": 4, "feature_map": "taylor", "taylor_order": 3}, "taylor_order = 3: must be even"),
     ("sma_fourier", {"headdim": 4, "contraction": "associative"}, "contraction = 'associative'"),
     ("sma_graph", {"headdim": 4, "graph": "tree", "branches": 1}, "branches = 1: must be at least 2"),
     ("nystroem", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),

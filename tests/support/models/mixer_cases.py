@@ -76,6 +76,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lion_d-cosformer": ("lion_d", {"headdim": 16, "feature_map": "cosformer", "reach": 5000}),
     "linear_attention-polynomial": ("linear_attention", {"headdim": 16, "feature_map": "polynomial"}),
     "lion_d-polynomial": ("lion_d", {"headdim": 16, "feature_map": "polynomial"}),
+    "linear_attention-taylor": ("linear_attention", {"headdim": 16, "feature_map": "taylor"}),
+    "lion_d-taylor": ("lion_d", {"headdim": 16, "feature_map": "taylor"}),
 }
 """Name of a case -> (mixer, options)."""
 
