@@ -20,7 +20,9 @@ class LinearAttentionConfig(FeatureConfig):
 
     headdim: int = 64
     """Channels per head."""
-    feature_map: Literal["elu", "silu", "silu_norm", "none", "performer", "rfa", "cosformer", "polynomial", "taylor"] = "elu"
+    feature_map: Literal[
+        "elu", "silu", "silu_norm", "none", "performer", "rfa", "cosformer", "polynomial", "taylor"
+    ] = "elu"
     """The feature map of queries and keys: elu(x) + 1, silu(x), silu(x) + 1/2 divided by its length, the identity, or
     one of scans/features.py."""
     normalize: bool = True

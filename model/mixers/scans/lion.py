@@ -57,7 +57,9 @@ class LionConfig(FeatureConfig):
     it runs, else attention for up to 64 tokens (the patches of small images) and chunked for more."""
     eps: float = 1e-6
     """Added to the sums that rows are divided by."""
-    feature_map: Literal["elu", "silu", "silu_norm", "performer", "rfa", "cosformer", "polynomial", "taylor"] = "silu_norm"
+    feature_map: Literal["elu", "silu", "silu_norm", "performer", "rfa", "cosformer", "polynomial", "taylor"] = (
+        "silu_norm"
+    )
     """The feature map that makes queries and keys positive: elu(x) + 1, silu(x) + 1/2, the latter divided by its
     length, or one of scans/features.py, which no fused kernel has: the scan alone is one then."""
 
