@@ -213,9 +213,11 @@ class Cluster:
                 if process.name().startswith("slurmstepd"):  # hides its environment, keeps its node's log open
                     ours = any(file.path in logs for file in process.open_files())
                 else:
+                    # The tests' own helpers, as multiprocessing's tracker, may find the cluster, and are on no node.
                     environment = process.environ()
-                    ours = environment.get("SLURM_CONF") == str(self.config)
-                    ours = ours and node in (None, environment.get("SLURMD_NODENAME"))
+                    place = environment.get("SLURMD_NODENAME")
+                    ours = environment.get("SLURM_CONF") == str(self.config) and place is not None
+                    ours = ours and node in (None, place)
                 if ours:
                     found[process.pid] = process
             except psutil.Error:
