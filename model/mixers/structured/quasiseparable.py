@@ -15,6 +15,7 @@ from matmix.kernels.functions import outside_autocast, working
 from matmix.kernels.mru.chunked import state_matrices
 from matmix.kernels.mru.constructions import construction_products, state_elements
 from matmix.kernels.scan_layer.chunked import StepSizes
+from matmix.kernels.semiseparable.chunked.autograd import move_gates
 from matmix.model.calls import weight_of, weights_of
 from matmix.model.initialization import InitRule, constant_init
 from matmix.model.mixers.scans.scan_block import draw_dt_bias, side_matrices, with_diagonal
@@ -44,6 +45,9 @@ class QuasiseparableDDConfig(QuasiseparableConfig):
     formula: Literal["shifted", "elementwise"] = "shifted"
     """Hydra's shift, with one A, B and C for both directions ("shifted"), as the papers' code has it, or m_ij as the
     text defines quasiseparable matrices, with A, b and c of its own for each direction ("elementwise")."""
+    above: Literal["c_i", "c_j"] = "c_i"
+    """What formula "elementwise" has above the diagonal: c_i^T A_i ... A_(j-1) b_j ("c_i"), as the text's page, or
+    c_j^T A_j ... A_(i+1) b_i ("c_j"), as its source."""
     transition: Literal["scalar", "full"] = "scalar"
     """A number ("scalar"), or with formula "elementwise" a d_state x d_state matrix ("full") for every token and head;
     d_state is then to be small, 32 at most."""
@@ -110,14 +114,22 @@ class Quasiseparable(MatrixMixer):
         return self.scan(v, *self.sides(v, inputs), self.diagonal(v), cu_seqlens, shift=True)
 
     def scan(
-        self, v: Tensor, forward: Side, backward: Side, diagonal: Tensor, cu_seqlens: Tensor | None, *, shift: bool
+        self,
+        v: Tensor,
+        forward: Side,
+        backward: Side,
+        diagonal: Tensor,
+        cu_seqlens: Tensor | None,
+        *,
+        shift: bool,
+        gate_offset: int = 0,
     ) -> Tensor:
         """`quasiseparable_scan` of two sides."""
         vectors = (part.to(v.dtype) for side in (forward, backward) for part in side[:2])
         return quasiseparable_scan(
             v, *vectors, forward.log_decay, backward.log_decay, input_scale_forward=forward.dt,
-            input_scale_backward=backward.dt, diagonal=diagonal, shift=shift, cu_seqlens=cu_seqlens,
-            context=self.context,
+            input_scale_backward=backward.dt, diagonal=diagonal, shift=shift, gate_offset=gate_offset,
+            cu_seqlens=cu_seqlens, context=self.context,
         )  # fmt: skip
 
 
@@ -147,8 +159,9 @@ class QuasiseparableDD(Quasiseparable):
 
     With formula "elementwise" M is the definition of quasiseparable matrices to the letter, each direction with A, b =
     B dt and c = C of its own: m_ij = c_i^T A_i ... A_(j+1) b_j below the diagonal, D_i on it, and c_i^T A_i ... A_(j-1)
-    b_j above it. A_i is a number e^(-dt_i a), or with transition "full" the matrix diag(e^(-dt_i a)) Q_i, Q_i the
-    orthogonal Cayley transform of numbers projected from x: of norm at most 1, so that no product grows.
+    b_j above it, or with above "c_j" the transpose of what is below, c_j^T A_j ... A_(i+1) b_i. A_i is a number
+    e^(-dt_i a), or with transition "full" the matrix diag(e^(-dt_i a)) Q_i, Q_i the orthogonal Cayley transform of
+    numbers projected from x: of norm at most 1, so that no product grows.
     """
 
     Config = QuasiseparableDDConfig
@@ -165,14 +178,21 @@ class QuasiseparableDD(Quasiseparable):
         return self.config.transition == "full"
 
     @property
+    def swapped(self) -> bool:
+        """Whether above the diagonal b reads and c writes, with the gates of i + 1 to j."""
+        return self.config.above == "c_j"
+
+    @property
     def knows_documents(self) -> bool:
         return not self.full
 
     @classmethod
     def check(cls, d_model: int, config: QuasiseparableDDConfig) -> None:
         super().check(d_model, config)
+        defined = config.formula == "elementwise"
+        cls.require(defined or config.above == "c_i", config, "above", 'needs formula = "elementwise"')
         if config.transition == "full":
-            cls.require(config.formula == "elementwise", config, "transition", 'needs formula = "elementwise"')
+            cls.require(defined, config, "transition", 'needs formula = "elementwise"')
             otherwise = 'must be from 2 to 32 with transition = "full"'
             cls.require(2 <= config.d_state <= 32, config, "d_state", otherwise)
 
@@ -213,11 +233,18 @@ class QuasiseparableDD(Quasiseparable):
         dt, log_decay = StepSizes.apply(direct, *weights_of(self.matrix_mixer, "dt_bias", "A_log"), 2, 0.0, math.inf)
         k, q, *others = (part.unsqueeze(2) for part in vectors)
         k_backward, q_backward = others or (k, q)
-        forward = Side(q, k, log_decay[..., 0, :], dt[..., 0, :])
-        return forward, Side(q_backward, k_backward, log_decay[..., 1, :], dt[..., 1, :])
+        forward_decay, backward_decay = log_decay.unbind(-2)
+        forward_scale, scale = dt.unbind(-2)
+        if self.swapped:
+            # b dt is of the token that reads, where the scan scales the one that is read. Both sides have as many q.
+            q_backward, k_backward = (k_backward * scale.unsqueeze(-1)).to(v.dtype), q_backward
+            q, k, k_backward = (part.expand_as(q_backward) for part in (q, k, k_backward))
+            scale = torch.ones_like(scale)
+        return Side(q, k, forward_decay, forward_scale), Side(q_backward, k_backward, backward_decay, scale)
 
     def transitions(self, v: Tensor, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor, Tensor], ...]:
-        """c and b (B, L, H, N) and A (B, L, H, N, N) of each direction, in float32 at least."""
+        """What reads and what writes, c and b (B, L, H, N), and A (B, L, H, N, N) of each direction, in float32 at
+        least."""
         *vectors, direct = (working(part) for part in inputs)
         steps, elements = direct.split([2 * self.nheads, self.direct - 2 * self.nheads], -1)
         dt_bias, A_log = (part.to(steps.dtype) for part in weights_of(self.matrix_mixer, "dt_bias", "A_log"))
@@ -229,6 +256,9 @@ class QuasiseparableDD(Quasiseparable):
         for side, (B, C) in enumerate((vectors[:2], vectors[2:])):
             b = B.unsqueeze(2) * dt[..., side, :].unsqueeze(-1)
             found.append((C.unsqueeze(2).expand_as(b), b, A[:, :, side]))
+        if self.swapped:
+            c, b, A = found[1]
+            found[1] = (b, c, F.pad(A[:, 1:].mT, (0, 0, 0, 0, 0, 0, 0, 1)))  # nothing stands behind the last one
         return tuple(found)
 
     def entries(self, v: Tensor, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -237,7 +267,9 @@ class QuasiseparableDD(Quasiseparable):
             below = transition_matrix(*forward)
             above = transition_matrix(*(part.flip(1) for part in backward)).flip(-1, -2)
         elif self.elementwise:
-            below, above = side_matrices(*self.sides(v, inputs), shift=False)
+            forward, backward = self.sides(v, inputs)
+            backward = backward._replace(log_decay=move_gates(backward.log_decay, int(self.swapped), None))
+            below, above = side_matrices(forward, backward, shift=False)
             below, above = below.tril(-1), above.triu(1)
         else:
             return super().entries(v, inputs)
@@ -251,7 +283,8 @@ class QuasiseparableDD(Quasiseparable):
             sides = self.sides(v, inputs)
             # Both scans bring a token's own term c_i b_i, which is not in M.
             own = sum((working(side.q) * working(side.k)).sum(-1) * side.dt for side in sides)
-            return self.scan(v, *sides, diagonal - own, cu_seqlens, shift=False)
+            offset = int(self.swapped)
+            return self.scan(v, *sides, diagonal - own, cu_seqlens, shift=False, gate_offset=offset)
         forward, backward = self.transitions(v, inputs)
         both = (torch.cat((one, other.flip(1))) for one, other in zip((v, *forward), (v, *backward), strict=True))
         below, above = transition_scan(*both).chunk(2)

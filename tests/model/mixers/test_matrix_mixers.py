@@ -198,12 +198,14 @@ def test_a_bias_that_would_make_a_pole_is_guarded(make):
     assert min(values) > 0
 
 
+@pytest.mark.parametrize("above", ["c_i", "c_j"])
 @pytest.mark.parametrize("transition", ["scalar", "full"])
-def test_quasiseparable_matrices_by_their_definition(make, transition):
-    """c_i^T A_i ... A_(j+1) b_j, delta_i and c_i^T A_i ... A_(j-1) b_j, over more than one chunk, from A, b and c of
-    each direction; and A from what it is made of."""
+def test_quasiseparable_matrices_by_their_definition(make, transition, above):
+    """c_i^T A_i ... A_(j+1) b_j, delta_i and c_i^T A_i ... A_(j-1) b_j, or c_j^T A_j ... A_(i+1) b_i, over more than
+    one chunk, from A, b and c of each direction; and A from what it is made of."""
     length, N = 21, 3
-    mixer = make("quasiseparable_dd", length, torch.float64, d_state=N, formula="elementwise", transition=transition)
+    options = {"formula": "elementwise", "transition": transition, "above": above}
+    mixer = make("quasiseparable_dd", length, torch.float64, d_state=N, **options)
     x, one = torch.randn(1, length, D_MODEL, dtype=torch.float64), torch.eye(N, dtype=torch.float64)
     with torch.no_grad():
         _, v, inputs = mixer.parts(x, None)
@@ -233,8 +235,8 @@ def test_quasiseparable_matrices_by_their_definition(make, transition):
                     expected[h, i, j] = c[i] @ product @ b[j, h]
                 (A, b, c), product = sides[1], one
                 for j in range(i + 1, length):
-                    product = product @ A[j - 1, h]
-                    expected[h, i, j] = c[i] @ product @ b[j, h]
+                    product = product @ A[j - 1, h] if above == "c_i" else A[j, h] @ product
+                    expected[h, i, j] = c[i] @ product @ b[j, h] if above == "c_i" else c[j] @ product @ b[i, h]
         torch.testing.assert_close(mixer.matrix(x)[0], expected, rtol=1e-9, atol=1e-11)
         y = mixer.combine(mixer.mix(expected[None], v), x)
         torch.testing.assert_close(mixer(x), y, rtol=1e-9, atol=1e-11)

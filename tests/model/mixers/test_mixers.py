@@ -431,6 +431,7 @@ MISTAKES = [
     ("cauchy_dd", {"headdim": 8, "guard": -1.0}, "guard = -1.0: must be 0"),
     ("cauchy_dd", {"headdim": 8, "denominator": "sum"}, "denominator = 'sum'; known: exponential, difference"),
     ("quasiseparable_dd", {"headdim": 8, "transition": "full"}, "transition = 'full': needs formula"),
+    ("quasiseparable_dd", {"headdim": 8, "above": "c_j"}, "above = 'c_j': needs formula"),
     (
         "quasiseparable_dd",
         {"headdim": 8, "transition": "full", "formula": "elementwise"},

@@ -56,6 +56,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "vandermonde_di-sum": ("vandermonde_di", {"eps": 1.0, "combination": "sum"}),
     "quasiseparable_dd-elementwise": ("quasiseparable_dd", {"formula": "elementwise"}),
     "quasiseparable_dd-full": ("quasiseparable_dd", {"formula": "elementwise", "transition": "full"}),
+    "quasiseparable_dd-elementwise-c_j": ("quasiseparable_dd", {"formula": "elementwise", "above": "c_j"}),
+    "quasiseparable_dd-full-c_j": (
+        "quasiseparable_dd",
+        {"formula": "elementwise", "transition": "full", "above": "c_j"},
+    ),
     "two_ssms-multiplied": ("two_ssms", {"joined": "mult"}),
     "two_ssms-concatenated": ("two_ssms", {"joined": "concat", "bias": True}),
     "lion_s-published-gates": ("lion_s", {"gate_offset": 0, "forward_gate_offset": 1, "qkv_bias": True}),
