@@ -19,6 +19,7 @@ Anywhere:
   resources  registers, spills and shared memory of every kernel, compiled for GPUs that need not be there
   costs      what the loop, evaluations, comparisons of replicas and data cost beside the training steps of a recipe
   lengths    whole models of several mixers, and of several forms of them, against the length of rows: time and memory
+  inference  the memory of encoders without gradients, against the length of a row, and what LION's recurrence keeps
   memory     the memory that training takes, against what a dry run estimates
   saving     what a checkpoint costs against the size of the model; also under torchrun
   reading    tokens per second that a prepared dataset is read with
@@ -45,6 +46,7 @@ COMMANDS = {
     "resources": "resources:ResourcesOfKernels",
     "costs": "costs:Costs",
     "lengths": "lengths:Lengths",
+    "inference": "lengths:Inference",
     "memory": "memory:Memory",
     "saving": "saving:Saving",
     "packing": "reading:Packing",

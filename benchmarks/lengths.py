@@ -1,19 +1,28 @@
-"""`lengths`: what whole models cost against the length of their rows: time and memory, one line a mixer or form."""
+"""`lengths`: what whole models cost against the length of their rows: time and memory, one line a mixer or form.
+`inference`: the memory of encoders without gradients, and what LION's recurrence keeps step by step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from matmix.benchmarks.report import columns
 from matmix.data.storage.files import write_atomic
 from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.speed import in_a_process
-from matmix.launch.lab.measuring import environment
+from matmix.launch.lab.measuring import environment, random_batch, tensor_bytes
+from matmix.model import build_model, initialize
+from matmix.model.mixers.scans import lion
+from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
 
 _LION, _MRU = "model.mixers.lion_s.form", "model.mixers.mru.scan"
@@ -54,6 +63,14 @@ BASE: dict[str, Any] = {
     "device": "cpu",
 }
 Cell = dict[str, float]
+
+
+def config_of(objective: str, changes: dict[str, Any], length: int, rows: int) -> RunConfig:
+    """Returns the config of a model of GROUPS for steps on `rows` rows of `length` tokens."""
+    sizes = {"data.seqlen": length, "global_batch_size": rows, "micro_batch_size": rows}
+    recipe = "debug_hydra" if objective == "masked_lm" else "debug_mru"
+    config = load_config(recipe, {**BASE, **sizes, **changes, "objective.name": objective})
+    return dataclasses.replace(config, run_dir="unused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +114,7 @@ class Lengths:
         cells: dict[int, Cell] = {}
         for length in self.lengths:
             rows = max(1, self.tokens // length)
-            sizes = {"data.seqlen": length, "global_batch_size": rows, "micro_batch_size": rows}
-            recipe = "debug_hydra" if objective == "masked_lm" else "debug_mru"
-            config = load_config(recipe, {**BASE, **sizes, **changes, "objective.name": objective})
-            config = dataclasses.replace(config, run_dir="unused")
+            config = config_of(objective, changes, length, rows)
             with tempfile.TemporaryDirectory() as folder:
                 write_config(config, path := Path(folder, "lengths.toml"))
                 found = in_a_process(path)
@@ -132,4 +146,137 @@ def picture(results: dict[str, dict[str, dict[int, Cell]]]) -> bytes:
             axes.minorticks_off()
         left.yaxis.set_major_formatter("{x:g}")
         right.legend(fontsize=8)
+    return png_of(figure)
+
+
+# -- without gradients -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """What encoders of 2 blocks and width 64 take for one row without gradients, against its length, fp32 on a CPU.
+
+    Bytes are those of all tensors at their most, as torch's allocator counts them, parameters left out; with each model
+    comes the power of the length that its bytes grow with, fitted to the greater half of the lengths. The picture has
+    beside them what LION's recurrence keeps in each step, read off a run of it.
+    """
+
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    """Tokens in a row."""
+    out: Path = Path("inference.json")
+    """The results; the picture lies beside them, with the suffix .png."""
+
+    def run(self, rest: list[str], typed: list[str]) -> int:
+        if rest or len(self.lengths) < 2:
+            raise ValueError(f"inference: unknown words {' '.join(rest)}" if rest else "--lengths: give two or more")
+        models = {name: self.measured(changes) for name, changes in GROUPS["encoders"][1].items()}
+        for what, unit, words in (("peak_bytes", 2**20, "MiB"), ("tokens_per_second", 1e3, "thousand tokens a second")):
+            rows = [[words, *map(str, self.lengths), *(["grows as"] if unit == 2**20 else [])]]
+            for name, cells in models.items():
+                rows.append([name, *(_word(cell, what, unit) for cell in cells.values())])
+                if unit == 2**20:
+                    rows[-1].append(f"L^{exponent(cells):.2f}")
+            print(columns(rows), end="\n\n", flush=True)
+        record = {"environment": environment(), "settings": BASE, "models": models, "recurrence": kept_by_step(256)}
+        write_atomic(self.out, json.dumps(record, indent=1) + "\n")
+        write_atomic(self.out.with_suffix(".png"), memory_picture(models))
+        print(f"kept in {self.out}, drawn in {self.out.with_suffix('.png')}")
+        return 0
+
+    def measured(self, changes: dict[str, Any]) -> dict[int, Cell]:
+        """Returns bytes and speed by length: {"peak_bytes": ..., "tokens_per_second": ...}."""
+        cells: dict[int, Cell] = {}
+        for length in self.lengths:
+            config = config_of("masked_lm", changes, length, 1)
+            initialize(model := build_model(config.model).eval(), seed=0)
+            tokens, seconds = random_batch(config, 1).inputs, []
+            with torch.no_grad():
+                for _ in range(3):
+                    began = time.perf_counter()
+                    model(tokens)
+                    seconds.append(time.perf_counter() - began)
+                _, peak = tensor_bytes(lambda model=model, tokens=tokens: model(tokens))
+            cells[length] = {"peak_bytes": peak, "tokens_per_second": length / min(seconds)}
+        return cells
+
+
+def exponent(cells: dict[int, Cell]) -> float:
+    """Returns the slope of log bytes over log length, by least squares, in the greater half of the lengths."""
+    greater = sorted(cells)[-max(2, len(cells) // 2) :]
+    x, y = ([math.log(value) for value in values] for values in (greater, [cells[at]["peak_bytes"] for at in greater]))
+    middle = sum(x) / len(x)
+    return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+
+
+def kept_by_step(length: int, nheads: int = 2, headdim: int = 32) -> dict[str, list]:
+    """Runs LION's recurrence on a row of so many tokens and notes each of its steps.
+
+    Returns: "tokens", the two tokens that the step takes, forward and backward; "cells", the numbers y and c in the
+    cells written so far; "states", those of both directions' states; "all_states", of the states of all steps so far,
+    had they been kept.
+    """
+    notes: dict[str, list] = {"tokens": [], "cells": [], "states": [], "all_states": []}
+    written: set[int] = set()
+    real = lion.lion_step
+
+    def step(q, k, v, *others):
+        y, c, state = real(q, k, v, *others)
+        tokens = v[:, 0, 0].int().tolist()
+        written.update(tokens)
+        notes["tokens"].append(tokens)
+        notes["cells"].append(len(written) * (y[0].numel() + c[0].numel()))
+        notes["states"].append(sum(part.numel() for part in state))
+        notes["all_states"].append(sum(notes["states"]))
+        return y, c, state
+
+    q = torch.ones(1, length, nheads, headdim)
+    v = torch.arange(length, dtype=q.dtype).view(1, -1, 1, 1).expand(q.shape)
+    with mock.patch.object(lion, "lion_step", step), torch.no_grad():
+        lion.lion_recurrence(q, q, v, lion.LionGates(torch.zeros(1, length, nheads), 1, 0))
+    return notes
+
+
+def memory_picture(models: dict[str, dict[int, Cell]]) -> bytes:
+    """Returns a PNG: which cells LION's recurrence has filled after each step, how much it keeps, and the memory of
+    whole models over the length."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    figure, grid = panels((16, 5), 1, 3)
+    cells, steps, whole = grid[0]
+    taken, rows, filled = kept_by_step(16)["tokens"], [], [0] * 16
+    for forward, backward in taken:
+        filled[forward] += 1
+        filled[backward] += 2
+        rows.append(list(filled))
+    colours = {"empty": "white", "y and c forward": "#9fd8ea", "y and c backward": "#ffe680", "their sums": "#8fce8f"}
+    cells.imshow(rows, cmap=ListedColormap(list(colours.values())), vmin=0, vmax=3)
+    cells.grid(False)
+    for at in range(17):
+        cells.axhline(at - 0.5, color="grey", linewidth=0.4)
+        cells.axvline(at - 0.5, color="grey", linewidth=0.4)
+    cells.set(xlabel="cell, one for each token", ylabel="step", title="LION's recurrence: what each cell holds")
+    cells.set_xticks(range(0, 16, 3), range(1, 17, 3))
+    cells.set_yticks(range(0, 16, 3), range(1, 17, 3))
+    handles = [Patch(facecolor=colour, edgecolor="grey", label=name) for name, colour in colours.items()]
+    cells.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize=8)
+    kept, count = kept_by_step(256), range(1, 257)
+    for name, label in (
+        ("all_states", "states of all steps: not kept"),
+        ("cells", "y and c"),
+        ("states", "two states"),
+    ):
+        steps.plot(count, kept[name], "--" if name == "all_states" else "-", label=label)
+    steps.set(yscale="log", xlabel="step", ylabel="numbers kept", title="a row of 256 tokens, 2 heads of 32")
+    steps.legend(fontsize=8)
+    for name, row in models.items():
+        label = f"{name}: L^{exponent(row):.2f}"
+        whole.plot(list(row), [cell["peak_bytes"] / 2**20 for cell in row.values()], "o-", label=label)
+    whole.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="MiB without gradients")
+    whole.set(title="whole encoders, a row at a time")
+    lengths = sorted({length for row in models.values() for length in row})
+    whole.set_xticks(lengths, map(str, lengths), minor=False)
+    whole.minorticks_off()
+    whole.yaxis.set_major_formatter("{x:g}")
+    whole.legend(fontsize=8)
     return png_of(figure)

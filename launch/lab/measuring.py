@@ -2,12 +2,14 @@
 
 import datetime
 import functools
+import itertools
 import platform
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler import profile
 
 from matmix.data.loading.batch import Batch
 from matmix.model import ModelConfig, build_model, initialize
@@ -64,6 +66,17 @@ def process_bytes(key: str) -> int:
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}: measure on Linux")
+
+
+def tensor_bytes(run: Callable[[], object]) -> tuple[int, int]:
+    """Returns the bytes of tensors on the CPU that `run` has made: those alive when it has returned (its result, and
+    what that keeps for a backward pass), and the most at once. torch's allocator counts them; nothing is estimated."""
+    with profile(profile_memory=True) as profiler:
+        kept = run()
+    events = (event for event in profiler.kineto_results.events() if event.name() == "[memory]")
+    sizes = [0, *itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))]
+    del kept
+    return sizes[-1], max(sizes)
 
 
 def prepare(engine: Engine, model: ModelConfig, optimizer: OptimizerConfig, seqlen: int) -> None:

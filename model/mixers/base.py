@@ -128,7 +128,7 @@ def scan_on(
     return semiseparable_scan(*arguments, initial_state=initial_state, **options)
 
 
-def recomputed(function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+def recomputed(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """function(*arguments), computed again in the backward pass; nothing in it may be random."""
     if not torch.is_grad_enabled() or transformed():
         return function(*arguments)

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from matmix.benchmarks import lengths
+from matmix.launch.lab.measuring import tensor_bytes
 from matmix.train.recipe import load_config
+
+FORMS = ("attention", "recurrent")
 
 
 @pytest.mark.parametrize("group", lengths.GROUPS)
@@ -43,3 +47,37 @@ def test_it_measures_and_draws(monkeypatch, tmp_path, capsys):
     assert all(cells[name][length]["tokens_per_second"] > 0 for name in models for length in ("16", "32"))
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     assert "thousand tokens a second" in capsys.readouterr().out
+
+
+def test_bytes_of_tensors_are_counted():
+    def run():
+        kept = torch.ones(1000)
+        return kept, [torch.ones(500) * kept[:500].sum()]
+
+    held, peak = tensor_bytes(run)
+    assert held == 4 * 1500
+    assert 4 * 2000 < peak < 4 * 2100
+
+
+@pytest.mark.slow
+def test_inference_of_lions_recurrence_is_linear_and_its_attention_quadratic():
+    models = lengths.GROUPS["encoders"][1]
+    cells = {form: lengths.Inference(lengths=(64, 128, 256)).measured(models[f"LION-S, {form}"]) for form in FORMS}
+    assert lengths.exponent(cells["attention"]) > 1.5
+    assert lengths.exponent(cells["recurrent"]) < 1
+    assert cells["recurrent"][256]["peak_bytes"] < cells["attention"][256]["peak_bytes"] / 2
+
+
+def test_both_directions_of_the_recurrence_share_a_cell_for_each_token():
+    kept = lengths.kept_by_step(5, nheads=1, headdim=4)
+    assert kept["tokens"] == [[0, 4], [1, 3], [2, 2], [3, 1], [4, 0]]
+    assert kept["cells"] == [2 * 5, 4 * 5, 5 * 5, 5 * 5, 5 * 5]
+    assert kept["states"] == [2 * (4 * 4 + 4 + 1)] * 5
+    assert kept["all_states"] == [42, 84, 126, 168, 210]
+
+
+@pytest.mark.slow
+def test_the_picture_of_memory_is_drawn():
+    cells = {length: {"peak_bytes": 1000.0 * length, "tokens_per_second": 1.0} for length in (16, 32)}
+    assert lengths.exponent(cells) == pytest.approx(1)
+    assert lengths.memory_picture({"one": cells})[:4] == b"\x89PNG"

@@ -37,6 +37,7 @@ from matmix.model.mixers.base import (
     exact_linear,
     gate_sums,
     head_count,
+    recomputed,
     weights_per_token,
 )
 from matmix.model.mixers.scans.features import FeatureConfig, FeatureMixer
@@ -199,7 +200,11 @@ def lion_recurrence(
     q: Tensor, k: Tensor, v: Tensor, gates: LionGates, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The numbers of `lion_sums` in one loop of L steps. Step t is token t of the forward direction and token L - 1 - t
-    of the backward one, which stand behind each other in the batch; both states are of constant size."""
+    of the backward one, which stand behind each other in the batch; both states are of constant size.
+
+    Kept are y and c alone, in one cell a token, to which both directions add. With gradients also the states before
+    every N-th step, which are twice as large as y; the backward pass runs the steps between them again.
+    """
     (batch, length, nheads, d_state), exact = q.shape, torch.promote_types(v.dtype, torch.float32)
     shapes = ((d_state, v.shape[-1]), (d_state,), ())
     state = LionState(*(v.new_zeros(2 * batch, nheads, *shape, dtype=exact) for shape in shapes))
@@ -210,18 +215,30 @@ def lion_recurrence(
         positions = torch.arange(length, device=q.device)
         first, last = torch.isin(positions, cu_seqlens), torch.isin(positions + 1, cu_seqlens)
         edges = torch.stack((first, last.flip(0)), 1)
-    steps = []
-    for t in range(length):
-        if edges is not None:  # where a document begins in a direction, its sums start again
-            state = LionState(*(part.masked_fill(edges[t].view(2, *[1] * (part.dim() - 1)), 0) for part in state))
-        q_t, k_t, v_t = (torch.cat((part[:, t], part[:, -1 - t])) for part in (q, k, v))
-        gate = gates.logs
-        if gate is not None and gate.dim() == 3:
-            gate = torch.cat((gate[:, t], gate[:, -1 - t]))
-        *given, state = lion_step(q_t, k_t, v_t, gate, state, delayed)
-        steps.append(given)
-    y, c = (torch.stack(parts, 1) for parts in zip(*steps, strict=True))
-    return y[:batch] + y[batch:].flip(1), c[:batch] + c[batch:].flip(1)
+
+    def steps(begin: int, end: int, state: LionState) -> tuple[Tensor, Tensor, LionState]:
+        """y and c of steps begin .. end - 1, (2 B, steps, H, P) and (2 B, steps, H), and the state after them."""
+        outputs = []
+        for t in range(begin, end):
+            if edges is not None:  # where a document begins in a direction, its sums start again
+                state = LionState(*(part.masked_fill(edges[t].view(2, *[1] * (part.dim() - 1)), 0) for part in state))
+            q_t, k_t, v_t = (torch.cat((part[:, t], part[:, -1 - t])) for part in (q, k, v))
+            gate = gates.logs
+            if gate is not None and gate.dim() == 3:
+                gate = torch.cat((gate[:, t], gate[:, -1 - t]))
+            *given, state = lion_step(q_t, k_t, v_t, gate, state, delayed)
+            outputs.append(given)
+        y, c = (torch.stack(parts, 1) for parts in zip(*outputs, strict=True))
+        return y, c, state
+
+    cells = v.new_zeros(v.shape, dtype=exact), v.new_zeros(v.shape[:-1], dtype=exact)
+    for begin in range(0, length, d_state):
+        end = min(begin + d_state, length)
+        *given, state = recomputed(steps, begin, end, state)
+        for cell, part in zip(cells, given, strict=True):
+            cell[:, begin:end] += part[:batch]
+            cell[:, length - end : length - begin] += part[batch:].flip(1)
+    return cells
 
 
 # -- the mixers --------------------------------------------------------------------------------------------------------

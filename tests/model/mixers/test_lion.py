@@ -10,6 +10,7 @@ from paths import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from matmix.launch.lab.measuring import tensor_bytes
 from matmix.model.interop import from_reference
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans import lion
@@ -114,6 +115,28 @@ def test_gate_offset_0_is_the_recurrence_of_the_text(make):
     d = (sums[:, :, None] - sums[:, None]).tril()  # of gates j+1 .. i
     weights = torch.einsum("ihn,jhn->hij", q, k) * (d + d.mT).exp()
     torch.testing.assert_close(other.matrix(x)[0], weights / (weights.sum(-1, keepdim=True) + 1e-6))
+
+
+def test_the_recurrence_keeps_o_of_l_d():
+    """Double the length or the width, and what is kept for the backward pass doubles; without gradients only y and c
+    are made, and steps need no more than themselves."""
+
+    def of(length, headdim, grad):
+        q, k, v = (torch.rand(1, length, 2, headdim, requires_grad=grad) for _ in range(3))
+        gates = lion.LionGates(-torch.rand(1, length, 2), 1, 0)
+        return tensor_bytes(lambda: lion.lion_recurrence(q, k, v, gates))
+
+    def values(length, headdim):
+        return 4 * length * 2 * headdim
+
+    held = {sizes: of(*sizes, grad=True)[0] for sizes in ((16, 4), (32, 4), (16, 8))}
+    assert held[32, 4] == pytest.approx(2 * held[16, 4], rel=0.02)
+    assert held[16, 8] == pytest.approx(2 * held[16, 4], rel=0.2)
+    assert held[16, 8] < 5 * values(16, 8)  # all states are 16 times the values
+    with torch.no_grad():
+        (held, peak), (twice, twice_peak) = (of(length, 8, grad=False) for length in (32, 64))
+    assert (held, twice) == tuple(values(length, 8) * 9 // 8 for length in (32, 64))  # y and c
+    assert twice_peak - peak < 1.1 * values(32, 8) * 2
 
 
 @pytest.mark.parametrize(("form", "feature_map"), each_value_once(FORMS, ["elu", "silu_norm"]))
