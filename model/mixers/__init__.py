@@ -1,6 +1,7 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
 from matmix.model.mixers.attention.linformer import Linformer
+from matmix.model.mixers.attention.lsh import LSHAttention
 from matmix.model.mixers.attention.masked import (
     SmaCausal,
     SmaDecay,
@@ -77,6 +78,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lion_s": LionS,
     "low_rank_dd": LowRankDD,
     "low_rank_di": LowRankDI,
+    "lsh_attention": LSHAttention,
     "m2": M2,
     "mlp_mixer": MLPMixer,
     "monarch": Monarch,

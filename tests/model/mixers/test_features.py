@@ -103,3 +103,27 @@ def test_nystroem_is_attention_where_every_span_is_of_equal_tokens(randomize):
         torch.testing.assert_close(y, wanted.repeat_interleave(counts, 1), rtol=1e-5, atol=1e-6)
     a = torch.rand(2, 5, 5, dtype=torch.float64).softmax(-1)
     torch.testing.assert_close(pseudo_inverse(a, 40) @ a, torch.eye(5, dtype=torch.float64).expand(2, 5, 5))
+
+
+def test_hashing_finds_what_stands_near_in_one_of_the_orders(randomize):
+    """Entry by entry: hashes, orders and chunks are made in Python; what two rounds find counts once."""
+    kind, length = MIXERS["lsh_attention"], 19
+    config = kind.Config(headdim=8, rounds=3, buckets=4, chunk=3)
+    mixer = randomize(kind(16, config, causal=False, max_seqlen=16, output_std=0.02), 0.5, torch.float64)
+    x = torch.randn(1, length, 16, dtype=torch.float64)
+    q = mixer.qk_proj(x)[0].view(length, 2, 8)
+    R = directions(6, 8, q).view(3, 2, 8)
+    expected = torch.zeros(2, length, length, dtype=torch.float64)
+    for head in range(2):
+        near = set()
+        for turn in R:
+            sides = [[*(turn @ token), *(-turn @ token)] for token in q[:, head]]
+            order = sorted(range(length), key=lambda t: (max(range(4), key=sides[t].__getitem__), t))
+            chunk = {token: place // 3 for place, token in enumerate(order)}
+            near |= {(i, j) for i in chunk for j in chunk if i != j and abs(chunk[i] - chunk[j]) <= 1}
+        assert len(near) < length * (length - 1)
+        for i, j in near:
+            expected[head, i, j] = (q[i, head] @ q[j, head] / q[j, head].norm()).exp()
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(mixer.matrix(x)[0], expected)
+    torch.testing.assert_close(mixer(x), mixer.combine(mixer.mix(expected[None], mixer.values(x)), x))

@@ -16,6 +16,7 @@ from matmix.model.mixers.base import Mixer
 
 D_MODEL = 16
 SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2, "rank": 4, "landmarks": 4, "columns": 4}
+SMALL |= {"rounds": 2, "buckets": 4, "chunk": 4}
 """Options that get small values wherever a mixer has them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
