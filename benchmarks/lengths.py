@@ -177,7 +177,7 @@ class Inference:
                 if unit == 2**20:
                     rows[-1].append(f"L^{exponent(cells):.2f}")
             print(columns(rows), end="\n\n", flush=True)
-        record = {"environment": environment(), "settings": BASE, "models": models, "recurrence": kept_by_step(256)}
+        record = {"environment": environment(), "settings": BASE, "models": models}
         write_atomic(self.out, json.dumps(record, indent=1) + "\n")
         write_atomic(self.out.with_suffix(".png"), memory_picture(models))
         print(f"kept in {self.out}, drawn in {self.out.with_suffix('.png')}")
