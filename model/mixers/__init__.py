@@ -1,5 +1,6 @@
 """The registry of sequence mixers. To add one, write its file and add its line here."""
 
+from matmix.model.mixers.attention.lara import LARA
 from matmix.model.mixers.attention.linformer import Linformer
 from matmix.model.mixers.attention.lsh import LSHAttention
 from matmix.model.mixers.attention.masked import (
@@ -70,6 +71,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "h3": H3,
     "hydra": Hydra,
     "hyena": Hyena,
+    "lara": LARA,
     "linear_attention": LinearAttention,
     "local_attention": LocalAttention,
     "linformer": Linformer,

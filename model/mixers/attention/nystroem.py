@@ -33,6 +33,14 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
     return z
 
 
+def means_of_spans(length: int, count: int, like: Tensor) -> Tensor:
+    """The matrix (count, length), typed like `like`, that takes the mean of each of `count` spans of equal length, to
+    one token."""
+    span = torch.arange(length, device=like.device) * count // length
+    inside = (span == torch.arange(count, device=like.device).unsqueeze(1)).to(like.dtype)
+    return inside / inside.sum(-1, keepdim=True)
+
+
 class Nystroem(Mixer):
     """M = softmax(q k'^T) softmax(q' k'^T)^+ softmax(q' k^T), scores over sqrt(headdim), q' and k' the means of q and k
     over `landmarks` spans of equal length, to one token. The paper adds a convolution of v, which is left out."""
@@ -71,10 +79,7 @@ class Nystroem(Mixer):
     def factors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three factors of M (B, H, L, m), (B, H, m, m), (B, H, m, L) in float32 at least; q, k (B, L, H, N)."""
         q, k = (working(part).transpose(1, 2) for part in (q, k))
-        length, landmarks = q.shape[2], self.config.landmarks
-        span = torch.arange(length, device=q.device) * landmarks // length
-        inside = (span == torch.arange(landmarks, device=q.device).unsqueeze(1)).to(q.dtype)
-        means = inside / inside.sum(-1, keepdim=True)
+        means = means_of_spans(q.shape[2], self.config.landmarks, q)
         q = q * self.config.headdim**-0.5
         few_q, few_k = means @ q, means @ k
         middle = pseudo_inverse((few_q @ few_k.mT).softmax(-1), self.config.iterations)

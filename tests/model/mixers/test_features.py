@@ -127,3 +127,48 @@ def test_hashing_finds_what_stands_near_in_one_of_the_orders(randomize):
     expected /= expected.sum(-1, keepdim=True)
     torch.testing.assert_close(mixer.matrix(x)[0], expected)
     torch.testing.assert_close(mixer(x), mixer.combine(mixer.mix(expected[None], mixer.values(x)), x))
+
+
+def test_lara_is_the_estimate_of_its_paper(randomize):
+    """Term by term: Gaussian densities and xi are written out, and the mean of each span is taken in Python."""
+    kind, length, spans = MIXERS["lara"], 11, 4
+    config = kind.Config(headdim=8, landmarks=spans)
+    mixer = randomize(kind(16, config, causal=False, max_seqlen=16, output_std=0.02), 0.5, torch.float64)
+    x = torch.randn(1, length, 16, dtype=torch.float64)
+    queries, keys = (layer(x)[0].view(length, 2, 8) / 8**0.25 for layer in (mixer.q_proj, mixer.k_proj))
+
+    def normal(w, mean):
+        return (-(w - mean).square().sum() / 2).exp() / (2 * math.pi) ** 4
+
+    def xi(y, w):
+        return (w @ y - y @ y / 2).exp()
+
+    noise, expected = directions(spans, 8, x), torch.zeros(2, length, length, dtype=torch.float64)
+    for head in range(2):
+        q, k = queries[:, head], keys[:, head]
+        members = [[t for t in range(length) if t * spans // length == span] for span in range(spans)]
+        near_q, near_k = (torch.stack([part[each].mean(0) for each in members]) for part in (q, k))
+        w = near_q + near_k + noise
+        for i in range(length):
+            t = torch.softmax(near_q @ q[i], 0)
+            for c in range(spans):
+                densities = [normal(w[c], mean) for mean in near_q + near_k]
+                a = (densities[c] / sum(densities) + t[c] - t.mean()).clamp(min=1e-8)
+                a = a * normal(w[c], torch.zeros_like(w[c])) / densities[c]
+                expected[head, i] += torch.stack([a * xi(q[i], w[c]) * xi(key, w[c]) for key in k])
+    expected /= expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(mixer.matrix(x)[0], expected)
+    torch.testing.assert_close(mixer(x), mixer.combine(mixer.mix(expected[None], mixer.values(x)), x))
+
+
+def test_lara_comes_nearer_to_softmax_with_more_directions(randomize):
+    kind, errors = MIXERS["lara"], []
+    mixer = kind(16, kind.Config(headdim=8), causal=False, max_seqlen=16, output_std=0.02)
+    mixer, x = randomize(mixer, 0.15, torch.float64), torch.randn(4, 512, 16, dtype=torch.float64)
+    q, k = (mixer.heads(layer, x).transpose(1, 2) for layer in (mixer.q_proj, mixer.k_proj))
+    softmax = (q @ k.mT / 8**0.5).softmax(-1)
+    for landmarks in (4, 32, 256):
+        mixer.config = kind.Config(headdim=8, landmarks=landmarks)
+        errors.append(((mixer.matrix(x) - softmax).norm() / softmax.norm()).item())
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < errors[0] / 2

@@ -471,6 +471,7 @@ MISTAKES = [
     ("linear_attention", {"headdim": 4, "feature_map": "taylor", "taylor_order": 3}, "taylor_order = 3: must be even"),
     ("sma_fourier", {"headdim": 4, "contraction": "associative"}, "contraction = 'associative'"),
     ("sma_graph", {"headdim": 4, "graph": "tree", "branches": 1}, "branches = 1: must be at least 2"),
+    ("lara", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),
     ("lsh_attention", {"headdim": 4, "buckets": 5}, "buckets = 5: must be even"),
     ("nystroem", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),
     ("retnet", {"headdim": 5, "nheads": 1}, "headdim = 5: must be even"),
