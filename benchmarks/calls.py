@@ -28,6 +28,7 @@ from matmix.kernels.matrix_product.chunked import ProductInputs
 from matmix.kernels.mru.chunked import MixerInputs
 from matmix.kernels.mru.constructions import element_columns, state_elements
 from matmix.kernels.mru.op import FUSED, LARGEST_WIDTHS
+from matmix.kernels.s6.op import ScanInputs, ScanOutputs
 from matmix.kernels.scan_layer.chunked import LayerForm, LayerInputs
 from matmix.kernels.semiseparable.chunked.forward import ScanStepInputs
 from matmix.kernels.semiseparable.form import ScanCall, ScanForm, ScanSide
@@ -160,6 +161,16 @@ def _norm(dtype: torch.dtype, module: ModuleType, *, width: int, group: int | No
     given = NormInputs(x, _empty(width, dtype=dtype), gate, 1e-5, group)
     output = Output(module.forward(given))
     module.backward(given, output, output)
+
+
+def _s6(dtype: torch.dtype, module: ModuleType, *, d: int = 1536, n: int = 16, packed: bool = False) -> None:
+    (batch, seqlen), cu_seqlens = _rows(1 if packed else BATCH), _documents(packed)
+    shared = _empty(batch, seqlen, 48 + 2 * n, dtype=dtype)  # as a layer's projection gives it, behind the step sizes
+    x, dt, rates = _empty(batch, seqlen, d, dtype=dtype), -_factors(batch, seqlen, d), _factors(d, n)
+    initial = None if cu_seqlens is None else _empty(cu_seqlens.shape[0] - 1, d, n)
+    given = ScanInputs(x, dt, shared[..., 48 : 48 + n], shared[..., 48 + n :], rates, initial, cu_seqlens)
+    outputs = ScanOutputs(*module.forward(given))
+    module.backward(given, outputs, outputs if packed else outputs._replace(state=None))
 
 
 def _scan(
@@ -376,6 +387,12 @@ CALLS: dict[str, dict[str, Run]] = {
         "parts of rows of linear attention": partial(_scan, part=True),
         "linear attention": _scan,
         "RetNet": partial(_scan, decay="head"),
+    },
+    "s6_scan": {
+        "a layer of Mamba-1": _s6,
+        "a packed layer of Mamba-1, from states to states": partial(_s6, packed=True),
+        "a layer of Mamba-1, odd widths": partial(_s6, d=77, n=5),
+        "a layer of Mamba-1, 128 states": partial(_s6, d=256, n=128),
     },
     "scan_layer": {
         "a Hydra layer": _layer,

@@ -31,6 +31,7 @@ else:
     from matmix.kernels.mru.chunked import mru_mixer_torch, mru_step_torch
     from matmix.kernels.mru.op import mru_mixer, mru_mixer_is_fused, mru_step
     from matmix.kernels.registration import finish_registration
+    from matmix.kernels.s6.op import s6_scan, s6_scan_is_fused
     from matmix.kernels.scan_layer.chunked import scan_layer_torch
     from matmix.kernels.scan_layer.op import scan_layer
     from matmix.kernels.semiseparable.chunked import quasiseparable_chunked, semiseparable_chunked
@@ -53,6 +54,8 @@ else:
         mru_mixer_is_fused: None,
         mru_step: mru_step_torch,
         quasiseparable_scan: quasiseparable_chunked,
+        s6_scan: None,
+        s6_scan_is_fused: None,
         scan_layer: scan_layer_torch,
         semiseparable_scan: semiseparable_chunked,
         semiseparable_step: semiseparable_step_torch,

@@ -24,6 +24,7 @@ from matmix.kernels import (
     mru_mixer,
     mru_step,
     quasiseparable_scan,
+    s6_scan,
     scan_layer,
     semiseparable_scan,
     semiseparable_step,
@@ -189,6 +190,10 @@ def calls():
     yield "short_conv_from_state", short_conv, conv, {"causal": True, "return_final_state": True}
     norm = {"x": torch.randn(2, 50, 64), "weight": torch.randn(64), "gate": torch.randn(2, 50, 64)}
     yield "gated_norm", gated_norm, norm, {"group_size": 32}
+    s6 = {"x": (1, seqlen, 40), "dt": (1, seqlen, 40), "b": (1, seqlen, 16), "c": (1, seqlen, 16), "rates": (40, 16)}
+    s6 = {name: torch.randn(shape) for name, shape in s6.items()} | {"initial_state": torch.randn(4, 40, 16)}
+    s6 |= {"dt": s6["dt"].abs(), "rates": -s6["rates"].abs()}
+    yield "s6_scan", lambda backend, **given: s6_scan(**given), s6, {"cu_seqlens": bounds}
     sizes = {"nheads": 2, "ngroups": 1, "d_state": 6}
     yield "scan_layer", scan_layer, layer_inputs(seqlen, batch=1, states=True), sizes | {"cu_seqlens": bounds}
     one = layer_inputs(700, batch=2, directions=1, diagonal="constant")

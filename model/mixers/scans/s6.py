@@ -1,5 +1,5 @@
 """S6, the selective state space model of Mamba-1 (arXiv 2312.00752, algorithm 2): every channel has its own step size
-at every token and N decays of its own. Written in PyTorch.
+at every token and N decays of its own.
 
 Parameters have the names and shapes of mamba_ssm's Mamba module.
 """
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from matmix.kernels import s6_scan, s6_scan_is_fused
 from matmix.kernels.context import Context, within_part
 from matmix.kernels.documents import chunk_layout
 from matmix.kernels.functions import outside_autocast, working
@@ -204,11 +205,16 @@ def selective_scan(
 
     inputs: x, dt (B, L, channels), B, C (B, L, N), A (channels, N). All else is as in `gated_delta_rule`, with a head
     of one value for each channel: states are (B or documents, channels, N, 1), y (B, L, channels), float32 at least.
+    Whole rows on a GPU go through Triton kernels (`s6_scan`).
     """
     *tokens, rates = inputs
     batch, length = tokens[0].shape[:2]
     if length == 0:
         return working(tokens[0]), initial_state
+    if context is None and s6_scan_is_fused(tokens[0], rates.shape[1]):
+        state = None if initial_state is None else initial_state.squeeze(-1)
+        y, state = s6_scan(*tokens, rates, state, cu_seqlens)
+        return y, state.unsqueeze(-1)
     part = Part.of(context, cu_seqlens, tokens[0])
     bounds = cu_seqlens if part is None else within_part(cu_seqlens, length)
     layout = chunk_layout(batch, length, min(chunk_size, length), bounds, aligned=True)
