@@ -151,4 +151,13 @@ def _end_marked(mark: str) -> None:
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(left, timeout=10)
+    deadline = time.monotonic() + 10
+    while any(map(_lives, left)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Returns False also for what has ended and is not fetched: the first process of a container may never do that."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

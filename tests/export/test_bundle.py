@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
-from failures import each
+from nightly import each_value_once
 from small_models import MODELS
 from transformers.dynamic_module_utils import get_imports
 
@@ -276,8 +276,7 @@ def test_what_cannot_be_bundled_is_an_assertion(toy, modules, message):
         toy([("toybox.top", "h")], **modules)
 
 
-@each("architecture", ["encoder", "language_model"])
-@each("installed", [True, False])
+@pytest.mark.parametrize(("architecture", "installed"), each_value_once(["encoder", "language_model"], [True, False]))
 def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     """All in one bundle."""
     config = {"encoder": encoder_of_all, "language_model": language_model_of_all}[architecture]()

@@ -13,6 +13,7 @@ import pytest
 from failures import each
 
 from matmix.launch.cli import main
+from matmix.launch.jobs import processes
 from matmix.launch.jobs.hosts import Torchrun, address_here, parse_endpoint, wait_for_host
 from matmix.train.errors import RendezvousError
 
@@ -117,6 +118,22 @@ def test_ranks_do_not_outlive_an_agent_that_is_killed(launcher, tmp_path):
     assert launcher.wait(timeout=60) == 128 + signal.SIGKILL
     wait_until(lambda: not own_processes(tmp_path))
     assert not (tmp_path / "saved-0").exists()
+
+
+def test_what_nobody_fetches_is_not_waited_for():
+    """As in containers whose first process fetches no orphans."""
+    script = f"{processes._MARK}=ours sleep 100 & echo $!; exec sleep 100"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        orphan = psutil.Process(int(parent.stdout.readline()))
+        wait_until(lambda: orphan.name() == "sleep")  # its shell had another environment
+        started = time.monotonic()
+        try:
+            processes._end_marked("ours")
+            assert time.monotonic() - started < 5
+            assert orphan.status() == psutil.STATUS_ZOMBIE
+            assert parent.poll() is None
+        finally:
+            parent.kill()
 
 
 # -- torchrun's arguments ---------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def weights_at(url: str, step: int) -> dict:
 def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset, tmp_path, straight, capsys):
     run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "8")
     assert steps_at(store) == ["step-00000004", "step-00000008"]
+    _assert_the_manifest_is_uploaded_last(store)
     elsewhere(tmp_path)
     capsys.readouterr()
     assert run_recipe("debug_mru", dataset, url, *STEPS, "--logging.tensorboard", "True").finished
@@ -104,10 +105,9 @@ def test_a_run_goes_on_elsewhere_as_if_nothing_had_happened(store, url, dataset,
     assert run_recipe("debug_mru", dataset, url, *STEPS).steps_done == 0
 
 
-def test_the_manifest_is_uploaded_last(store, url, dataset):
-    run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "4")
+def _assert_the_manifest_is_uploaded_last(store) -> None:
     writes = [path.split("/runs/a/")[1] for method, path in store.requests if method == "PUT" and "/runs/a/" in path]
-    files = [name for name in writes if name.startswith("checkpoints/")]
+    files = [name for name in writes if name.startswith("checkpoints/step-00000004/")]
     assert len(files) > 2
     assert files.index("checkpoints/step-00000004/checkpoint.json") == len(files) - 1
     # What a reader needs besides is there before a checkpoint counts.
