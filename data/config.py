@@ -39,11 +39,11 @@ def at_least(config: object, **lows: int) -> Limits:
 class SyntheticConfig:
     task: str = ""
     """Task whose samples are generated while training, in place of a prepared dataset: parity, s3, a5, s5, mqar,
-    selective_copying or listops, or your own "package.module:Name". Empty = none."""
+    selective_copying, reversal or listops, or your own "package.module:Name". Empty = none."""
     symbols: int = 32
-    """mqar: keys, and as many values; selective_copying: tokens that may have to be copied."""
+    """mqar: keys, and as many values; selective_copying, reversal: tokens that may have to be copied."""
     items: int = 8
-    """mqar: pairs of a key and a value in a sample; selective_copying: tokens to copy in a sample."""
+    """mqar: pairs of a key and a value in a sample; selective_copying, reversal: tokens to copy in a sample."""
     depth: int = 5
     """listops: operators inside one another, at most."""
     arguments: int = 5

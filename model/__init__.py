@@ -2,6 +2,7 @@
 
 from matmix.model.architecture import ARCHITECTURES, register_architecture
 from matmix.model.architectures.encoder import Encoder
+from matmix.model.architectures.encoder_decoder import EncoderDecoder
 from matmix.model.architectures.images import ImageClassifier, MaskedImage
 from matmix.model.architectures.language_model import LanguageModel
 from matmix.model.architectures.reverse_complement import StrandEncoder
@@ -15,6 +16,7 @@ from matmix.model.initialization import initialize
 __all__ = [
     "ARCHITECTURES",
     "Encoder",
+    "EncoderDecoder",
     "HeadConfig",
     "ImageClassifier",
     "ImageConfig",

@@ -30,6 +30,8 @@ class Architecture(nn.Module):
     """Gives one output for each document instead of one for each position."""
     strands: ClassVar[int] = 1
     """So many documents go through the blocks for each one that it reads."""
+    separated: ClassVar[bool] = False
+    """Documents are a source and a target, which is predicted from the whole source: no state carries it on."""
     takes_head: ClassVar[bool] = False
     """Its output is shaped by model.head, and predicts no tokens."""
     new_parameters: ClassVar[tuple[str, ...]] = ()

@@ -36,9 +36,10 @@ def embedding_norm(config: ModelConfig) -> nn.Module:
 def check_context(config: ModelConfig) -> None:
     """Raises ValueError (one line) for a model that cannot work on parts of rows while other ranks hold the others."""
     kind = config.model_class
-    if kind.per_document or kind.inputs == "images" or kind.strands > 1:
+    if kind.per_document or kind.inputs == "images" or kind.strands > 1 or kind.separated:
         why = "has one output for each document" if kind.per_document else "reads whole images"
         why = "reads documents from both ends" if kind.strands > 1 else why
+        why = "reads whole sources" if kind.separated else why
         raise ValueError(f"engine.context: {config.architecture} {why}; set it to 1")
     for name in dict.fromkeys(mixer for mixer, _ in config.layer_kinds() if mixer is not None):
         if why := MIXERS[name].why_no_context(config.mixer_config(name), config.mixer_is_causal(name)):
@@ -169,7 +170,8 @@ class Backbone(Called, Architecture):
         packed: list[Tensor] | None = None if streams is None else []
         layers = carried and carried.of_layers(len(self.blocks), cu_seqlens, batch * length, self.context)
         x = self.embed(inputs, cu_seqlens, **more)
-        x = self.run_blocks(x, cu_seqlens, max_seqlen, streams=packed, carried=layers)
+        of_blocks = self.block_inputs(inputs, cu_seqlens, max_seqlen)
+        x = self.run_blocks(x, *of_blocks, streams=packed, carried=layers)
         if carried is not None:
             carried.take(layers, self.context)
         if streams is not None:
@@ -183,6 +185,10 @@ class Backbone(Called, Architecture):
             return readout(x, *self.output_projection(), **capped)
         outputs = self.project(x)
         return outputs if self.per_document or select is not None else outputs.unflatten(0, (batch, length))
+
+    def block_inputs(self, inputs: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> tuple[Any, ...]:
+        """Returns what each block is given besides the stream."""
+        return cu_seqlens, max_seqlen
 
     def run_blocks(
         self,

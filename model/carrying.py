@@ -19,7 +19,7 @@ from matmix.model.mixers import MIXERS
 
 def check_carry(config: ModelConfig) -> None:
     """Raises ValueError (one line) for a model whose layers have no states that enter rows."""
-    if not config.causal:
+    if not config.causal or config.model_class.separated:
         raise ValueError(
             f"data.carry: a model of {config.architecture} reads rows from both ends, so that no state enters them; "
             "leave it out, or train a language_model"

@@ -63,12 +63,12 @@ class ModelConfig:
     """Shape and kind of a model."""
 
     architecture: str = "language_model"
-    """language_model predicts the next token and is causal; encoder sees both sides and fills in masked
-    tokens; sequence_classifier, token_classifier, span_classifier and text_embedder are encoders with another output;
-    strand_encoder reads both strands of DNA alike; image_classifier and masked_image read images; your own:
-    "my_package.module:MyModel"."""
+    """language_model predicts the next token and is causal; encoder_decoder predicts a target from a source before
+    it; encoder sees both sides and fills in masked tokens; sequence_classifier, token_classifier, span_classifier and
+    text_embedder are encoders with another output; strand_encoder reads both strands of DNA alike; image_classifier
+    and masked_image read images; your own: "my_package.module:MyModel"."""
     options: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Options of strand_encoder, or of an architecture of your own, by name."""
+    """Options of encoder_decoder, strand_encoder, or of an architecture of your own, by name."""
     vocab_size: int = 0
     """Number of tokens; 0 = taken from the data."""
     d_model: int = 256

@@ -120,7 +120,7 @@ def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -
     export = shell_line("matmix", "export", config.run_dir, "--out", "DIR")
     if config.model.model_class.inputs == "images":
         lines.append(f"Next: {shell_line('matmix', 'classify', config.run_dir, 'IMAGE')}, or {export}")
-    elif config.model.model_class.inputs != "tokens" or config.model.model_class.takes_head:
+    elif (kind := config.model.model_class).inputs != "tokens" or kind.takes_head or kind.separated:
         lines.append(f"Next: {export}")
     else:
         # Prompts rarely have the one length that some mixers take.

@@ -183,7 +183,8 @@ def generate(
 
 def check_writes(opened: TrainedModel) -> None:
     """Raises ValueError (one line) for a model that is no language model."""
-    if not opened.config.causal or opened.config.model_class.takes_head:
+    kind = opened.config.model_class
+    if not kind.causal or kind.takes_head or kind.separated:
         raise ValueError(f"{opened.path} is a {opened.config.architecture}, which writes no text")
 
 

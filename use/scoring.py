@@ -129,7 +129,7 @@ def score_with_state(opened: TrainedModel, texts: Iterable[str]) -> Score:
 def _encoded(opened: TrainedModel, texts: Iterable[str], score: Score) -> Iterator[list[int]]:
     """Yields the tokens of each text with the one that it starts from, and counts them in `score`. Raises ValueError
     (one line) for a model that gives no probabilities, and where no token is predicted."""
-    if not opened.config.causal:
+    if not opened.config.causal or opened.config.model_class.separated:
         raise ValueError(
             f"{opened.path} is an {opened.config.architecture}, which gives no text a probability: name a task on "
             "labelled examples, --task"

@@ -6,7 +6,7 @@ import difflib
 
 from matmix.data.config import SyntheticConfig
 from matmix.data.synthetic.base import GeneratedSamples, Puzzle
-from matmix.data.synthetic.copying import SelectiveCopying
+from matmix.data.synthetic.copying import Reversal, SelectiveCopying
 from matmix.data.synthetic.listops import ListOps
 from matmix.data.synthetic.recall import MultiQueryRecall
 from matmix.data.synthetic.word_problems import A5, S3, S5, Parity
@@ -20,6 +20,7 @@ GENERATED: dict[str, type[GeneratedSamples]] = {
     "s5": S5,
     "mqar": MultiQueryRecall,
     "selective_copying": SelectiveCopying,
+    "reversal": Reversal,
     "listops": ListOps,
 }
 """Name in a configuration -> class. One from outside is added under its "package.module:Name" (see `train.loaders`)."""

@@ -120,6 +120,14 @@ def test_selective_copying(masked):
     assert places == set(range(18))
 
 
+def test_reversal():
+    for tokens, labels in samples("reversal", 13):
+        assert tokens[:3] == ["."] * 3
+        assert len(set(tokens[3:8]) - {">", "."}) == 5
+        assert labels == [""] * 8 + tokens[7:2:-1]
+        assert tokens[8:] == [">", *labels[8:12]]
+
+
 def by_python(tokens: list[str]) -> int:
     """The value of an expression by Python's own parser."""
     calls = {
@@ -278,6 +286,7 @@ def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
         ({"task": "mqar", "items": 8}, "data.synthetic.items = 8 pairs .*symbols = 7"),
         ({"task": "mqar", "seqlen": 19}, "data.seqlen = 19 is too short for mqar, .* at least 20 tokens"),
         ({"task": "selective_copying", "seqlen": 9}, "data.seqlen = 9 is too short for selective_copying, .* 10 t"),
+        ({"task": "reversal", "items": 8}, "data.synthetic.items = 8 different tokens, .*symbols = 7; raise"),
         ({"task": "listops", "seqlen": 4}, "data.seqlen = 4 is too short for listops, .* 5 tokens"),
         ({"symbols": 1}, "data.synthetic.symbols must be at least 2, got 1"),
         ({"items": 0}, "data.synthetic.items must be at least 1, got 0"),

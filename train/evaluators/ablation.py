@@ -29,7 +29,9 @@ class MixingGain(Evaluator):
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
-        return isinstance(task, TokenPrediction | ImageClassification) and config.evaluation.ablation_batches > 0
+        # A layer over sources has no position with a target, of which the mean would be.
+        measurable = isinstance(task, TokenPrediction | ImageClassification) and not config.model.model_class.separated
+        return measurable and config.evaluation.ablation_batches > 0
 
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         options = self.config.evaluation

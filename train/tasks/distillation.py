@@ -143,6 +143,8 @@ class Distillation(TokenPrediction):
 class CausalDistillation(Distillation, CausalLM):
     """Of language models."""
 
+    architectures = ("language_model",)
+
 
 class MaskedDistillation(Distillation, MaskedLM):
     """Of encoders. Predictions are compared where tokens are masked; matrices and layers at all positions, which

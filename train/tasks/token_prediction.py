@@ -87,7 +87,7 @@ def refuse_masking(objective: ObjectiveConfig, instead: str) -> None:
 class CausalLM(TokenPrediction):
     """Each token is predicted from those before it."""
 
-    architectures = ("language_model",)
+    architectures = ("language_model", "encoder_decoder")
     metrics = (BITS_PER_BYTE,)
 
     def __init__(self, objective: ObjectiveConfig) -> None:

@@ -143,7 +143,9 @@ class _Widths:
         model = build_model(dataclasses.replace(config, n_layers=kinds), device="meta")
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
         outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
-        return outside + sum(blocks[index % kinds] for index in range(config.n_layers))
+        # An encoder and a decoder have n_layers each.
+        parts = [blocks[begin : begin + kinds] for begin in range(0, len(blocks), kinds)]
+        return outside + sum(part[index % kinds] for part in parts for index in range(config.n_layers))
 
     def first_from(self, width: int) -> int:
         """Returns the first width from `width` on that fits."""

@@ -19,6 +19,8 @@ from matmix.model.mixers.base import Mixer, ScanOrders
 def check_layers(subject: Subject, layers: Sequence[int] | None) -> list[int]:
     """Returns the layers to draw, ascending. Raises ValueError for those that are not there or hold no mixer."""
     blocks = subject.model.blocks
+    if subject.model.separated:
+        raise ValueError(f"{subject.name} is an encoder_decoder, whose layers read parts of a text: none can be drawn")
     if not (mixing := [index for index, block in enumerate(blocks) if block.mixer is not None]):
         raise ValueError(f"{subject.name} has no mixer in any layer")
     for layer in mixing if layers is None else layers:

@@ -76,6 +76,8 @@ def export_model(
     """
     out_dir, special, max_length = Path(out_dir), dict(special or {}), max_length or config.max_seqlen
     if onnx:
+        if config.model_class.separated:
+            raise ValueError(f"ONNX: {config.architecture} cuts texts where their tokens say; leave --onnx out")
         check_packages()
     check_target(out_dir)
     if licence and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", licence):

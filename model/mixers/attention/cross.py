@@ -1,8 +1,7 @@
 """Cross mixing: outputs at T positions from the values at S others, Y = M f(source) with M (T x S) for each head, by
 softmax and by linear attention (arXiv 1706.03762, section 3.2.3; 2405.21060, section 4.1).
 
-What a decoder's layer would read an encoder's outputs with. No architecture here has such a layer; the modules stand
-beside the mixers, which have one sequence.
+What the layers of an `encoder_decoder` read their source with; mixers have one sequence.
 """
 
 from dataclasses import dataclass
