@@ -391,8 +391,8 @@ CALLS: dict[str, dict[str, Run]] = {
     "s6_scan": {
         "a layer of Mamba-1": _s6,
         "a packed layer of Mamba-1, from states to states": partial(_s6, packed=True),
-        "a layer of Mamba-1, odd widths": partial(_s6, d=77, n=5),
-        "a layer of Mamba-1, 128 states": partial(_s6, d=256, n=128),
+        "odd widths of Mamba-1": partial(_s6, d=77, n=5),
+        "Mamba-1 with 128 states": partial(_s6, d=256, n=128),
     },
     "scan_layer": {
         "a Hydra layer": _layer,

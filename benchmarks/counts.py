@@ -29,6 +29,7 @@ COUNTED = (
     "groups of 1536 in 1536,",
     "a Hydra layer,",
     "LION, selective gates,",
+    "a layer of Mamba-1,",
     "cayley, order 16, rows,",
     "cayley, order 8, rows,",
     "affine, order 8, rows,",
@@ -67,6 +68,7 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     # Groups of a chunk, and the tokens of a group.
     "gradients_pass": lambda names: (_chunk(names)[0] / names["GROUP"], names["GROUP"]),
     "_statistics": lambda names: (math.ceil(names["group"] / names["COLUMNS"]),),
+    **dict.fromkeys(("s6_forward", "s6_gradients"), lambda names: (math.ceil(names["seqlen"] / names["CHUNK"]),)),
     **dict.fromkeys(("_gradients", "step_gradients"), lambda names: (names["walk"],)),
     **dict.fromkeys(("products_pass", "outputs_pass", "collect_pass", "prefix_pass", "suffix_pass"), _chunk),
 }
