@@ -169,7 +169,7 @@ def test_bundled_recipes_fit_an_encoder(task):
     "change, message",
     [
         ({1: "masked_lm"}, "is no task on labelled examples: matmix train RECIPE --init.from"),
-        ({1: "causal_lm"}, '"causal_lm" trains architecture language_model, and'),
+        ({1: "causal_lm"}, '"causal_lm" trains architecture language_model or encoder_decoder, and'),
         ({1: "causal_lm"}, "has architecture encoder: matmix finetune takes sequence_classification, multi_label, "),
         ({1: "causal_lm"}, "goes on with masked_lm"),
         ({1: "sequence_clasification"}, "recipe not found: sequence_clasification"),
