@@ -6,11 +6,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -24,6 +25,9 @@ from matmix.model import build_model, initialize
 from matmix.model.mixers.scans import lion
 from matmix.train.config import RunConfig
 from matmix.train.recipe import load_config, write_config
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _LION, _MRU = "model.mixers.lion_s.form", "model.mixers.mru.scan"
 GROUPS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
@@ -140,13 +144,17 @@ def picture(results: dict[str, dict[str, dict[int, Cell]]]) -> bytes:
         left.set(yscale="log", ylabel="thousand tokens per second")
         right.set(ylim=(0, None), ylabel="MiB of a training step")
         for axes in (left, right):
-            axes.set(xscale="log", xlabel="tokens in a row", title=group)
-            lengths = sorted({length for cells in models.values() for length in cells})
-            axes.set_xticks(lengths, map(str, lengths), minor=False)
-            axes.minorticks_off()
+            _over_lengths(axes, models, group)
         left.yaxis.set_major_formatter("{x:g}")
         right.legend(fontsize=8)
     return png_of(figure)
+
+
+def _over_lengths(axes: Axes, models: dict[str, dict[int, Cell]], title: str) -> None:
+    axes.set(xscale="log", xlabel="tokens in a row", title=title)
+    lengths = sorted({length for cells in models.values() for length in cells})
+    axes.set_xticks(lengths, map(str, lengths), minor=False)
+    axes.minorticks_off()
 
 
 # -- without gradients -------------------------------------------------------------------------------------------------
@@ -203,9 +211,8 @@ class Inference:
 def exponent(cells: dict[int, Cell]) -> float:
     """Returns the slope of log bytes over log length, by least squares, in the greater half of the lengths."""
     greater = sorted(cells)[-max(2, len(cells) // 2) :]
-    x, y = ([math.log(value) for value in values] for values in (greater, [cells[at]["peak_bytes"] for at in greater]))
-    middle = sum(x) / len(x)
-    return sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    logs = ([math.log(at) for at in greater], [math.log(cells[at]["peak_bytes"]) for at in greater])
+    return statistics.linear_regression(*logs).slope
 
 
 def kept_by_step(length: int, nheads: int = 2, headdim: int = 32) -> dict[str, list]:
@@ -272,11 +279,8 @@ def memory_picture(models: dict[str, dict[int, Cell]]) -> bytes:
     for name, row in models.items():
         label = f"{name}: L^{exponent(row):.2f}"
         whole.plot(list(row), [cell["peak_bytes"] / 2**20 for cell in row.values()], "o-", label=label)
-    whole.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="MiB without gradients")
-    whole.set(title="whole encoders, a row at a time")
-    lengths = sorted({length for row in models.values() for length in row})
-    whole.set_xticks(lengths, map(str, lengths), minor=False)
-    whole.minorticks_off()
+    whole.set(yscale="log", ylabel="MiB without gradients")
+    _over_lengths(whole, models, "whole encoders, a row at a time")
     whole.yaxis.set_major_formatter("{x:g}")
     whole.legend(fontsize=8)
     return png_of(figure)

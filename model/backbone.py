@@ -36,10 +36,13 @@ def embedding_norm(config: ModelConfig) -> nn.Module:
 def check_context(config: ModelConfig) -> None:
     """Raises ValueError (one line) for a model that cannot work on parts of rows while other ranks hold the others."""
     kind = config.model_class
-    if kind.per_document or kind.inputs == "images" or kind.strands > 1 or kind.separated:
-        why = "has one output for each document" if kind.per_document else "reads whole images"
-        why = "reads documents from both ends" if kind.strands > 1 else why
-        why = "reads whole sources" if kind.separated else why
+    reasons = {
+        "reads whole sources": kind.separated,
+        "reads documents from both ends": kind.strands > 1,
+        "has one output for each document": kind.per_document,
+        "reads whole images": kind.inputs == "images",
+    }
+    if why := next((why for why, holds in reasons.items() if holds), ""):
         raise ValueError(f"engine.context: {config.architecture} {why}; set it to 1")
     for name in dict.fromkeys(mixer for mixer, _ in config.layer_kinds() if mixer is not None):
         if why := MIXERS[name].why_no_context(config.mixer_config(name), config.mixer_is_causal(name)):

@@ -171,12 +171,8 @@ def _launch(kernel, given: ScanInputs, tensors: tuple, numbers: tuple, strided: 
 
 
 def _laid_out(given: ScanInputs) -> ScanInputs:
-    initial = given.initial_state
-    tokens = map(rows_in_place, given[:4])
-    return given._replace(
-        **dict(zip(given._fields, tokens, strict=False)), rates=given.rates.contiguous(),
-        initial_state=None if initial is None else initial.contiguous(),
-    )  # fmt: skip
+    initial = None if given.initial_state is None else given.initial_state.contiguous()
+    return ScanInputs(*map(rows_in_place, given[:4]), given.rates.contiguous(), initial, given.cu_seqlens)
 
 
 def forward(given: ScanInputs) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@ each is drawn near some of the tokens."""
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from matmix.kernels.functions import outside_autocast, working
@@ -38,6 +37,9 @@ class LARA(Nystroem):
         # Two means, and five products with L x c matrices.
         return 14.0 * min(config.landmarks, seqlen) * head_count(d_model, config) * config.headdim
 
+    def is_exact(self, length: int) -> bool:
+        return False
+
     @outside_autocast
     def factors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """The two factors of M, (B, H, L, c) and (B, H, c, L), of rows that sum to 1, in float32 at least; q and k (B,
@@ -54,17 +56,3 @@ class LARA(Nystroem):
         logs = weight.clamp(min=1e-8).log() - density.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
         # e^(-q^2 / 2) is in all terms of a row.
         return (logs + q @ w.mT + keys.logsumexp(-1).unsqueeze(-2)).softmax(-1), keys.softmax(-1)
-
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        if cu_seqlens is not None:
-            return self.forward_by_document(x, cu_seqlens)
-        q, k, v = (self.heads(layer, x) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        return self.out_proj(self.mixed(v, q, k).to(v.dtype).flatten(-2))
-
-    @outside_autocast
-    def mixed(self, v: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        first, last = self.factors(q, k)
-        return (first @ (last @ working(v).transpose(1, 2))).transpose(1, 2)
-
-    def matrix(self, x: Tensor) -> Tensor:
-        return torch.matmul(*self.factors(self.heads(self.q_proj, x), self.heads(self.k_proj, x)))

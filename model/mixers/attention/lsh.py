@@ -67,15 +67,14 @@ class LSHAttention(Mixer):
         return exact_linear(x, self.qk_proj).unflatten(-1, (self.nheads, -1)).transpose(1, 2)
 
     @outside_autocast
-    def ranks(self, q: Tensor) -> Tensor:
-        """The place of each token in the order of each round, (B, H, rounds, L) int64."""
+    def orders(self, q: Tensor) -> Tensor:
+        """The tokens in the order of each round, (B, H, rounds, L) int64."""
         rounds, buckets, length = self.config.rounds, self.config.buckets, q.shape[2]
         R = directions(rounds * buckets // 2, q.shape[-1], q)
         turned = (q.detach() @ R.mT).unflatten(-1, (rounds, -1)).transpose(2, 3)
         bucket = torch.cat((turned, -turned), -1).argmax(-1)
         # Tokens of one bucket keep their order, as no two numbers are equal.
-        order = (bucket * length + torch.arange(length, device=q.device)).argsort(-1)
-        return order.argsort(-1)
+        return (bucket * length + torch.arange(length, device=q.device)).argsort(-1)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         if cu_seqlens is not None:
@@ -87,8 +86,8 @@ class LSHAttention(Mixer):
     def attend(self, q: Tensor, v: Tensor) -> Tensor:
         """M v (B, L, H, headdim) in float32 at least; q (B, H, L, headdim), v (B, L, H, headdim)."""
         length, size = q.shape[2], self.config.chunk
-        rank = self.ranks(q)
-        order = rank.argsort(-1)
+        order = self.orders(q)
+        rank = order.argsort(-1)
         filled = F.pad(order, (0, -length % size))  # with tokens that are masked
 
         def sorted_chunks(part: Tensor) -> Tensor:
@@ -120,7 +119,7 @@ class LSHAttention(Mixer):
 
     def matrix(self, x: Tensor) -> Tensor:
         q = self.queries(x)
-        chunk = self.ranks(q) // self.config.chunk
+        chunk = self.orders(q).argsort(-1) // self.config.chunk
         seen = ((chunk.unsqueeze(-1) - chunk.unsqueeze(-2)).abs() <= 1).any(2)
         scores = q @ F.normalize(q, dim=-1).mT
         itself = torch.eye(q.shape[2], dtype=torch.bool, device=q.device)

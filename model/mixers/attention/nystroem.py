@@ -1,6 +1,7 @@
 """Nystroem attention (Nystroemformer, arXiv 2102.03902): softmax attention by way of a few landmarks."""
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +73,15 @@ class Nystroem(Mixer):
         inverse = 8 * config.iterations * landmarks**3 / seqlen
         return nheads * (12.0 * landmarks * headdim + inverse)
 
+    def is_exact(self, length: int) -> bool:
+        """Whether each token would be a landmark, so that M is that of softmax attention."""
+        return length <= self.config.landmarks
+
     def heads(self, layer: nn.Linear, x: Tensor) -> Tensor:
         return layer(x).unflatten(-1, (self.nheads, -1))
 
     @outside_autocast
-    def factors(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def factors(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         """The three factors of M (B, H, L, m), (B, H, m, m), (B, H, m, L) in float32 at least; q, k (B, L, H, N)."""
         q, k = (working(part).transpose(1, 2) for part in (q, k))
         means = means_of_spans(q.shape[2], self.config.landmarks, q)
@@ -89,19 +94,20 @@ class Nystroem(Mixer):
         if cu_seqlens is not None:
             return self.forward_by_document(x, cu_seqlens)
         q, k, v = (self.heads(layer, x) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        if x.shape[1] <= self.config.landmarks:
+        if self.is_exact(x.shape[1]):
             return self.out_proj(attend(q, k, v).flatten(-2))
         return self.out_proj(self.mixed(v, q, k).to(v.dtype).flatten(-2))
 
     @outside_autocast
     def mixed(self, v: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """M v (B, L, H, P), from the right, so that no L x L matrix is made."""
-        first, middle, last = self.factors(q, k)
-        return (first @ (middle @ (last @ working(v).transpose(1, 2)))).transpose(1, 2)
+        y = working(v).transpose(1, 2)
+        for factor in reversed(self.factors(q, k)):
+            y = factor @ y
+        return y.transpose(1, 2)
 
     def matrix(self, x: Tensor) -> Tensor:
         q, k = self.heads(self.q_proj, x), self.heads(self.k_proj, x)
-        if x.shape[1] <= self.config.landmarks:
+        if self.is_exact(x.shape[1]):
             return (torch.einsum("bthd,bshd->bhts", q, k) * self.config.headdim**-0.5).softmax(-1)
-        first, middle, last = self.factors(q, k)
-        return first @ middle @ last
+        return reduce(torch.matmul, self.factors(q, k))
