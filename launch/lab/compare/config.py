@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,6 +144,11 @@ Point = tuple[tuple[str, Value], ...]
 """Each key that is tuned, with a value."""
 
 
+def _hint(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{one}"' for one in known)
+
+
 def folder_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._+]+", "-", text).strip("-.")
 
@@ -185,6 +191,13 @@ class ComparisonConfig:
     and with each combination of several keys, and takes those of its lowest validation loss."""
     tune_seed: int | None = None
     """The seed of these runs; left out, the lowest that is not among `seeds`."""
+    published: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Scores that a publication gives for entries, by name: the report counts the pairs of entries in their order."""
+    published_source: str = ""
+    """What these are, such as "arXiv 2407.09941, table 2, loss on C4"."""
+    published_metric: str = "loss"
+    """The metric of our runs whose order is compared with theirs, such as "masked_accuracy"; of both the lower numbers
+    are the better ones, or of both the higher ones."""
     entry: tuple[RowConfig, ...] = ()
     """What is compared."""
     variant: tuple[RowConfig, ...] = ()
@@ -197,6 +210,10 @@ class ComparisonConfig:
         require(0 < self.tolerance < 1, f"comparison.tolerance should lie between 0 and 1, got {self.tolerance}")
         self._check_tuning()
         require(bool(self.entry), "comparison.entry is empty: give a table [[comparison.entry]] for each model")
+        for name, score in self.published.items():
+            names = [row.name for row in self.entry]
+            require(name in names, f'comparison.published: no entry is called "{name}" ({_hint(name, names)})')
+            require(math.isfinite(score), f'comparison.published: "{name}" should be a number, got {score}')
         advice = "give them other names (the controls are entries too, unless comparison.controls is false)"
         for rows in (self.entry, self.variant):
             folders = [row.folder.lower() for row in rows]
@@ -398,9 +415,7 @@ def entries_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Entry]:
     known = sorted(entries | variants - {""})
     for name in only:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(f'"{name}"' for name in known)
-            raise ValueError(f'--only: no entry and no variant is called "{name}" ({hint})')
+            raise ValueError(f'--only: no entry and no variant is called "{name}" ({_hint(name, known)})')
     entries, variants = entries & set(only) or entries, variants & set(only) or variants
     return [entry for entry in comparison.entries if entry.name in entries and entry.variant in variants]
 

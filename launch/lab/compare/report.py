@@ -12,6 +12,7 @@ from typing import Any
 from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_of
 from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, score_columns, scores_of
+from matmix.launch.lab.compare.published import agreement, agreement_words
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table
 from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
@@ -286,6 +287,7 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     lines = [markdown(headings, rows), "", about]
     if part.accuracies:
         lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
+    lines += published_lines(part)
     for one in part.downstream:
         if any(column in columns for column in one.columns):
             lines += one.lines(tasks_of(comparison))
@@ -300,6 +302,17 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             lacking.setdefault(", ".join(titles), []).append(one.task)
     lines += [f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items()]
     return "\n".join([*lines, *(["", table] if (table := tuning_table(comparison)) else [])])
+
+
+def published_lines(part: Part) -> list[str]:
+    """Says how many pairs of entries stand in the published order; [] where the recipe gives none."""
+    settings, metric = part.comparison.settings, part.comparison.settings.published_metric
+    if not settings.published:
+        return []
+    found = agreement(settings.published, {one.entry.name: one.values(metric) for one in part.results})
+    task = part.comparison.entries[0].config.task()
+    title = next((known.title for known in (task.loss_metric, *task.metrics) if known.name == metric), metric)
+    return [agreement_words(settings.published_source, title, found)]
 
 
 def summary_text(parts: Sequence[Part]) -> str:
