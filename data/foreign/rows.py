@@ -215,7 +215,7 @@ class ForeignText:
             counts[number] = count = len(row.tokens)
             tokens[number, :count] = row.tokens
             begins[number, row.begins] = True
-            stretches.append(Stretch((number, slice(count)), 0, sample))
+            stretches.append(Stretch((number, slice(count)), 0, sample, 0, row.begins))
         weights = None
         if self.masker is not None:
             inputs, labels = self.masker.apply(tokens, stretches)

@@ -5,15 +5,19 @@ BERT's rule (Devlin et al. 2018, section 3.1) with the rate left open: each ordi
 ordinary vocabulary, and the rest are left as they are. The draws of a sample come from a generator keyed by (seed,
 epoch, sample), three numbers for each position in order, so nothing else changes them.
 
+With a `span` above 1 runs of consecutive tokens are chosen, as in SpanBERT (Joshi et al. 2019, arXiv 1907.10529), and
+what they become is decided once for each run. `find_spans` says where they are.
+
 For masked diffusion every sample has a rate of its own instead, which its (seed, number) decides.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -39,13 +43,26 @@ class MaskingConfig:
     """Share of the chosen tokens that become the mask token."""
     random_share: float = 0.1
     """Share of the chosen tokens that become a random ordinary token; the rest stay as they are."""
+    span: int = 1
+    """Consecutive tokens that are chosen together; between two such spans at least one token is left. No span goes
+    from one document into the next."""
+    span_lengths: Literal["fixed", "geometric"] = "fixed"
+    """fixed: spans of `span` tokens; geometric: of 1, 2, 3, ... tokens, and `span` in the mean."""
 
     def __post_init__(self) -> None:
         shares = [(name, 0 <= getattr(self, name) <= 1, "between 0 and 1") for name in ("mask_share", "random_share")]
-        check_limits(self, [("probability", 0 < self.probability <= 1, "above 0 and at most 1"), *shares], "masking ")
+        spans = ("span", self.span >= 1, "at least 1")
+        limits = [("probability", 0 < self.probability <= 1, "above 0 and at most 1"), *shares, spans]
+        check_limits(self, limits, "masking ")
         if self.mask_share + self.random_share > 1 + 1e-9:
             raise ValueError(
                 f"masking mask_share + random_share must be at most 1, got {self.mask_share} + {self.random_share}"
+            )
+        if self.span > 1 and self.probability * (self.span + 1) > self.span:
+            most = f"{self.span}/{self.span + 1} of the tokens"
+            raise ValueError(
+                f"masking probability = {self.probability} is too much for spans of {self.span} with a token between "
+                f"them, which hold at most {most}; lower it, or set span = 1"
             )
 
     def rate(self, seed: int, sample: int) -> float:
@@ -81,6 +98,36 @@ def _first_rate(seed: int) -> int:
     return int(generator(seed, 0, RATES, 0).integers(1 << 64, dtype=np.uint64))
 
 
+def find_spans(draws: np.ndarray, begins: Sequence[int], config: MaskingConfig) -> list[tuple[int, int]]:
+    """Returns the spans of a sample: the first token of each, and the one behind its last. draws: float64 (n,), uniform
+    in [0, 1), of its tokens from the first on. begins: where documents begin.
+
+    A document is a Markov chain from left to right. Outside of spans each token begins one with the probability
+    h = p / (S (1 - p)), S = `span` and p = `probability`, at which a token lies in a span with the probability p. The
+    chain begins as if it had always gone on: with the probability p in a span, with any number of its tokens left. So
+    spans at the borders of a document may be shorter, and tokens there are chosen no less than others.
+    """
+    span, rate, found = config.span, config.probability, []
+    opens = np.append(np.flatnonzero(draws < rate / (span * (1 - rate))), len(draws))
+    closes = np.append(np.flatnonzero(draws < 1 / span), len(draws)) if config.span_lengths == "geometric" else None
+    for at, end in itertools.pairwise(sorted({0, *(one for one in begins if one < len(draws)), len(draws)})):
+        inside = draws[at] < rate
+        left = min(int(draws[at] / rate * span) + 1, span)
+        while at < end:
+            if inside:
+                stop = at + left if closes is None else _next(closes, at)
+                found.append((at, min(stop, end)))
+                at = stop
+            else:
+                at, left = _next(opens, at), span
+            inside = not inside
+    return found
+
+
+def _next(places: np.ndarray, at: int) -> int:
+    return int(places[np.searchsorted(places, at, side="right")])
+
+
 class Stretch(NamedTuple):
     """Consecutive tokens of a sample."""
 
@@ -90,6 +137,8 @@ class Stretch(NamedTuple):
     sample: int
     start: int = 0
     """Which token of the sample the first of them is."""
+    begins: Sequence[int] = ()
+    """Which tokens of the sample documents begin with."""
 
 
 class Masker:
@@ -113,7 +162,11 @@ class Masker:
         random_at = self.config.mask_share + self.config.random_share
         draws = np.ones((*tokens.shape, 3))  # 1.0 is never chosen: the draws lie in [0, 1)
         chosen_at = np.zeros(tokens.shape)
-        for place, epoch, sample, start in stretches:
+        for place, epoch, sample, start, begins in stretches:
+            if self.config.span > 1:
+                draws[place] = self._span_draws(epoch, sample, start, len(draws[place]), begins)
+                chosen_at[place] = 0.5
+                continue
             generator(self.seed, epoch, MASKS, sample, skip=3 * start).random(out=draws[place])
             chosen_at[place] = self.config.rate(self.seed, sample)
         chosen = np.nonzero((draws[..., 0] < chosen_at) & self.choosable[tokens])
@@ -128,10 +181,20 @@ class Masker:
         labels[chosen] = originals
         return input_ids, labels
 
+    def _span_draws(self, epoch: int, sample: int, start: int, count: int, begins: Sequence[int]) -> np.ndarray:
+        """Returns the draws of `apply`, (count, 3), with 0 or 1 in place of the first: in a span or not, and of a span
+        the second of its first token. They are made from the sample's first token on, on which spans depend."""
+        draws = generator(self.seed, epoch, MASKS, sample).random((start + count, 3))
+        spans = find_spans(draws[:, 0], begins, self.config)
+        draws[:, 0] = 1
+        for first, end in spans:
+            draws[first:end, 0], draws[first:end, 1] = 0, draws[first, 1]
+        return draws[start:]
+
     def weights(self, tokens: np.ndarray, stretches: Iterable[Stretch]) -> np.ndarray:
         """Returns what predictions weigh, float32 of the shape of tokens: 1 / rate of the sample at all tokens that may
         be chosen, so that the weights of those that are have the count of tokens as their mean; 0 elsewhere."""
         weights = np.zeros(tokens.shape, dtype=np.float32)
-        for place, _, sample, _ in stretches:
+        for place, _, sample, *_ in stretches:
             weights[place] = 1 / self.config.rate(self.seed, sample)
         return weights * self.choosable[tokens]

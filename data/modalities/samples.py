@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from matmix.data.loading.batch import Batch
     from matmix.data.tokenizer import Tokenizer
 
-_OPTIONS = "symbols", "items", "depth", "arguments"
 _UNKNOWN, _PADDING, _MASK = "<unk>", "<pad>", "<mask>"
 
 
@@ -32,10 +31,6 @@ class SampleFacts(Facts):
     def __init__(self, source: GeneratedSamples, seqlen: int) -> None:
         self.source, self.seqlen = source, seqlen
         self.inputs = "tokens" if source.tokens else "values"
-        if source.one_answer:
-            self.classes = source.tokens[: len(source.answers)]
-            self.outputs = len(self.classes)
-            self.outputs_words = f"{source.name} has {self.outputs} answers"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -101,7 +96,7 @@ class Samples(Modality):
         rows = SampleRows(source, data, reading, causal)
         fingerprint = {
             "task": options.task,
-            **{name: getattr(options, name) for name in (*_OPTIONS, *source.more_options)},
+            **{name: getattr(options, name) for name in ("symbols", "items", "depth", "arguments")},
             "split": reading.split,
             "seqlen": data.seqlen,
             "seed": reading.seed,

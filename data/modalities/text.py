@@ -215,7 +215,7 @@ class TokenRows:
                 begins[number, begin] = True
             hidden[at : at + count] = begins[number, start : start + count]
             if self.masker is not None:
-                read.append(Stretch(slice(at, at + count), epoch, sample, start))
+                read.append(Stretch(slice(at, at + count), epoch, sample, start, row.begins))
         if self.masker is not None:
             inputs, labels = self.masker.apply(tokens, read)
             weights = self.masker.weights(tokens, read) if self.masker.config.weighted else None

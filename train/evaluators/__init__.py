@@ -10,6 +10,7 @@ from matmix.train.evaluators.ablation import MixingGain
 from matmix.train.evaluators.base import PREFIX, Evaluation, Evaluator, Interrupted
 from matmix.train.evaluators.context import ContextGain
 from matmix.train.evaluators.lengths import AccuracyByLength
+from matmix.train.evaluators.spans import SpanLoss
 from matmix.train.evaluators.validation import Scores, ValidationLoss
 from matmix.train.tasks.base import Task
 
@@ -18,6 +19,7 @@ __all__ = ["EVALUATORS", "Evaluation", "Evaluator", "evaluate", "make_evaluators
 EVALUATORS: dict[str, type[Evaluator]] = {
     "loss": ValidationLoss,
     "context": ContextGain,
+    "spans": SpanLoss,
     "mixing": MixingGain,
     "lengths": AccuracyByLength,
     "scores": Scores,

@@ -55,14 +55,22 @@ def position_sums(batch: Batch, losses: Tensor, seqlen: int) -> Tensor:
         positions = torch.arange(length, device=losses.device).repeat(batch_size)
     else:
         positions = document_positions(batch_size * length, batch.cu_seqlens, losses.device)
+    return binned_sums(batch, losses, positions + 1, seqlen.bit_length())
+
+
+def binned_sums(batch: Batch, losses: Tensor, places: Tensor, bins: int) -> Tensor:
+    """Returns the losses (row 0) and targets (row 1) of a micro-batch by bins: (2, bins) float64.
+
+    losses: those of `Task.costs`. places: of all tokens of the batch, flat, from 1 on; bin k holds those from 2^k to
+    2^(k + 1) - 1, and the last one those above.
+    """
     kept = batch.labels.flatten() != IGNORED
     if batch.weights is not None:
         kept = kept * batch.weights.flatten()
     if batch.select is not None:
-        positions, kept = positions[batch.select], kept[batch.select]
-    bins = seqlen.bit_length()
+        places, kept = places[batch.select], kept[batch.select]
     borders = 2 ** torch.arange(1, bins, device=losses.device)
-    places = torch.bucketize(positions + 1, borders, right=True)
+    places = torch.bucketize(places, borders, right=True)
     sums = torch.zeros(2, bins, dtype=torch.float64, device=losses.device)
     return sums.index_add_(1, places, torch.stack([losses.double(), kept.double()]))
 

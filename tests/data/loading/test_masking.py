@@ -1,3 +1,4 @@
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -63,6 +64,60 @@ def test_only_the_name_of_a_sample_matters():
         assert not np.array_equal(other[1], labels)
 
 
+def runs(labels, begins=()) -> list[tuple[int, int]]:
+    """The runs of chosen tokens of one row, ended by the borders of documents."""
+    chosen = np.append(labels != IGNORED, False)
+    edges = sorted({0, *begins, len(labels)} | set((np.flatnonzero(chosen[1:] != chosen[:-1]) + 1).tolist()))
+    return [(first, end) for first, end in itertools.pairwise(edges) if chosen[first]]
+
+
+def spans_of(masker, rows=200, length=500, begins=(), start=0):
+    """What is seen and the labels of rows of ordinary tokens, or of them from a token on."""
+    original = np.random.default_rng(1).choice(ORDINARY, (rows, length))[:, start:]
+    return original, *masker.apply(
+        original, [Stretch((row, slice(None)), 2, row, start, begins) for row in range(rows)]
+    )
+
+
+@each("lengths, share", [("fixed", 0.15), ("fixed", 0.5), ("geometric", 0.15)])
+def test_spans(lengths, share):
+    """Spans of fixed length have it unless a document's border cuts them; all tokens are chosen equally often, those at
+    the borders too, and what a span becomes is decided once."""
+    begins = (7, 8, 40, 300)
+    own = masker(probability=share, span=16, span_lengths=lengths, mask_share=0.5, random_share=0.25)
+    original, seen, labels = spans_of(own, rows=500, begins=begins)
+    lengths_found, borders = [], {0, *begins, 500}
+    for number in range(500):
+        for first, end in runs(labels[number], begins):
+            inside = original[number, first:end], seen[number, first:end]
+            hidden, kept = inside[1] == MASK, inside[1] == inside[0]
+            assert hidden.all() or kept.all() or not (hidden.any() or kept.mean() > 0.5)
+            if not borders & {first, end}:
+                lengths_found.append(end - first)
+    chosen = labels != IGNORED
+    # Neighbours are chosen together: the 250,000 tokens lie in some 2,500 spans or more.
+    assert chosen.sum() == pytest.approx(share * chosen.size, rel=0.05)
+    for places in ([0], [7], [8, 9], range(20, 40), [299], [300], [499]):
+        assert chosen[:, list(places)].sum() == pytest.approx(share * 500 * len(places), abs=45 * len(places))
+    if lengths == "fixed":
+        assert set(lengths_found) == {16}
+    else:
+        assert len(set(lengths_found)) > 40
+        assert sum(lengths_found) == pytest.approx(16 * len(lengths_found), rel=0.1)
+
+
+def test_spans_do_not_depend_on_how_a_row_is_cut():
+    own, begins = masker(span=8), (100, 230)
+    _, seen, labels = spans_of(own, begins=begins)
+    for start in (1, 99, 104, 233):
+        _, seen_there, labels_there = spans_of(masker(span=8), begins=begins, start=start)
+        assert np.array_equal(seen_there, seen[:, start:])
+        assert np.array_equal(labels_there, labels[:, start:])
+    _, _, without = spans_of(own)
+    assert np.array_equal(without[:, :100], labels[:, :100])
+    assert not np.array_equal(without[:, 100:], labels[:, 100:])
+
+
 def test_padding_is_never_chosen():
     original = np.full((4, 50), 30)
     _, labels = apply(masker(probability=1.0), original, counts=np.array([50, 10, 1, 0]))
@@ -117,6 +172,9 @@ def test_generators_of_different_items_differ():
         ({"probability": 1.5}, "at most 1, got 1.5"),
         ({"mask_share": -0.1}, "mask_share must be between 0 and 1"),
         ({"mask_share": 0.8, "random_share": 0.3}, r"must be at most 1, got 0.8 \+ 0.3"),
+        ({"span": 0}, "span must be at least 1, got 0"),
+        ({"span_lengths": "uniform"}, "span_lengths must be one of fixed, geometric"),
+        ({"span": 4, "probability": 0.81}, "at most 4/5 of the tokens; lower it"),
     ],
 )
 def test_config_errors(config, message):

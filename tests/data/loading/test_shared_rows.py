@@ -19,6 +19,7 @@ VALIDATION = {"split": "validation", "one_pass": True}
 KINDS = {
     "causal": {},
     "masked": MASKED,
+    "spans": {**MASKED, "masking": MaskingConfig(span=5)},
     "documents": {"packing": "document"},
     "masked documents": {"packing": "document", **MASKED},
     "rows": {"packing": "rows"},
