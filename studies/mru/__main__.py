@@ -14,6 +14,7 @@ import tyro
 
 from matmix.data.storage.files import write_atomic
 from matmix.launch.lab.measuring import environment
+from matmix.model.initialization import INIT_STD
 from matmix.studies.mru import grid, growth, pictures, speed, tables
 from matmix.studies.mru.grid import Result, Results
 from matmix.studies.mru.variants import MRU_VARIANTS, VARIANTS
@@ -59,6 +60,8 @@ class Study:
     """Steps of a run of `grid`."""
     seeds: int = 1
     """Of `grid`: 1 + those that run at the best rate only."""
+    init_std: float = INIT_STD
+    """Of `grid`: the standard deviation with which matrices start that have no rule of their own."""
     shard: str = "1/1"
     """I/N: do the I-th of N parts of the work."""
 
@@ -87,7 +90,9 @@ class Study:
 
     def grid(self, results: Results) -> None:
         data = dict(text.split("=", 1) for text in self.data)
-        grid.run_grid(results, data, self.names, steps=self.steps, seeds=self.seeds, shard=self.place)
+        grid.run_grid(
+            results, data, self.names, steps=self.steps, seeds=self.seeds, shard=self.place, init_std=self.init_std
+        )
 
     def growth(self, results: Results) -> None:
         for name, case in grid.share(list(growth.CASES.items()), self.place):

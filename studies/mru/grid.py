@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from matmix.data.storage.files import write_atomic
 from matmix.launch.many.runs import time_left
 from matmix.launch.many.scores import spread
+from matmix.model.initialization import INIT_STD
 from matmix.studies.mru.runs import run
 from matmix.studies.mru.variants import RATES, configs
 
@@ -106,20 +107,33 @@ def best_runs(runs: Mapping[str, Result]) -> dict[tuple[str, str], Result]:
 
 
 def run_grid(
-    results: Results, data: Mapping[str, str], variants: Sequence[str], *, steps: int, seeds: int, shard: Shard
+    results: Results,
+    data: Mapping[str, str],
+    variants: Sequence[str],
+    *,
+    steps: int,
+    seeds: int,
+    shard: Shard,
+    init_std: float = INIT_STD,
 ) -> None:
-    """Runs what is not there yet; data: name -> folder.
+    """Runs what is not there yet; data: name -> folder; init_std: with which matrices start that have no rule.
 
     A shard has whole variants, as their further seeds run at the rate that their first seed found best; so no two
-    shards have a run in common. Raises ValueError where results of other steps are there.
+    shards have a run in common. Raises ValueError where results of other settings are there.
     """
+    settings = {"steps": steps, "init_std": init_std}
     for key, result in results.read(PART).items():
-        if result["steps"] != steps:
-            raise ValueError(
-                f"{results.folder} holds {key} with {result['steps']} steps, and not {steps}: give another --work"
-            )
+        for name, value in settings.items():
+            other = result.get(name, INIT_STD)  # early results name steps only
+            if other != value:
+                raise ValueError(
+                    f"{results.folder} holds {key} with {name} = {other}, and not {value}: give another --work"
+                )
     cells = share([(name, variant) for name in data for variant in variants], shard)
-    by_data = {name: configs(data[name], {"steps": steps}) for name in {name for name, _ in cells}}
+    by_data = {
+        name: configs(data[name], {"steps": steps, "model": {"init_std": init_std}})
+        for name in {name for name, _ in cells}
+    }
     total, took = len(cells) * (len(RATES) + seeds - 1), []
     print(f"{PART}: shard {shard[0]} of {shard[1]}, {total} runs", flush=True)
 
@@ -135,7 +149,7 @@ def run_grid(
         weights = results.weights(key) if name == FOLLOWED and seed == 0 else None
         config = by_data[name][variant]
         config = dataclasses.replace(config, seed=seed, optimizer=dataclasses.replace(config.optimizer, lr=rate))
-        facts = {"data": name, "variant": variant, "rate": rate, "seed": seed}
+        facts = {"data": name, "variant": variant, "rate": rate, "seed": seed, "init_std": init_std}
         if result := results.measure(PART, key, lambda c=config, w=weights, f=facts: {**f, **run(c, w)}):
             took.append(result["seconds"])
             loss = "NaN" if result["loss"] is None else f"{result['loss']:.4f}"

@@ -67,7 +67,9 @@ def test_a_grid_is_run_once_and_reported(study, monkeypatch, capsys):
     assert study("grid", "--variants", *TWO, "--seeds", "2") == 0
     assert "loss" not in capsys.readouterr().out, "what is there is not run again"
     assert study("grid", "--variants", *TWO, "--steps", "4") == 2
-    assert "with 3 steps, and not 4" in capsys.readouterr().err
+    assert "with steps = 3, and not 4" in capsys.readouterr().err
+    assert study("grid", "--variants", *TWO, "--init-std", "0.1") == 2
+    assert "with init_std = 0.02, and not 0.1" in capsys.readouterr().err
 
     for part in ("growth", "beyond", "speed"):
         assert study(part, "--variants", *TWO) == 0
