@@ -39,7 +39,7 @@ def at_least(config: object, **lows: int) -> Limits:
 class SyntheticConfig:
     task: str = ""
     """Task whose samples are generated while training, in place of a prepared dataset: parity, s3, a5, s5, mqar,
-    selective_copying, reversal or listops, or your own "package.module:Name". Empty = none."""
+    selective_copying, reversal, listops or pathfinder, or your own "package.module:Name". Empty = none."""
     symbols: int = 32
     """mqar: keys, and as many values; selective_copying, reversal: tokens that may have to be copied."""
     items: int = 8
@@ -48,6 +48,10 @@ class SyntheticConfig:
     """listops: operators inside one another, at most."""
     arguments: int = 5
     """listops: arguments of an operator, at most."""
+    dashes: int = 6
+    """pathfinder: dashes of the path between two dots; the dots are about 4 pixels apart for each of them."""
+    distractors: int = 2
+    """pathfinder: shorter paths that lead nowhere."""
     validation_samples: int = 512
     """Samples of the validation split. The training split has no end."""
     eval_lengths: tuple[int, ...] = ()
@@ -55,7 +59,7 @@ class SyntheticConfig:
     the model can take."""
 
     def __post_init__(self) -> None:
-        lows = at_least(self, symbols=2, items=1, depth=1, arguments=2, validation_samples=1)
+        lows = at_least(self, symbols=2, items=1, depth=1, arguments=2, dashes=3, distractors=0, validation_samples=1)
         multiples = ("eval_lengths", all(multiple >= 1 for multiple in self.eval_lengths), "multiples of 1 or more")
         check_limits(self, [*lows, multiples], "data.synthetic.")
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matmix.data.loading.batch import Batch
     from matmix.data.tokenizer import Tokenizer
 
+_OPTIONS = "symbols", "items", "depth", "arguments"
 _UNKNOWN, _PADDING, _MASK = "<unk>", "<pad>", "<mask>"
 
 
@@ -31,6 +32,10 @@ class SampleFacts(Facts):
     def __init__(self, source: GeneratedSamples, seqlen: int) -> None:
         self.source, self.seqlen = source, seqlen
         self.inputs = "tokens" if source.tokens else "values"
+        if source.one_answer:
+            self.classes = source.tokens[: len(source.answers)]
+            self.outputs = len(self.classes)
+            self.outputs_words = f"{source.name} has {self.outputs} answers"
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -96,7 +101,7 @@ class Samples(Modality):
         rows = SampleRows(source, data, reading, causal)
         fingerprint = {
             "task": options.task,
-            **{name: getattr(options, name) for name in ("symbols", "items", "depth", "arguments")},
+            **{name: getattr(options, name) for name in (*_OPTIONS, *source.more_options)},
             "split": reading.split,
             "seqlen": data.seqlen,
             "seed": reading.seed,

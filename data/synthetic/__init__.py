@@ -8,6 +8,7 @@ from matmix.data.config import SyntheticConfig
 from matmix.data.synthetic.base import GeneratedSamples, Puzzle
 from matmix.data.synthetic.copying import Reversal, SelectiveCopying
 from matmix.data.synthetic.listops import ListOps
+from matmix.data.synthetic.pathfinder import Pathfinder
 from matmix.data.synthetic.recall import MultiQueryRecall
 from matmix.data.synthetic.word_problems import A5, S3, S5, Parity
 
@@ -22,6 +23,7 @@ GENERATED: dict[str, type[GeneratedSamples]] = {
     "selective_copying": SelectiveCopying,
     "reversal": Reversal,
     "listops": ListOps,
+    "pathfinder": Pathfinder,
 }
 """Name in a configuration -> class. One from outside is added under its "package.module:Name" (see `train.loaders`)."""
 

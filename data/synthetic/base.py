@@ -19,6 +19,11 @@ class GeneratedSamples(abc.ABC):
     """Causal models can be trained on it: each label follows from inputs up to the position that predicts it."""
     bidirectional_form: ClassVar[bool]
     """Models that read the whole sequence can."""
+    one_answer: ClassVar[bool] = False
+    """Of tokens: a sample has one answer, at its last position, so that it is a class of the whole sample. The answers
+    are the first of `tokens`."""
+    more_options: ClassVar[tuple[str, ...]] = ()
+    """The options of data.synthetic that its samples depend on, besides symbols, items, depth and arguments."""
     tokens: tuple[str, ...] = ()
     """What its tokens are called, without spaces; none where the inputs are no tokens."""
 

@@ -69,7 +69,7 @@ def expression(draw: np.random.Generator, size: int, depth: int, arguments: int)
 class ListOps(Puzzle):
     """Minima are often 0 and maxima often 9, so the best constant guess is right more often than once in ten times."""
 
-    bidirectional_form = True
+    bidirectional_form = one_answer = True
     tokens = (*map(str, range(10)), *OPERATORS, END, FILLER, EQUALS)
     answers = range(10)
     shortest = _SHORTEST + 1

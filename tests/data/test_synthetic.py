@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -22,13 +23,19 @@ GLOBAL = 8
 BIDIRECTIONAL = [name for name, task in GENERATED.items() if task.bidirectional_form]
 
 
+PICTURE = {"dashes": 3, "distractors": 0}
+LENGTHS = {"pathfinder": 401}
+"""Of tasks whose samples cannot have 24 tokens."""
+
+
 def task_of(name: str, **options) -> Puzzle:
-    return make_generated(SyntheticConfig(task=name, **{"symbols": 7, "items": 5, **options}))
+    return make_generated(SyntheticConfig(task=name, **{"symbols": 7, "items": 5, **PICTURE, **options}))
 
 
-def config_of(task: str = "mqar", *, seqlen: int = 24, workers: int = 0, **options) -> DataConfig:
-    synthetic = SyntheticConfig(task=task, **{"symbols": 7, "items": 5, "validation_samples": 20, **options})
-    return DataConfig(synthetic=synthetic, packing="rows", seqlen=seqlen, workers=workers)
+def config_of(task: str = "mqar", *, seqlen: int = 0, workers: int = 0, **options) -> DataConfig:
+    given = {"symbols": 7, "items": 5, "validation_samples": 20, **PICTURE, **options}
+    length = seqlen or LENGTHS.get(task, 24)
+    return DataConfig(synthetic=SyntheticConfig(task=task, **given), packing="rows", seqlen=length, workers=workers)
 
 
 def loader_of(config: DataConfig, *, micro: int = 4, world: int = 1, rank: int = 0, **options) -> Loader:
@@ -167,6 +174,27 @@ def test_list_operations(masked, seqlen, depth, arguments):
     assert {"[MIN", "[MAX", "[MED", "[SM"} <= seen
 
 
+def test_paths():
+    """Dots are as far apart where no path joins them, and whoever follows dashes over small gaps mostly finds out."""
+    from scipy import ndimage
+
+    right, apart = 0, {"apart": [], "joined": []}
+    for tokens, labels in samples("pathfinder", 32 * 32 + 1, 150, distractors=2):
+        assert tokens[-1] == "="
+        assert labels[:-1] == [""] * 1024
+        picture = np.array(tokens[:-1]).reshape(32, 32)
+        dots, count = ndimage.label(picture == "o")
+        assert count == 2
+        assert (picture == "o").sum() == 18
+        apart[labels[-1]].append(math.dist(*ndimage.center_of_mass(picture == "o", dots, [1, 2])))
+        found, _ = ndimage.label(ndimage.binary_dilation(picture != "."), np.ones((3, 3)))
+        right += (len(set(found[picture == "o"])) == 1) == (labels[-1] == "joined")
+    assert right > 0.8 * 150
+    means = [np.mean(distances) for distances in apart.values()]
+    assert abs(means[0] - means[1]) < 0.5
+    assert min(map(len, apart.values())) > 50
+
+
 @each(
     "text, value",
     [("7", 7), ("[MED 1 2 ]", 1), ("[MED 9 1 4 ]", 4), ("[SM 9 9 9 ]", 7), ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9)],
@@ -180,7 +208,8 @@ def test_a_constant_guess_is_right_as_often_as_the_histogram_says(name):
     loader = loader_of(config_of(name))
     histogram = loader.facts.token_histogram
     assert histogram.shape == (loader.facts.vocab_size,)
-    labels = torch.cat([batch.labels[batch.labels != IGNORED] for batch in take(loader, 500)])
+    count = 100 if name in LENGTHS else 500
+    labels = torch.cat([batch.labels[batch.labels != IGNORED] for batch in take(loader, count)])
     found = torch.bincount(labels, minlength=loader.facts.vocab_size).numpy() / len(labels)
     said = histogram / histogram.sum()
     # Six standard deviations of a share of so many answers, twice that where answers of a sample depend on one another.
@@ -288,6 +317,9 @@ def test_the_tokenizer_reads_and_writes_the_tokens(name, tmp_path):
         ({"task": "selective_copying", "seqlen": 9}, "data.seqlen = 9 is too short for selective_copying, .* 10 t"),
         ({"task": "reversal", "items": 8}, "data.synthetic.items = 8 different tokens, .*symbols = 7; raise"),
         ({"task": "listops", "seqlen": 4}, "data.seqlen = 4 is too short for listops, .* 5 tokens"),
+        ({"task": "pathfinder", "seqlen": 400}, "data.seqlen = 400 is too short for pathfinder, .* 401 tokens"),
+        ({"task": "pathfinder", "seqlen": 500}, "not a square picture and a mark: for 22 x 22 pixels set 485"),
+        ({"task": "pathfinder", "dashes": 2}, "data.synthetic.dashes must be at least 3, got 2"),
         ({"symbols": 1}, "data.synthetic.symbols must be at least 2, got 1"),
         ({"items": 0}, "data.synthetic.items must be at least 1, got 0"),
         ({"task": "listops", "arguments": 1}, "data.synthetic.arguments must be at least 2, got 1"),

@@ -13,6 +13,7 @@ from matmix.train.tasks.finetuning.token_classification import TokenClassificati
 from matmix.train.tasks.image_classification import ImageClassification
 from matmix.train.tasks.masked_diffusion import MaskedDiffusion
 from matmix.train.tasks.masked_image import MaskedImage
+from matmix.train.tasks.sample_classification import SampleClassification
 from matmix.train.tasks.token_prediction import CausalLM, MaskedLM
 
 __all__ = ["TASKS", "Costs", "Loss", "Metric", "ObjectiveConfig", "Task", "make_task", "unit_of"]
@@ -25,6 +26,7 @@ TASKS: dict[str, type[Task]] = {
     "masked_distillation": MaskedDistillation,
     "image_classification": ImageClassification,
     "masked_image": MaskedImage,
+    "sample_classification": SampleClassification,
     "sequence_classification": SequenceClassification,
     "multi_label": MultiLabel,
     "regression": Regression,
