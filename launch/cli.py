@@ -47,6 +47,10 @@ VERBS = {
     "compare": Branch(
         "train several mixers at equal parameters and tabulate them", "matmix.launch.lab.compare.command:Compare"
     ),
+    "ladder": Branch(
+        "train the entries of a comparison at several sizes, and fit the law of their losses",
+        "matmix.launch.lab.ladder.command:Ladder",
+    ),
     "launch": Branch("start runs on many processes: local, torchrun, Slurm; status, cancel, resubmit", _LAUNCH),
     "plan": Branch("memory, traffic, time and risk of a run on a cluster", "matmix.launch.lab.plan.command:PlanRun"),
     "generate": Branch("sample from a run or an export", "matmix.launch.generate:Generate"),

@@ -10,6 +10,7 @@ from torch import nn
 
 from matmix.model import ModelConfig, build_model
 from matmix.model.backbone import Backbone
+from matmix.model.build import at_width
 from matmix.model.initialization import init_rules_of
 from matmix.model.mixers import Mixer
 from matmix.model.mixers.structured.channels import ChannelMap
@@ -27,7 +28,8 @@ class WidthFactors:
 
 def width_factors(config: ModelConfig, base_width: int) -> dict[str, WidthFactors]:
     """Returns the factors of each parameter of a model for which one of them is not 1, relative to the same model with
-    d_model = base_width; none where base_width is 0 or the width.
+    d_model = base_width, and heads of another size where its own do not fit that; none where base_width is 0 or the
+    width.
 
     Of a matrix with r times as many inputs: rate 1 / r, initial values of 1 / sqrt(r) the size; of the readout, whose
     outputs are as many at any width, 1 / r and 1 / r, which is the factor 1 / r on the logits. The norm before a
@@ -38,7 +40,8 @@ def width_factors(config: ModelConfig, base_width: int) -> dict[str, WidthFactor
     if base_width in (0, config.d_model):
         return {}
     try:
-        base = build_model(dataclasses.replace(config, d_model=base_width), device="meta")
+        at_base = at_width(config, base_width) or dataclasses.replace(config, d_model=base_width)
+        base = build_model(at_base, device="meta")
     except ValueError as error:
         raise ValueError(f"optimizer.mup_base_width = {base_width}: no model has this width: {error}") from None
     own = build_model(config, device="meta")

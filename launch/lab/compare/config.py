@@ -133,6 +133,8 @@ def _remove(table: dict[str, Any], path: Key) -> None:
 _NOT_AN_ENTRYS = {"seed": "comparison.seeds gives the seeds", "run_dir": "every run has a folder of its own"}
 FINETUNED = "finetune"
 """The folder of the fine-tunings."""
+LADDER = "ladder"
+"""The table that `matmix ladder` reads beside this one."""
 TUNING = "tune"
 """The folder of an entry's tuning runs."""
 _FILES = "comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"
@@ -330,7 +332,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         values = merged(values, value)
     if overrides:
         where = f"{path} with {' '.join(overrides)}"
-    own = {key: value for key, value in values.items() if key != "comparison"}
+    own = {key: value for key, value in values.items() if key not in ("comparison", LADDER)}
     try:
         settings = _settings(values["comparison"])
         for key in settings.tune:

@@ -15,10 +15,11 @@ from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, sco
 from matmix.launch.lab.compare.published import agreement, agreement_words
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table
-from matmix.launch.lab.compare.width import changed_headdims, headdims, words_on_differences
+from matmix.launch.lab.compare.width import changed_headdims, words_on_differences
 from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, why_open
 from matmix.launch.many.runs import training_records
 from matmix.launch.many.scores import ScoreColumn, csv_of, markdown, spread, write_tables
+from matmix.model.build import headdims
 from matmix.model.config import ModelConfig
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.evaluators.context import PREFIX as POSITION_LOSS

@@ -64,8 +64,11 @@ def measure(config: RunConfig) -> Row:
     return {"tokens_per_second": tokens / statistics.median(times), "peak_bytes": peak, "steps": len(times)}
 
 
-def timed_steps(config: RunConfig) -> list[float]:
-    """Seconds of each timed step: forward, backward and optimizer on one micro-batch."""
+def timed_steps(
+    config: RunConfig, *, warm_up: int = WARM_UP, steps: int = STEPS, seconds: float = SECONDS
+) -> list[float]:
+    """Seconds of each timed step, forward, backward and optimizer on one micro-batch: at least `steps` of them, and as
+    many as fit into `seconds`, after those that warm up."""
     with Distributed.from_environment(config.device) as distributed:
         engine = build_engine(config.engine, distributed)
         prepare(engine, config.model, config.optimizer, config.data.seqlen)
@@ -73,7 +76,7 @@ def timed_steps(config: RunConfig) -> list[float]:
         task = config.task()
         targets = task.count_targets(batch)
         times: list[float] = []
-        while len(times) < WARM_UP + STEPS or sum(times[WARM_UP:]) < SECONDS:
+        while len(times) < warm_up + steps or sum(times[warm_up:]) < seconds:
             began = time.perf_counter()
             loss = task.loss(engine.model, batch)
             engine.backward(loss.total / targets, last=True)
@@ -82,7 +85,7 @@ def timed_steps(config: RunConfig) -> list[float]:
             if engine.device.type == "cuda":
                 torch.cuda.synchronize(engine.device)
             times.append(time.perf_counter() - began)
-    return times[WARM_UP:]
+    return times[warm_up:]
 
 
 def fixed_batch(config: RunConfig) -> Batch:

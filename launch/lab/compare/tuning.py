@@ -103,10 +103,12 @@ def _tuned(comparison: Comparison, entry: Entry) -> Entry:
     if None in tried.values():
         return dataclasses.replace(entry, tried=tried, chosen=())
     best = min(tried, key=tried.__getitem__)
-    return dataclasses.replace(entry, tried=tried, chosen=best, config=_config(entry, best))
+    return dataclasses.replace(entry, tried=tried, chosen=best, config=with_values(entry, best))
 
 
-def _config(entry: Entry, point: Point) -> RunConfig:
+def with_values(entry: Entry, point: Point) -> RunConfig:
+    """Returns the config of an entry with these values of what is tuned. Raises ValueError (one line) for values that
+    it cannot have."""
     where = f'entry "{entry.title}" with {_words(point)} of comparison.tune'
     config = config_from_dict(merged(config_to_dict(entry.config), nested(dict(point))), where)
     if config.model != entry.config.model and count_parameters(config.model) != entry.parameters:
@@ -121,7 +123,7 @@ def _words(point: Point) -> str:
 def _task(comparison: Comparison, entry: Entry, point: Point) -> PlannedRun:
     names = (f"{key}={folder_name(value) if isinstance(value, str) else value}" for key, value in point)
     folder, seed = comparison.home / entry.folder / TUNING / ",".join(names), comparison.settings.tuned_with
-    config = of_seed(_config(entry, point), seed, folder)
+    config = of_seed(with_values(entry, point), seed, folder)
     return PlannedRun(entry=f"{entry.title}, {_words(point)}", seed=seed, config=config)
 
 

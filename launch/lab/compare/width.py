@@ -7,35 +7,35 @@ import dataclasses
 import fnmatch
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matmix.data.loading.loader import Loader
 from matmix.launch.lab.compare.config import Comparison, Entry
-from matmix.model.build import build_model, count_parameters
+from matmix.model.build import at_width, build_model, count_parameters, headdims, parameters_of
 from matmix.model.config import ModelConfig
-from matmix.model.mixers import MIXERS
 from matmix.train.config import RunConfig
 from matmix.train.loaders import make_loader, with_data_facts
 from matmix.train.optim.groups import parameter_groups
 from matmix.train.recipe import config_to_dict, differences
 
-HEADDIM_FACTOR = 1.5
-"""How far from the recipe's a headdim may be, either way."""
 
-
-def matched(comparison: Comparison) -> Comparison:
+def matched(comparison: Comparison, sizes: Mapping[str, int] | None = None) -> Comparison:
     """Returns the comparison with the widths at which all entries of a variant have equally many parameters: those that
-    the recipe names, else those of the first entry there. Raises ValueError (one line) for an entry that has no such
-    width, FileNotFoundError and ValueError where the vocabulary is left to data that cannot be opened."""
+    the recipe names, else those of the first entry there. sizes: by variant, the parameters without embeddings that are
+    matched instead. Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError
+    where the vocabulary is left to data that cannot be opened."""
     settings = comparison.settings
     targets: dict[str, int] = {}
     entries = []
-    for entry in _with_facts(comparison.entries):
+    for entry in with_facts(comparison.entries):
         own = entry.config.model
-        target = targets.setdefault(entry.variant, settings.parameters or count_parameters(own))
+        if sizes is not None:
+            target = sizes[entry.variant]
+        else:
+            target = targets.setdefault(entry.variant, settings.parameters or count_parameters(own))
         try:
-            model = match_width(own, target, settings.tolerance)
+            model = match_width(own, target, settings.tolerance, embeddings=sizes is None)
             config = _with_checked_rules(dataclasses.replace(entry.config, model=model), bool(entry.control))
         except ValueError as error:
             advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
@@ -45,7 +45,7 @@ def matched(comparison: Comparison) -> Comparison:
     return dataclasses.replace(comparison, entries=tuple(entries))
 
 
-def _with_facts(entries: Sequence[Entry]) -> Iterator[Entry]:
+def with_facts(entries: Sequence[Entry]) -> Iterator[Entry]:
     """Yields the entries with the vocabulary sizes that they leave to the data, each of which is opened once."""
     loaders: dict[str, Loader] = {}
     with contextlib.ExitStack() as opened:
@@ -62,18 +62,12 @@ def _with_facts(entries: Sequence[Entry]) -> Iterator[Entry]:
             yield dataclasses.replace(entry, config=config)
 
 
-def headdims(model: ModelConfig) -> dict[str, int]:
-    """Returns the headdim of each mixer in the layers that has one."""
-    options = {name: model.mixer_config(name) for name in model.mixer_names()}
-    return {name: option.headdim for name, option in options.items() if hasattr(option, "headdim")}
-
-
-def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfig:
-    """Returns `model` with the d_model that brings it within `tolerance` of `target` parameters. Of
-    several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8 before
-    those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
+def match_width(model: ModelConfig, target: int, tolerance: float, *, embeddings: bool = True) -> ModelConfig:
+    """Returns `model` with the d_model that brings it within `tolerance` of `target` parameters, embeddings counted or
+    not. Of several: one with the headdim that it has, if there is one; then widths and headdims that are multiples of 8
+    before those of 4, 2 and 1 (GPUs multiply matrices of other sizes at a fraction of their speed); then the smallest
     deviation. Raises ValueError naming the nearest widths where none is within the tolerance."""
-    widths = _Widths(model)
+    widths = _Widths(model, embeddings=embeddings)
 
     def deviation(width: int) -> float:
         return widths.count(width) / target - 1
@@ -103,37 +97,18 @@ def match_width(model: ModelConfig, target: int, tolerance: float) -> ModelConfi
 
     best = min(within, key=preference)
     config = widths.at(best)
-    assert count_parameters(config) == widths.count(best), "layers of one kind have equally many parameters"
+    counted = parameters_of(build_model(config, device="meta"), embeddings=embeddings)
+    assert counted == widths.count(best), "layers of one kind have equally many parameters"
     return config
 
 
 class _Widths:
-    """Variants of a model by width, and their parameters."""
+    """Variants of a model by width, and their parameters, embeddings among them or not."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
-        self.at, self.count = functools.cache(self._at), functools.cache(self._count)
-
-    def _at(self, width: int) -> ModelConfig | None:
-        """Returns the model with this d_model; None where no headdim near its own fits."""
-        options = self.model.mixers
-        for name, nominal in headdims(self.model).items():
-            low, high = math.ceil(nominal / HEADDIM_FACTOR), math.floor(nominal * HEADDIM_FACTOR)
-            nearest_first = sorted(range(max(1, low), high + 1), key=lambda one, own=nominal: (abs(one - own), one))
-            for headdim in nearest_first:
-                changed = dataclasses.replace(getattr(options, name), headdim=headdim)
-                try:
-                    MIXERS[name].check(width, changed)
-                except ValueError:
-                    continue
-                options = dataclasses.replace(options, **{name: changed})
-                break
-            else:
-                return None
-        try:
-            return dataclasses.replace(self.model, d_model=width, mixers=options)
-        except ValueError:  # another option that does not fit this width
-            return None
+    def __init__(self, model: ModelConfig, *, embeddings: bool) -> None:
+        self.model, self.embeddings = model, embeddings
+        self.count = functools.cache(self._count)
+        self.at: Callable[[int], ModelConfig | None] = functools.cache(functools.partial(at_width, model))
 
     def _count(self, width: int) -> int:
         """Its parameters: one layer of each kind is counted, on the meta device."""
@@ -142,7 +117,7 @@ class _Widths:
         kinds = min(len(config.layers), config.n_layers)
         model = build_model(dataclasses.replace(config, n_layers=kinds), device="meta")
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
-        outside = sum(parameter.numel() for parameter in model.parameters()) - sum(blocks)
+        outside = parameters_of(model, embeddings=self.embeddings) - sum(blocks)
         # An encoder and a decoder have n_layers each.
         parts = [blocks[begin : begin + kinds] for begin in range(0, len(blocks), kinds)]
         return outside + sum(part[index % kinds] for part in parts for index in range(config.n_layers))

@@ -7,9 +7,9 @@ import torch
 from comparisons import ENTRIES, TINY, VARIANTS
 
 from matmix.launch.lab.compare.config import keep_recipe, missing_controls, read_comparison, tasks_of
-from matmix.launch.lab.compare.width import differing_keys, headdims, match_width, matched, words_on_differences
+from matmix.launch.lab.compare.width import differing_keys, match_width, matched, words_on_differences
 from matmix.launch.many.planned import matters
-from matmix.model.build import count_parameters
+from matmix.model.build import count_parameters, headdims
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.train.entry import main as train_command

@@ -1,0 +1,71 @@
+"""Learning rates of a ladder: the smallest sizes are tuned as those of a comparison, each entry at each size by itself;
+larger ones take over what was chosen at the last of these, by muP, with the entry's width there as the base width."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from matmix.launch.lab.compare import tuning
+from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.ladder.sizes import Ladder
+from matmix.launch.many.planned import PlannedRun
+from matmix.launch.many.runs import Ended
+from matmix.model.build import build_model
+from matmix.train.config import RunConfig
+from matmix.train.optim.groups import parameter_groups
+
+
+def tuned_part(ladder: Ladder) -> Comparison:
+    """Returns the sizes that are tuned, as a comparison."""
+    sizes = list(ladder.settings.counts)[: ladder.settings.tune_sizes]
+    entries = tuple(entry for entry in ladder.comparison.entries if entry.variant in sizes)
+    return dataclasses.replace(ladder.comparison, entries=entries)
+
+
+def with_rates(ladder: Ladder) -> Ladder:
+    """Returns the ladder with what its tuning runs say. Entries whose rates depend on runs that are not finished are
+    not ready. Raises ValueError (one line) for an optimizer or a model that muP is not for."""
+    part = tuning.tuned(tuned_part(ladder))
+    last = {entry.name: entry for entry in part.entries}
+    further = ladder.comparison.entries[len(part.entries) :]
+    entries = (*part.entries, *(_carried(entry, last[entry.name], ladder) for entry in further))
+    return dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, entries=entries))
+
+
+def tuning_tasks(ladder: Ladder, only: Sequence[str] = ()) -> list[PlannedRun]:
+    """Lists the tuning runs that are known to be needed and not finished, of a ladder as `with_rates` returns it."""
+    return tuning.tuning_tasks(tuned_part(ladder), _entries(ladder, only))
+
+
+def tune(ladder: Ladder, only: Sequence[str], parallel: int) -> tuple[Ladder, Ended]:
+    """Trains what tunes the entries, as in a comparison; returns the ladder with what was chosen."""
+    _, ended = tuning.tune(tuned_part(ladder), _entries(ladder, only), parallel)
+    return with_rates(ladder), ended
+
+
+def _entries(ladder: Ladder, only: Sequence[str]) -> list[str]:
+    """Returns the names without those of sizes: every entry is tuned at the sizes that are tuned."""
+    return [name for name in only if name not in ladder.settings.counts]
+
+
+def _carried(entry: Entry, tuned: Entry, ladder: Ladder) -> Entry:
+    """tuned: the entry at the last size that is tuned."""
+    if tuned.chosen:
+        entry = dataclasses.replace(entry, config=tuning.with_values(entry, tuned.chosen), chosen=tuned.chosen)
+    elif tuned.tried:
+        entry = dataclasses.replace(entry, tried=tuned.tried)
+    if entry.config.optimizer.mup_base_width:  # the recipe's own
+        return entry
+    try:
+        return dataclasses.replace(entry, config=_by_mup(entry.config, tuned.config.model.d_model))
+    except ValueError as error:
+        count = len(ladder.settings.counts)
+        advice = f"tune every size by itself instead (--tune-sizes {count})"
+        raise ValueError(f'entry "{entry.title}": its rate cannot follow the width: {error}; or {advice}') from None
+
+
+def _by_mup(config: RunConfig, width: int) -> RunConfig:
+    optimizer = dataclasses.replace(config.optimizer, mup_base_width=width)
+    parameter_groups(build_model(config.model, device="meta"), optimizer, config.data.seqlen)
+    return dataclasses.replace(config, optimizer=optimizer)

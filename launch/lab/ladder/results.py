@@ -1,0 +1,120 @@
+"""The results of a ladder, read from its runs: the losses of each entry by size, the laws fitted to them, and how much
+less each entry's loss is than those of the controls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from scipy.stats import linregress
+
+from matmix.launch.lab.compare.config import Entry
+from matmix.launch.lab.compare.report import EntryResult, Part, collect
+from matmix.launch.lab.ladder.law import Fit, fit_law
+from matmix.launch.lab.ladder.sizes import Ladder, parameters_at
+
+LEAST_SLOPE_POINTS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rung:
+    """An entry at a size."""
+
+    entry: Entry
+    parameters: int
+    """Without embeddings."""
+    result: EntryResult
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Seed -> validation loss, of the finished runs whose loss is a number."""
+        values = {run.seed: run.values.get("loss", [math.nan])[0] for run in self.result.runs}
+        return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """An entry at all sizes, the smallest first."""
+
+    rungs: Mapping[str, Rung]
+    """By the name of the size."""
+
+    @property
+    def entry(self) -> Entry:
+        return next(iter(self.rungs.values())).entry
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @functools.cached_property
+    def points(self) -> list[tuple[int, float]]:
+        """(parameters, loss) of each finished run."""
+        return [(rung.parameters, loss) for rung in self.rungs.values() for loss in rung.losses.values()]
+
+    @functools.cached_property
+    def fit(self) -> Fit | None:
+        """Its law; None where `why_no_law` says why."""
+        try:
+            return fit_law(*zip(*self.points, strict=True)) if self.points else None
+        except ValueError:
+            return None
+
+    @functools.cached_property
+    def why_no_law(self) -> str:
+        """Returns one line, "" where there is a law."""
+        if self.fit is not None:
+            return ""
+        try:
+            fit_law([parameters for parameters, _ in self.points], [loss for _, loss in self.points])
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("points without a law are refused")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gap:
+    """How much less the loss of an entry is than that of a control, by size: positive where the entry is better."""
+
+    entry: Entry
+    control: Entry
+    differences: Mapping[str, list[float]]
+    """Name of the size -> loss of the control minus that of the entry, of each seed that both have finished."""
+    parameters: Mapping[str, int]
+
+    @functools.cached_property
+    def slope(self) -> tuple[float, float] | None:
+        """Returns by how much it grows with ten times the parameters, by least squares over all seeds and sizes, and
+        the standard error of that; None with fewer than three sizes."""
+        pairs = [(self.parameters[size], value) for size, values in self.differences.items() for value in values]
+        if sum(map(bool, self.differences.values())) < LEAST_SLOPE_POINTS:
+            return None
+        found = linregress(np.log10([parameters for parameters, _ in pairs]), [value for _, value in pairs])
+        return float(found.slope), float(found.stderr)
+
+
+def families_of(ladder: Ladder) -> tuple[list[Part], list[Family]]:
+    """Reads all runs: what `collect` says of each size, and the entries, in the order of the recipe, controls last."""
+    parts = [collect(part) for part in ladder.comparison.by_variant()]
+    by_title = {result.entry.title: result for part in parts for result in part.results}
+    families: dict[str, dict[str, Rung]] = {}
+    for entry in ladder.comparison.entries:
+        rung = Rung(entry=entry, parameters=parameters_at(entry.config.model), result=by_title[entry.title])
+        families.setdefault(entry.name, {})[entry.variant] = rung
+    return parts, sorted((Family(rungs=rungs) for rungs in families.values()), key=lambda one: bool(one.entry.control))
+
+
+def gaps_of(families: Sequence[Family], counts: Mapping[str, int]) -> list[Gap]:
+    """Returns the gaps of every entry to every control, those to one control beside each other."""
+    gaps = []
+    for control in (family for family in families if family.entry.control):
+        for family in (family for family in families if not family.entry.control):
+            differences = {}
+            for size, rung in family.rungs.items():
+                theirs = control.rungs[size].losses
+                differences[size] = [theirs[seed] - loss for seed, loss in rung.losses.items() if seed in theirs]
+            gaps.append(Gap(entry=family.entry, control=control.entry, differences=differences, parameters=counts))
+    return gaps
