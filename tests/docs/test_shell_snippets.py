@@ -24,6 +24,7 @@ from matmix.launch.jobs.slurm.options import slurm_options
 from matmix.launch.jobs.slurm.submit import plan_preparation
 from matmix.launch.jobs.sweep import parse_sweep
 from matmix.launch.lab.compare.config import given_values, read_comparison, tasks_of
+from matmix.launch.lab.ladder.sizes import LadderConfig
 from matmix.train.arguments import BorrowedOptions, field_names
 from matmix.train.config import RunConfig
 from matmix.train.recipe import find_recipe, load_phases
@@ -115,6 +116,9 @@ def read_matmix(words: list[str]) -> None:
             comparison = read_comparison(stand_in(verb.recipe, "quickstart"), others(rest, "--glue."))
             assert tasks_of(comparison, verb.only if "/" in verb.recipe or verb.recipe.islower() else ())
             slurm_options(verb.profile, verb.slurm_options)
+        case ("ladder",):
+            assert read_comparison(stand_in(verb.recipe, "ladder_small"), rest).entries
+            assert verb.sizes is None or LadderConfig(sizes=verb.sizes).counts
         case ("finetune",):
             assert verb.recipe in TASKS or find_recipe(stand_in(verb.recipe, "finetune"))
             given_values(rest)

@@ -75,6 +75,7 @@ class Ladder:
             print(report.write_report(ladder))
             return EXIT_OK
         ready = tasks_of(ladder.comparison, self.only, ready=True)
+        rates.check_rates(ladder)
         planned.check_directories([*first, *ready], " (--report leaves this run out)")
         if self.slurm:
             plan = report.plan_text(ladder)

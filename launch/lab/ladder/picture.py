@@ -9,6 +9,7 @@ import numpy as np
 
 from matmix.launch.figures import panels, png_of
 from matmix.launch.lab.compare.report import Part, looks
+from matmix.launch.lab.ladder.law import SHARE
 from matmix.launch.lab.ladder.results import Family, Gap
 from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.scores import spread
@@ -28,13 +29,20 @@ def picture(ladder: Ladder, parts: Sequence[Part], families: Sequence[Family], g
     }
     figure, grid = panels((6.0 + 4.6 * len(controls), 4.8), 1, 1 + len(controls))
     unit = ladder.comparison.entries[0].config.task().loss_metric.unit
-    _draw_losses(grid[0, 0], families, drawn, max(ladder.settings.counts.values()), unit)
+    counts = ladder.settings.counts
+    _draw_losses(grid[0, 0], families, drawn, max(counts.values()), unit)
     for axes, control in zip(grid[0, 1:], controls, strict=True):
         _draw_gaps(axes, [gap for gap in gaps if gap.control.name == control], drawn, control)
+    for axes in grid[0]:
+        axes.set(xscale="log", xlabel="N, parameters without embeddings")
+        axes.set_xticks(list(counts.values()), list(counts))
+        axes.set_xticks([], minor=True)
     return png_of(figure)
 
 
 def _draw_losses(axes: Any, families: Sequence[Family], looks: dict[str, Any], largest: int, unit: str) -> None:
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
     for family in families:
         look = looks[family.name]
         means = {
@@ -51,11 +59,11 @@ def _draw_losses(axes: Any, families: Sequence[Family], looks: dict[str, Any], l
             line = {"color": look["color"], "linestyle": look["linestyle"]}
             axes.plot(places, [fit.loss(place) for place in places], linewidth=1.2, **line)
             axes.fill_between(places, lows, highs, color=look["color"], alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="parameters without embeddings, N")
-    axes.set_ylabel(f"validation loss ({unit}); curve: E + A N$^{{-a}}$,\nband: 68 % of its draws")
+    axes.set(yscale="log", title=f"E + A N$^{{-a}}$, with {100 * SHARE:.0f} % of its draws")
+    axes.set_ylabel(f"validation loss ({unit}): mean, standard deviation")
+    axes.yaxis.set_major_locator(MaxNLocator(8))
     axes.yaxis.set_major_formatter("{x:.2f}")
-    axes.yaxis.set_minor_formatter("{x:.2f}")
-    axes.tick_params(axis="y", which="minor", labelsize=8)
+    axes.yaxis.set_minor_locator(NullLocator())
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)
 
@@ -67,7 +75,7 @@ def _draw_gaps(axes: Any, gaps: Sequence[Gap], looks: dict[str, Any], control: s
             heights, errors = [one.mean for one in overs.values()], [one.deviation or 0.0 for one in overs.values()]
             axes.errorbar(list(overs), heights, yerr=errors, capsize=3, label=gap.entry.name, **looks[gap.entry.name])
     axes.axhline(0, color="0.5", linewidth=1, linestyle=":")
-    axes.set(xscale="log", xlabel="parameters without embeddings, N", title=f"gain over {control}")
+    axes.set_title(f"gain over {control}")
     axes.set_ylabel("nats: mean, standard deviation")
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8)

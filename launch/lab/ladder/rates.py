@@ -12,7 +12,6 @@ from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.planned import PlannedRun
 from matmix.launch.many.runs import Ended
 from matmix.model.build import build_model
-from matmix.train.config import RunConfig
 from matmix.train.optim.groups import parameter_groups
 
 
@@ -25,11 +24,11 @@ def tuned_part(ladder: Ladder) -> Comparison:
 
 def with_rates(ladder: Ladder) -> Ladder:
     """Returns the ladder with what its tuning runs say. Entries whose rates depend on runs that are not finished are
-    not ready. Raises ValueError (one line) for an optimizer or a model that muP is not for."""
+    not ready."""
     part = tuning.tuned(tuned_part(ladder))
     last = {entry.name: entry for entry in part.entries}
     further = ladder.comparison.entries[len(part.entries) :]
-    entries = (*part.entries, *(_carried(entry, last[entry.name], ladder) for entry in further))
+    entries = (*part.entries, *(_carried(entry, last[entry.name]) for entry in further))
     return dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, entries=entries))
 
 
@@ -49,7 +48,7 @@ def _entries(ladder: Ladder, only: Sequence[str]) -> list[str]:
     return [name for name in only if name not in ladder.settings.counts]
 
 
-def _carried(entry: Entry, tuned: Entry, ladder: Ladder) -> Entry:
+def _carried(entry: Entry, tuned: Entry) -> Entry:
     """tuned: the entry at the last size that is tuned."""
     if tuned.chosen:
         entry = dataclasses.replace(entry, config=tuning.with_values(entry, tuned.chosen), chosen=tuned.chosen)
@@ -57,15 +56,18 @@ def _carried(entry: Entry, tuned: Entry, ladder: Ladder) -> Entry:
         entry = dataclasses.replace(entry, tried=tuned.tried)
     if entry.config.optimizer.mup_base_width:  # the recipe's own
         return entry
-    try:
-        return dataclasses.replace(entry, config=_by_mup(entry.config, tuned.config.model.d_model))
-    except ValueError as error:
-        count = len(ladder.settings.counts)
-        advice = f"tune every size by itself instead (--tune-sizes {count})"
-        raise ValueError(f'entry "{entry.title}": its rate cannot follow the width: {error}; or {advice}') from None
+    optimizer = dataclasses.replace(entry.config.optimizer, mup_base_width=tuned.config.model.d_model)
+    return dataclasses.replace(entry, config=dataclasses.replace(entry.config, optimizer=optimizer))
 
 
-def _by_mup(config: RunConfig, width: int) -> RunConfig:
-    optimizer = dataclasses.replace(config.optimizer, mup_base_width=width)
-    parameter_groups(build_model(config.model, device="meta"), optimizer, config.data.seqlen)
-    return dataclasses.replace(config, optimizer=optimizer)
+def check_rates(ladder: Ladder) -> None:
+    """Raises ValueError (one line) for an optimizer or a model whose rates cannot follow the width by muP."""
+    for entry in ladder.comparison.entries:
+        config, count = entry.config, len(ladder.settings.counts)
+        if not config.optimizer.mup_base_width:
+            continue
+        try:
+            parameter_groups(build_model(config.model, device="meta"), config.optimizer, config.data.seqlen)
+        except ValueError as error:
+            advice = f"tune every size by itself instead (--tune-sizes {count})"
+            raise ValueError(f'entry "{entry.title}": its rate cannot follow the width: {error}; or {advice}') from None

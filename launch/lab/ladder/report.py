@@ -13,7 +13,7 @@ from matmix.launch.lab.ladder.law import DRAWS, HUBER, SHARE, Fit
 from matmix.launch.lab.ladder.picture import picture
 from matmix.launch.lab.ladder.rates import tuned_part, with_rates
 from matmix.launch.lab.ladder.results import Family, Gap, Rung, families_of, gaps_of
-from matmix.launch.lab.ladder.sizes import Ladder, parameters_at
+from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.scores import csv_of, markdown, spread, write_tables
 from matmix.model.build import headdims
 from matmix.train.tasks import unit_of
@@ -38,14 +38,14 @@ def plan_text(ladder: Ladder, seconds: Mapping[str, float] | None = None, parall
     for entry in comparison.entries:
         own, its_runs = cost(entry), len(seeds) + (tries if entry.title in first else 0)
         runs, flops = runs + its_runs, flops + its_runs * own
-        rows.append([*_size_cells(entry), short_number(own)])
+        rows.append([*_size_cells(ladder, entry), short_number(own)])
         if seconds:
             took = seconds[entry.title] * entry.config.steps
             time += its_runs * took
             rows[-1].append(duration(took))
     count, least = len(comparison.entries) // len(ladder.settings.counts), "at least " if tries else ""
     lines = [
-        f"{count} entries x {len(ladder.settings.counts)} sizes x {len(seeds)} seeds ({', '.join(map(str, seeds))})",
+        f"{count} entries x {len(ladder.settings.counts)} sizes x {_seeds_words(seeds)}",
         *plan_words(tuned_part(ladder)),
         *words_on_settings(ladder),
         f"in all {least}{runs:,} runs: {short_number(flops)} FLOPs",
@@ -54,6 +54,10 @@ def plan_text(ladder: Ladder, seconds: Mapping[str, float] | None = None, parall
         total = f"{least}about {duration(time / parallel)} here with --parallel {parallel}"
         lines.append(f"{total}, by a training step of each that was measured now")
     return "\n\n".join([markdown(headings, rows), "\n".join([*lines, f"runs in {comparison.home}"])])
+
+
+def _seeds_words(seeds: Sequence[int]) -> str:
+    return f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})"
 
 
 def cost(entry: Entry) -> float:
@@ -67,8 +71,8 @@ def _tokens(entry: Entry) -> int:
     return config.steps * config.global_batch_size * config.task().units(config.data.seqlen)
 
 
-def _size_cells(entry: Entry) -> list[str]:
-    model, parameters = entry.config.model, parameters_at(entry.config.model)
+def _size_cells(ladder: Ladder, entry: Entry) -> list[str]:
+    model, parameters = entry.config.model, ladder.parameters[entry.title]
     heads = ", ".join(map(str, headdims(model).values()))
     cells = [entry.variant, entry.label, str(model.n_layers), str(model.d_model), heads, f"{parameters:,}"]
     cells += [f"{parameters / entry.target - 1:+.2%}", f"{entry.parameters:,}"]
@@ -120,7 +124,7 @@ def _text(ladder: Ladder, families: Sequence[Family], gaps: Sequence[Gap]) -> st
         _law_text(families, ladder),
         _gap_text(gaps, sizes),
     ]
-    rows = [[*_size_cells(rung.entry), _rate(rung.entry)] for one in families for rung in one.rungs.values()]
+    rows = [[*_size_cells(ladder, rung.entry), _rate(rung.entry)] for one in families for rung in one.rungs.values()]
     sections += [markdown([*_HEADINGS, "optimizer.lr"], rows), "\n".join(words_on_settings(ladder))]
     if tuned := tuning_table(tuned_part(ladder)):
         sections.append(tuned)

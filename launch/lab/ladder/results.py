@@ -14,7 +14,7 @@ from scipy.stats import linregress
 from matmix.launch.lab.compare.config import Entry
 from matmix.launch.lab.compare.report import EntryResult, Part, collect
 from matmix.launch.lab.ladder.law import Fit, fit_law
-from matmix.launch.lab.ladder.sizes import Ladder, parameters_at
+from matmix.launch.lab.ladder.sizes import Ladder
 
 LEAST_SLOPE_POINTS = 3
 
@@ -102,7 +102,7 @@ def families_of(ladder: Ladder) -> tuple[list[Part], list[Family]]:
     by_title = {result.entry.title: result for part in parts for result in part.results}
     families: dict[str, dict[str, Rung]] = {}
     for entry in ladder.comparison.entries:
-        rung = Rung(entry=entry, parameters=parameters_at(entry.config.model), result=by_title[entry.title])
+        rung = Rung(entry=entry, parameters=ladder.parameters[entry.title], result=by_title[entry.title])
         families.setdefault(entry.name, {})[entry.variant] = rung
     return parts, sorted((Family(rungs=rungs) for rungs in families.values()), key=lambda one: bool(one.entry.control))
 

@@ -73,6 +73,8 @@ class Ladder:
     comparison: Comparison
     """With a variant for each size, the smallest first."""
     settings: LadderConfig
+    parameters: Mapping[str, int]
+    """Title of each entry -> its parameters without embeddings: N in the law."""
 
 
 @errors_in_one_line()
@@ -94,15 +96,16 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     )
     home = comparison.home if first.run_dir else Path("runs", LADDER, comparison.home.name)
     own = tuple(with_facts(comparison.entries))
-    ratios = {size: (count / parameters_at(own[0].config.model)) ** (1 / 3) for size, count in settings.counts.items()}
+    ratios = {size: (count / _parameters_at(own[0].config.model)) ** (1 / 3) for size, count in settings.counts.items()}
     entries = (_at_size(entry, size, ratio, settings) for size, ratio in ratios.items() for entry in own)
     kept = {**comparison.recipe, LADDER: table}
     comparison = dataclasses.replace(comparison, home=home, entries=tuple(entries), recipe=kept)
-    return Ladder(comparison=matched(comparison, settings.counts), settings=settings)
+    comparison = matched(comparison, settings.counts)
+    parameters = {entry.title: _parameters_at(entry.config.model) for entry in comparison.entries}
+    return Ladder(comparison=comparison, settings=settings, parameters=parameters)
 
 
-def parameters_at(model: ModelConfig) -> int:
-    """Returns the parameters of a model without embeddings: N in the law."""
+def _parameters_at(model: ModelConfig) -> int:
     return parameters_of(build_model(model, device="meta"), embeddings=False)
 
 

@@ -1,0 +1,181 @@
+"""A ladder is a comparison at several sizes: what grows with the size, where rates come from, what the report says."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+
+import pytest
+from comparisons import ENTRIES, TINY, VARIANTS, finish
+
+from matmix.launch.cli import main
+from matmix.launch.lab.compare.config import tasks_of
+from matmix.launch.lab.ladder.rates import check_rates, tuning_tasks, with_rates
+from matmix.launch.lab.ladder.report import plan_text, write_report
+from matmix.launch.lab.ladder.sizes import LadderConfig, read_ladder
+
+MLPS = TINY.replace("mlp_ratio = 0.0", "mlp_ratio = 2.0")
+FAMILY = ENTRIES.replace("controls = false\n", "").replace("[0, 1]", "[1]")
+TUNED = FAMILY.replace("[comparison]", "[comparison]\ntune = { 'optimizer.lr' = [1e-3, 3e-3, 9e-3] }")
+LADDER = "[ladder]\nsizes = '4k,8k,16k,32k'\ntokens_per_parameter = 5\n[schedule]\nwarmup = 2\n"
+SIZES = {"0.004M": 4000, "0.008M": 8000, "0.016M": 16000, "0.032M": 32000}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory):
+    """A ladder of four encoders at four sizes; its tokens are given over those of the recipe."""
+    folder = tmp_path_factory.mktemp("ladder")
+    path = folder / "mine.toml"
+    path.write_text(MLPS + TUNED + LADDER)
+    words = ["--model.vocab-size", "64", "--run-dir", str(folder / "home")]
+    return read_ladder(str(path), words, {"tokens_per_parameter": 10.0})
+
+
+@pytest.fixture
+def ladder(read, tmp_path):
+    """The same, of which no run is there."""
+    return dataclasses.replace(read, comparison=dataclasses.replace(read.comparison, home=tmp_path / "home"))
+
+
+def _tune(ladder):
+    """All tuning runs are finished, the middle rate as the best."""
+    for task in tuning_tasks(ladder):
+        finish(task, {"loss": 2.0 + abs(task.config.optimizer.lr - 3e-3)})
+    return with_rates(ladder)
+
+
+def _law(entry: str) -> float:
+    """Hydra gains on the control as models grow, and attention does not."""
+    name, size = entry.rsplit(", ", 1)
+    a = {"attention": 0.3, "Hydra, 2 x": 0.4, "convolution only": 0.3, "no mixer": 0.2}[name]
+    return 1.0 + 2.0 * (SIZES[size] / 4e3) ** -a
+
+
+def test_depth_width_tokens_and_warm_up_grow_with_the_size(ladder):
+    assert ladder.settings.counts == SIZES
+    assert ladder.comparison.recipe["ladder"]["tokens_per_parameter"] == 10
+    entries = ladder.comparison.entries
+    assert [entry.variant for entry in entries] == [size for size in SIZES for _ in range(4)]
+    own = [entry for entry in entries if entry.name == "attention"]
+    for entry in own:
+        config = entry.config
+        assert config.steps == -(-10 * SIZES[entry.variant] // (4 * 32))
+        assert config.schedule.warmup == round(2 * config.steps / 4)
+        assert entry.folder == f"attention/{entry.variant}"
+    assert own[-1].config.model.n_layers == 2 * own[0].config.model.n_layers  # eight times the parameters
+    for size, count in SIZES.items():
+        at = [entry for entry in entries if entry.variant == size]
+        assert len({entry.config.model.n_layers for entry in at}) == len({entry.config.steps for entry in at}) == 1
+        assert {entry.target for entry in at} == {count}
+        assert all(entry.parameters > count + 64 * entry.config.model.d_model - 0.1 * count for entry in at)
+
+
+def test_rates_are_tuned_at_the_smallest_size_and_follow_the_width(ladder):
+    ladder = with_rates(ladder)
+    assert not any(entry.is_ready for entry in ladder.comparison.entries)
+    plan = plan_text(ladder, {entry.title: 0.5 for entry in ladder.comparison.entries}, 2)
+    assert "4 entries x 4 sizes x 1 seed (1)" in plan
+    assert "in all at least 28 runs" in plan
+    assert "tuned for each entry by itself, at 0.004M; larger sizes take it over by muP" in plan
+    tasks = tuning_tasks(ladder, ["attention", "0.032M"])
+    first = ladder.comparison.entries[0].config.model
+    assert [task.config.model for task in tasks] == [first] * 3
+    ladder = _tune(ladder)
+    assert {entry.config.optimizer.lr for entry in ladder.comparison.entries} == {3e-3}
+    assert all(entry.is_ready for entry in ladder.comparison.entries)
+    bases = [entry.config.optimizer.mup_base_width for entry in ladder.comparison.entries if entry.name == "attention"]
+    assert bases == [0, *[first.d_model] * 3]
+    each = dataclasses.replace(ladder, settings=dataclasses.replace(ladder.settings, tune_sizes=2))
+    assert len(tuning_tasks(with_rates(each))) == 4 * 3  # the smallest size is done
+
+
+def test_rates_that_cannot_follow_the_width_are_refused(ladder):
+    muon = [
+        dataclasses.replace(
+            entry,
+            config=dataclasses.replace(
+                entry.config, optimizer=dataclasses.replace(entry.config.optimizer, name="muon")
+            ),
+        )
+        for entry in ladder.comparison.entries
+    ]
+    ladder = dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, entries=tuple(muon)))
+    with pytest.raises(ValueError, match=r"rate cannot follow the width: .*muon.*--tune-sizes 4") as error:
+        check_rates(with_rates(ladder))
+    assert "\n" not in str(error.value)
+
+
+def test_the_report_has_losses_laws_and_the_gaps_to_the_controls(ladder, monkeypatch):
+    """Attention lacks a size, and so has no law."""
+    monkeypatch.setattr("matmix.launch.lab.ladder.law.DRAWS", 2)
+    settings = dataclasses.replace(ladder.comparison.settings, tune={})
+    ladder = dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, settings=settings))
+    ladder = with_rates(ladder)
+    tasks = tasks_of(ladder.comparison)
+    assert [task.entry.rsplit(", ", 1)[1] for task in tasks[::4]] == list(SIZES)  # the smallest first
+    for task in tasks:
+        if task.entry != "attention, 0.032M":
+            finish(task, {"loss": _law(task.entry)})
+    said = write_report(ladder)
+    rows = {row.split("|")[1].strip(): row for row in said.splitlines() if row.startswith("|")}
+    slopes = {
+        name: float(rows[f"convolution only - {name}"].split("|")[-2].split()[0])
+        for name in ("attention", "Hydra, 2 x")
+    }
+    assert slopes["attention"] == pytest.approx(0, abs=1e-3)
+    assert slopes["Hydra, 2 x"] > 0.1
+    assert "No law for attention: L = E + A N^-a has three unknowns and needs losses at 4 sizes, here are 3." in said
+    assert "Without a number: attention, 0.032M seed 1 (missing)." in said
+    report = ladder.comparison.home / "report"
+    with (report / "table.csv").open() as file:
+        table = {(row["entry"], row["size"]): row for row in csv.DictReader(file)}
+    assert len(table) == 16
+    assert float(table["attention", "0.016M"]["loss_seed_1"]) == _law("attention, 0.016M")
+    assert float(table["Hydra, 2 x", "0.032M"]["under_convolution only_mean"]) > 0.1
+    with (report / "laws.csv").open() as file:
+        laws = {row["entry"]: row for row in csv.DictReader(file)}
+    assert float(laws["Hydra, 2 x"]["a"]) == pytest.approx(0.4, abs=0.05)  # by the parameters that each really has
+    assert "needs losses at 4 sizes" in laws["attention"]["why_none"]
+    assert (report / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wrong_is_one_line(tmp_path):
+    for table, message in (
+        ({"sizes": "4k,four"}, r"'four' is no number of parameters such as 0\.5M"),
+        ({"sizes": "1000,1k"}, "names a size twice"),
+        ({}, "sizes are missing: give --sizes"),
+        ({"sizes": "4k", "tokens_per_parameter": 0.0}, "tokens_per_parameter should be a number above 0"),
+        ({"sizes": "4k", "tune_sizes": 0}, "tune_sizes should be 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LadderConfig(**table)
+    path = tmp_path / "mine.toml"
+    path.write_text(MLPS + FAMILY + VARIANTS)
+    for words, message in (
+        (["--steps", "5"], "--steps: tokens in proportion"),
+        (["--comparison.parameters", "5"], "--sizes gives the parameters"),
+        (["--model.vocab-size", "64"], "has variants, and the variants of a ladder are its sizes"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            read_ladder(str(path), words, {"sizes": "4k"})
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_ladder_trains_and_goes_on_in_its_folder(dataset, tmp_path, capsys):
+    path, home = tmp_path / "mine.toml", tmp_path / "home"
+    one = TUNED.split('[[comparison.entry]]\nname = "Hydra')[0].replace(
+        "[comparison]", "[comparison]\ncontrols = false"
+    )
+    path.write_text(MLPS + one.replace(", 3e-3, 9e-3]", "]"))
+    words = ["--data.path", dataset, "--tokens-per-parameter", "0.1", "--parallel", "2"]
+    command = ["ladder", str(path), "--sizes", "4k,8k,16k,32k", "--run-dir", str(home), *words]
+    assert main([*command, "--dry-run"]) == 0
+    assert "measured now" in capsys.readouterr().out
+    assert main([*command, "--only", "0.008M"]) == 0
+    assert "attention, 0.004M seed 1 (missing)" in capsys.readouterr().out
+    assert main(["ladder", str(home)]) == 0
+    said = capsys.readouterr().out
+    assert "| attention" in said.split("L = E + A N^-a")[1]
+    assert "Without a number" not in said
+    assert main(["ladder", str(home), "--report"]) == 0
