@@ -13,8 +13,10 @@ from pages import snippets
 
 from matmix.launch.jobs.slurm.options import from_layers, load_profile
 from matmix.launch.lab.compare.config import read_comparison
+from matmix.launch.lab.ladder.sizes import LadderConfig
 from matmix.model import build_model
 from matmix.model.config import model_config_from_dict
+from matmix.train.arguments import read_table
 from matmix.train.recipe import find_recipe, load_phases, merged, read_toml
 
 SNIPPETS = snippets("toml")
@@ -69,6 +71,9 @@ def read(values: dict[str, Any], code: str, tmp_path, monkeypatch) -> None:
     if ":" in values.get("model", {}).get("architecture", ""):
         importlib.import_module(values["model"]["architecture"].partition(":")[0])  # series_model.py
         build_model(model_config_from_dict({**values["model"], "d_model": 64}), device="meta")  # which task is not said
+        return
+    if "ladder" in values:
+        assert read_table(LadderConfig, values["ladder"], "[ladder]").counts
         return
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(merged(base_of(values), values)))
