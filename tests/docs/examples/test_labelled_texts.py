@@ -49,9 +49,10 @@ def test_topics_keep_the_test_split_of_their_publisher(tmp_path):
     assert counts["train"] + counts["validation"] == 50
     assert 0 < counts["validation"] < 20
     assert not {row["text"] for row in found["train"]} & {row["text"] for row in found["validation"]}
-    few = rows(tmp_path / "out" / "tenth.jsonl")
-    assert len(few) == -(-counts["train"] // 10)
-    assert all(row in found["train"] for row in few)
+    for name, part in (("tenth", 10), ("hundredth", 100)):
+        few = rows(tmp_path / "out" / f"{name}.jsonl")
+        assert len(few) == -(-counts["train"] // part)
+        assert all(row in found["train"] for row in few)
     assert [row["text"] for row in rows(tmp_path / "out" / "unlabelled.jsonl")] == [r["text"] for r in found["train"]]
 
 
