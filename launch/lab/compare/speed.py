@@ -45,21 +45,21 @@ Row = dict[str, Any]
 # -- the process of one entry -----------------------------------------------------------------------------------------
 
 
-def measure(config: RunConfig) -> Row:
+def measure(config: RunConfig, *, seconds: float = SECONDS) -> Row:
     """Tokens, or images, per second and peak bytes of this process's training steps of one micro-batch: on CUDA all
     that torch had allocated at once, else by how much the resident set grew since before the model; None = unknown."""
     device, peak = choose_device(config.device, 0), None
     times: list[float] = []
     if device.type == "cuda":
-        times = timed_steps(config)
+        times = timed_steps(config, seconds=seconds)
         peak = torch.cuda.max_memory_allocated(device)
     else:
         warm = torch.randn(64, 64, requires_grad=True)
         (warm @ warm).sum().backward()  # the threads and tables of the libraries are not the model's
         try:
-            peak = peak_memory(lambda: times.extend(timed_steps(config)))
+            peak = peak_memory(lambda: times.extend(timed_steps(config, seconds=seconds)))
         except FileNotFoundError:  # no /proc: not Linux
-            times = timed_steps(config)
+            times = timed_steps(config, seconds=seconds)
     tokens = config.micro_batch(1) * config.task().units(config.data.seqlen)
     return {"tokens_per_second": tokens / statistics.median(times), "peak_bytes": peak, "steps": len(times)}
 

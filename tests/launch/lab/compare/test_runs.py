@@ -292,11 +292,10 @@ def test_speed_is_the_median_of_rounds_that_take_turns(recipe, dataset, tmp_path
 
 
 @pytest.mark.parametrize("packing", ["concat", "document", "rows"])
-def test_a_measurement_counts_tokens_and_bytes_of_training_steps(recipe, packing, monkeypatch):
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+def test_a_measurement_counts_tokens_and_bytes_of_training_steps(recipe, packing):
     overrides = ["--model.vocab-size", "64", "--data.packing", packing]
     config = read_comparison(recipe(TINY + ENTRIES), overrides).entries[1].config
-    found = speed.measure(config)
+    found = speed.measure(config, seconds=0.0)
     assert found["steps"] == speed.STEPS
     assert found["tokens_per_second"] > 0
     assert isinstance(found["peak_bytes"], int)  # above 0 in a process of its own, which this one is not
