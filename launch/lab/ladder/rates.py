@@ -69,5 +69,5 @@ def check_rates(ladder: Ladder) -> None:
         try:
             parameter_groups(build_model(config.model, device="meta"), config.optimizer, config.data.seqlen)
         except ValueError as error:
-            advice = f"tune every size by itself instead (--tune-sizes {count})"
+            advice = f"tune each of the {count} sizes by itself instead, by --tune-sizes"
             raise ValueError(f'entry "{entry.title}": its rate cannot follow the width: {error}; or {advice}') from None

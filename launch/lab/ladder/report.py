@@ -51,7 +51,7 @@ def plan_text(ladder: Ladder, seconds: Mapping[str, float] | None = None, parall
         f"in all {least}{runs:,} runs: {short_number(flops)} FLOPs",
     ]
     if seconds:
-        total = f"{least}about {duration(time / parallel)} here with --parallel {parallel}"
+        total = f"{least}about {duration(time / parallel)} here, {parallel} at a time"
         lines.append(f"{total}, by a training step of each that was measured now")
     return "\n\n".join([markdown(headings, rows), "\n".join([*lines, f"runs in {comparison.home}"])])
 
