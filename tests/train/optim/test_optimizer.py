@@ -449,7 +449,7 @@ def test_eight_bits_are_for_what_has_blocks():
 
 
 def test_without_torchao_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "matmix.train.optim.adamw_8bit")
+    monkeypatch.delitem(sys.modules, "matmix.train.optim.adamw_8bit", raising=False)
     monkeypatch.setitem(sys.modules, "torchao.optim.adam", None)
     with pytest.raises(ValueError, match=r"^optimizer adamw_8bit needs torchao \(.*pip install -e '\.\[lowbit\]'$"):
         parameter_groups(torch.nn.Linear(2, 2), OptimizerConfig(name="adamw_8bit"), 8)
