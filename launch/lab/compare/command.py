@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from matmix.data.artifacts import shell_line
 from matmix.launch.glue import Column
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords
 from matmix.train.arguments import Recipe, check_overrides
@@ -16,7 +15,6 @@ from matmix.train.process.exits import EXIT_OK
 if TYPE_CHECKING:
     from matmix.launch.lab.compare.config import Comparison
     from matmix.launch.lab.compare.downstream import Finetuned
-    from matmix.launch.many.planned import PlannedRun
     from matmix.launch.many.runs import Ended
 
 _SPEED = tyro.conf.create_mutex_group(required=False)
@@ -75,14 +73,14 @@ class Compare:
         from matmix.launch.glue.plan import GlueSettings
         from matmix.launch.lab.compare import config, downstream, report, tuning
         from matmix.launch.lab.compare.width import matched
-        from matmix.launch.many import planned, runs
+        from matmix.launch.many import array, planned, runs
         from matmix.train.config import RunConfig
 
         runs.check_alone("matmix compare")
         rest, options = downstream.glue_options(rest)
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         runs.check_parallel(self.parallel)
-        check_slurm(self)
+        array.check_slurm(self.slurm, self.profile, self.slurm_options)
         comparison = tuning.tuned(matched(config.read_comparison(self.recipe, rest)))
         tasks, first = config.tasks_of(comparison, self.only), tuning.tuning_tasks(comparison, self.only)
         if self.report:
@@ -97,7 +95,10 @@ class Compare:
         if self.slurm:
             if then:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
-            return submit(self, comparison, first or tasks, plan, typed, again=bool(first))
+            return array.submit(
+                comparison.home, first or tasks, self.profile, self.slurm_options, typed,
+                plan=plan, keep=lambda: config.keep_recipe(comparison), dry_run=self.dry_run, again=bool(first),
+            )  # fmt: skip
         if self.dry_run:
             print(plan)
             return EXIT_OK
@@ -126,41 +127,3 @@ class Compare:
         if not ended.stopped and wanted and not speed.measure_all(comparison):
             return runs.Ended(ended.failures, stopped=True)
         return ended
-
-
-def check_slurm(verb: Any) -> None:
-    """Raises ValueError (one line) for options of Slurm without --slurm. verb: a command that has both."""
-    given = sorted(name for name, value in verb.slurm_options.items() if value not in (None, ()))
-    if (given or verb.profile) and not verb.slurm:
-        raise ValueError(f"--{(given or ['profile'])[0].replace('_', '-')} belongs to --slurm: give both")
-
-
-def submit(
-    verb: Any, comparison: Comparison, tasks: list[PlannedRun], plan: str, typed: list[str], *, again: bool
-) -> int:
-    """Submits the runs that are not finished as an array, a task each; returns the exit code. verb: the command, which
-    has the options of Slurm. again: they tune, and others follow."""
-    from matmix.launch.jobs.launches import launch_home
-    from matmix.launch.jobs.slurm.options import slurm_options
-    from matmix.launch.jobs.slurm.submit import plan_runs
-    from matmix.launch.lab.compare.config import keep_recipe
-
-    waiting = [task.config for task in tasks if not task.is_finished()]
-    if not waiting:
-        print("Nothing to submit: all runs are finished")
-        return EXIT_OK
-    home = launch_home(str(comparison.home))
-    runs = [[config] for config in waiting]
-    scripts = plan_runs(home, runs, slurm_options(verb.profile, verb.slurm_options), typed, is_sweep=True)
-    if verb.dry_run:
-        print(*scripts.scripts.values(), end="")
-        return EXIT_OK
-    print(plan)
-    keep_recipe(comparison)
-    job = scripts.submit()
-    print(f"Submitted job {job.job} ({job.tasks} tasks): {scripts.folder / 'job.sbatch'}")
-    print(f"Follow it:     {shell_line('matmix', 'launch', 'status', home)}")
-    if again:
-        print("Go on:         these runs tune; when they are done, give the same command again, and so on")
-    print("Tabulate it:   the same recipe and overrides with --report in place of --slurm and its options")
-    return EXIT_OK

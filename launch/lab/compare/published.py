@@ -41,9 +41,8 @@ def agreement(published: Mapping[str, float], values: Mapping[str, Sequence[floa
         apart.append(_are_apart(known[a], known[b]))
     scores, means = [published[name] for name in known], [one.mean for one in known.values()]
     test = kendalltau(scores, means, alternative="greater")  # exact where no two are equal
-    tau, chance = (
-        (test.statistic, test.pvalue) if math.isfinite(test.statistic) else (0.0, 1.0)
-    )  # all results are equal
+    # Without a number all results are equal.
+    tau, chance = (test.statistic, test.pvalue) if math.isfinite(test.statistic) else (0.0, 1.0)
     count = None if set(apart) == {None} else apart.count(True)
     both = sum(ordered for ordered, far in zip(in_order, apart, strict=True) if far)
     return Agreement(len(known), len(pairs), sum(in_order), float(tau), float(chance), count, both)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from matmix.launch.jobs.slurm.options import Profile, SlurmWords
-from matmix.launch.lab.compare.command import check_slurm, submit
 from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.process.exits import EXIT_OK
 
@@ -59,16 +58,16 @@ class Ladder:
         return begin_alone()
 
     def run(self, rest: list[str], typed: list[str]) -> int:
-        from matmix.launch.lab.compare.config import tasks_of
+        from matmix.launch.lab.compare.config import keep_recipe, tasks_of
         from matmix.launch.lab.ladder import rates, report
         from matmix.launch.lab.ladder.sizes import read_ladder
-        from matmix.launch.many import planned, runs
+        from matmix.launch.many import array, planned, runs
         from matmix.train.config import RunConfig
 
         runs.check_alone("matmix ladder")
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         runs.check_parallel(self.parallel)
-        check_slurm(self)
+        array.check_slurm(self.slurm, self.profile, self.slurm_options)
         ladder = rates.with_rates(read_ladder(self.recipe, rest, self._given()))
         tasks, first = tasks_of(ladder.comparison, self.only), rates.tuning_tasks(ladder, self.only)
         if self.report:
@@ -78,8 +77,11 @@ class Ladder:
         rates.check_rates(ladder)
         planned.check_directories([*first, *ready], " (--report leaves this run out)")
         if self.slurm:
-            plan = report.plan_text(ladder)
-            return submit(self, ladder.comparison, first or tasks, plan, typed, again=bool(first))
+            return array.submit(
+                ladder.comparison.home, first or tasks, self.profile, self.slurm_options, typed,
+                plan=report.plan_text(ladder), keep=lambda: keep_recipe(ladder.comparison), dry_run=self.dry_run,
+                again=bool(first),
+            )  # fmt: skip
         if self.dry_run:
             print(report.plan_text(ladder, {} if self.no_speed else self._seconds(ladder), self.parallel))
             return EXIT_OK
