@@ -57,6 +57,7 @@ def counts(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernels",
     [

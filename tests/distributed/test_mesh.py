@@ -59,6 +59,7 @@ def expected(options, tmp_path_factory):
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "toys",
     [("parts of batches and weights", ""), nightly(("", "parts of batches")), nightly(("parts of gradients", ""))],

@@ -67,6 +67,7 @@ def travel(dataset, folder, name: str, engines: list[str], *, own: list[str] = (
         optimizer_scenario.train_all([(str(folder / f"{engine}-converted"), last)])
 
 
+@pytest.mark.slow
 def test_it_is_sharded_saved_converted_and_resumed_at_other_numbers_of_ranks(dataset, tmp_path):
     travel(dataset, tmp_path, "momentum", ["fsdp2", "ddp"])
     whole = losses(tmp_path / "whole")

@@ -118,6 +118,7 @@ def check_order(order, once):
     assert reduced == [*itertools.chain.from_iterable(zip(backward, [once[0]] * LAYERS, strict=True)), once[0]]
 
 
+@pytest.mark.slow
 def test_what_a_context_sends_is_planned():
     """Within 5 % of the bytes that layers send, which grow with the length for attention and long convolutions only."""
     constant = [["hydra"], ["lion_s"], ["semiseparable", "convolution", "mru"]]

@@ -21,6 +21,7 @@ def _stacks(run) -> list[str]:
     return [path.read_text() for path in sorted((run.path / "logs" / "attempt-0").glob("rank-*.stacks.txt"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, nightly(True)])
 def test_one_rank_stands_still(make_run, request, goes_on):
     run = make_run("--faults.hang-minutes", "10", ranks=2)

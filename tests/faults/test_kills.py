@@ -38,6 +38,7 @@ EACH_PHASE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", [(("writing", 5, 1, True), ("rename", 10, 0, False)), nightly(EACH_PHASE)])
 def test_kills_in_phases_of_a_save(make_run, two_ranks, phases):
     run = make_run(ranks=2)

@@ -33,6 +33,7 @@ def test_a_spike_is_left_out_and_kills_change_nothing(make_run, two_ranks):
     assert harmed.records("rewind") == alone.records("rewind")
 
 
+@pytest.mark.slow
 def test_it_gives_up(make_run):
     run = make_run(*_GUARD, "--faults.max-rewinds", "1", ranks=1)
     attempt = run.start(faults=[_SPIKE | {"last": 75}])  # what is read next spikes, too

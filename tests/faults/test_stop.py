@@ -38,6 +38,7 @@ def outcome_of(run, number: int):
     return outcomes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goes_on", [False, nightly(True)])
 def test_between_steps_on_one_rank_of_two(make_run, request, goes_on):
     run = make_run(ranks=2)

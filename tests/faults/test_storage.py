@@ -64,6 +64,7 @@ def test_no_valid_checkpoint_is_left(make_run, half_done):
     assert run.records() == metrics
 
 
+@pytest.mark.slow
 def test_disk_full_for_a_while(make_run, two_ranks):
     """It costs the checkpoints of that time, on all ranks alike, and nothing else."""
     run = make_run(ranks=2)

@@ -43,6 +43,7 @@ def check_alike(run: Path, expected: Path) -> None:
         assert got == pytest.approx(wanted, rel=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engines", [("fsdp2",), pytest.param(("zero3", "zero2", "zero1", "zero0", "ddp"), marks=pytest.mark.slow)]
 )

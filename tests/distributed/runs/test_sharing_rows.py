@@ -114,6 +114,7 @@ def test_compiled_blocks(planned, expected, tmp_path):
         assert_same_numbers(tmp_path / name, expected(name, *schedule[:4]))
 
 
+@pytest.mark.slow
 def test_stopped_runs_go_on(planned, expected, tmp_path):
     """On as many ranks bit for bit, with dropout; and from four parts of rows to two and to whole rows."""
     whole, parts, elastic = (tmp_path / name for name in ("whole", "parts", "elastic"))

@@ -93,6 +93,7 @@ def test_the_pytorch_form(case):
         assert all(rmse_ratio(got[name], x) <= bound for name, x in wanted.items())
 
 
+@pytest.mark.slow
 def test_the_same_bits_again(interpreter):
     assert_bit_equal_twice(on_triton(lion_mixer, interpreter), inputs(67, "token", 2), nheads=HEADS)
 

@@ -145,6 +145,7 @@ def test_gradient_of_the_final_state_alone(interpreter):
     assert max(rmse_ratio(got[name], wanted[name]) for name in wanted) < 1e-5
 
 
+@pytest.mark.slow
 @settings(
     max_examples=12,
     deadline=None,

@@ -72,6 +72,7 @@ def local(dataset, tmp_path):
     run.end()
 
 
+@pytest.mark.slow
 def test_ranks_listen_on_this_host_alone_and_sigterm_leaves_a_checkpoint(local, capsys):
     local.wait_for_step(3)
     ranks = local.ranks()

@@ -123,6 +123,7 @@ def test_nothing_of_the_step_is_left_out(mode):
     assert 0 < readout <= 4 * (2 * rows * width + 321 * width) + 64 * rows
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_lies_with_the_host(capsys):
     """On the device nothing of a block stays between the passes, whatever their number; on the host all of it."""
     config = small(activation_checkpointing="offload")

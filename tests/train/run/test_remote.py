@@ -114,6 +114,7 @@ def _assert_the_manifest_is_uploaded_last(store) -> None:
     assert {"config.toml", "metrics.jsonl"} < set(writes[: writes.index(files[-1])])
 
 
+@pytest.mark.slow
 def test_a_failed_upload_costs_one_line_and_no_checkpoint(store, url, dataset, tmp_path, straight, capsys):
     store.refuse = lambda method, path: method == "PUT" and "step-00000008" in path
     assert run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "10").saved
@@ -189,6 +190,7 @@ def test_a_store_that_is_away_for_a_moment_is_not_noticed(store, url, dataset, m
     assert losses(local_folder(url)) == losses(straight)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     store, url, dataset, tmp_path, straight, capsys, told
 ):
@@ -311,6 +313,7 @@ def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     assert losses(local_folder(url)) == losses(straight)
 
 
+@pytest.mark.slow
 def test_verbs_take_the_url_of_a_run(store, url, dataset, tmp_path, capsys):
     """Through the command line, which also leaves at the URL how each start of the run ended."""
     from matmix.launch.cli import main

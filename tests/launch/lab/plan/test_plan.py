@@ -92,6 +92,7 @@ def test_what_is_sent_in_bf16():
     assert sums == {**rounded, "reduce-scatter of gradients": exact["reduce-scatter of gradients"] / 2}
 
 
+@pytest.mark.slow
 def test_what_zero_offloads_lies_with_the_host():
     """Moments, gradients and copies of a rank's part of the weights; the rest stays what it was."""
     zero = ["--engine.name", "deepspeed", "--engine.zero-stage"]
@@ -130,6 +131,7 @@ def test_a_context_shares_activations_and_sends_states():
     assert found["all-gather of weights"].ranks == 4  # they share the weights as well
 
 
+@pytest.mark.slow
 def test_a_context_is_proposed_where_whole_rows_do_not_fit():
     one = config("--data.seqlen", "4096", "--model.max-seqlen", "4096", batch=4)
     whole = min(make_plan(candidate, 4, mode="full").total_bytes for candidate in candidates(one, 4, H100))
