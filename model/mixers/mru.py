@@ -24,12 +24,12 @@ from matmix.kernels.mru.constructions import (
 )
 from matmix.model.calls import weights_of
 from matmix.model.initialization import constant_init, normal_init
-from matmix.model.mixers.base import Mixer, overwrite
+from matmix.model.mixers.base import Mixer, ShortConv, convolve, overwrite, zero_state
 from matmix.model.mixers.continued import tokens_before
 from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 
 State = Tensor | tuple[Tensor, Tensor]
-"""States (batch, H, order, order), and with `shift` the token before (batch, d_model)."""
+"""States (batch, H, order, order), and with `shift` what it keeps of the tokens before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +63,12 @@ class MRUConfig:
     output_std: float = 0.0
     """Standard deviation of the initial output projection; 0 = automatic: by the depth, as in all mixers. mru-lm's
     first form has 0.02 / sqrt(number of blocks)."""
-    shift: Literal["auto", "none", "blend"] = "auto"
-    """blend: elements come from a learned blend of each token with the one before it in its document. auto: blend with
-    affine, else none."""
+    shift: Literal["auto", "none", "blend", "conv"] = "auto"
+    """blend: elements come from a learned blend of each token with the one before it in its document. conv: they come
+    from silu of a short convolution of the tokens, which is also added to what is read, by a learned factor for each
+    channel. auto: blend with affine, else none."""
+    d_conv: int = 4
+    """Width of the causal depthwise convolution of shift = "conv" (2 to 9)."""
     gate: Literal["auto", "none", "silu"] = "auto"
     """silu: what is read from the states is multiplied by silu of a projection of the token. auto: silu with affine,
     else none."""
@@ -134,7 +137,10 @@ class MRU(Mixer):
                 fan_in = self.state_size
             self.state_up = nn.Parameter(torch.empty(self.nheads, d_chunk, element_columns(config.construction, order)))
         self.state_down = nn.Parameter(torch.empty(self.nheads, order, d_chunk))
-        self.shift_share = nn.Parameter(torch.empty(d_model)) if config.chosen("shift") == "blend" else None
+        shift = config.chosen("shift")
+        self.shift_share = nn.Parameter(torch.empty(d_model)) if shift == "blend" else None
+        self.conv1d = ShortConv(d_model, config.d_conv, True) if shift == "conv" else None
+        self.skip = nn.Parameter(torch.empty(d_model)) if shift == "conv" else None
         fading = (self.nheads, state_elements("affine", order))
         self.state_base = nn.Parameter(torch.empty(fading)) if config.construction == "affine" else None
         self.gate_proj = nn.Linear(d_model, d_model, bias=config.bias) if config.chosen("gate") == "silu" else None
@@ -153,6 +159,7 @@ class MRU(Mixer):
             "state_up": elements,
             "state_base": partial(draw_fading, order=order),
             "shift_share": constant_init(0.5),
+            "skip": constant_init(1.0),
             "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
@@ -191,6 +198,7 @@ class MRU(Mixer):
         otherwise = f"must be from {least} to {ORDERS[-1]} with {config.construction}"
         cls.require(least <= config.order <= ORDERS[-1], config, "order", otherwise)
         cls.require(config.nheads >= 0, config, "nheads", "must be 0 (automatic) or more")
+        cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
         nheads = cls.head_count(d_model, config)
         square = config.order**2
         if nheads == 0 or (not config.nheads and d_model * heads_per_square(config) % square):
@@ -204,6 +212,10 @@ class MRU(Mixer):
                 f"model.mixers.mru: nheads * order = {nheads} * {config.order} does not divide "
                 f"d_model = {d_model}; change nheads or order"
             )
+
+    @classmethod
+    def has_convolution(cls, config: MRUConfig) -> bool:
+        return config.chosen("shift") == "conv"
 
     @classmethod
     def why_no_context(cls, config: MRUConfig, causal: bool) -> str:
@@ -230,16 +242,26 @@ class MRU(Mixer):
         products = 1 + construction_products(config.construction)
         return 2.0 * products * cls.head_count(d_model, config) * config.order**3
 
-    def before(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor | None:
-        """The token before each of x (B, L, d_model) in its document, where one is asked for."""
-        return None if self.shift_share is None else shift_right(x, cu_seqlens, self.context)
+    def source(
+        self, x: Tensor, kept: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What elements are made from, typed and shaped like x (B, L, d_model) or (B, d_model), and what a state keeps
+        of the last tokens for those behind them. kept: the same of the tokens before x; None for whole rows."""
+        if self.conv1d is not None:
+            options = {"causal": True, "activation": "silu", "cu_seqlens": cu_seqlens, "context": self.context}
+            return convolve(self.conv1d, x, kept, **options)
+        if self.shift_share is None:
+            return x, None
+        if kept is None:
+            before, last = shift_right(x, cu_seqlens, self.context), None
+        else:
+            before, last = (kept, x) if x.dim() == 2 else tokens_before(x, kept, cu_seqlens, self.context)
+        return torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype)), last
 
-    def inputs(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Makes from x (..., d_model) and the tokens before elements of the state matrices (..., H, E) and None; or, in
-        the chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H,
-        d_chunk, order)."""
-        if before is not None:
-            x = torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype))
+    def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Makes from what `source` gives (..., d_model) elements of the state matrices (..., H, E) and None; or, in the
+        chunked form and where nothing comes between, the chunks (..., H, order, d_chunk) and their weights (H, d_chunk,
+        order)."""
         if self.config.chosen("input") == "dense":
             elements = self.in_proj(x).unflatten(-1, (self.nheads, -1))
             if self.element_scale != 1:
@@ -261,7 +283,7 @@ class MRU(Mixer):
 
     def elements(self, x: Tensor) -> Tensor:
         """Elements of the state matrices (B, L, H, E) from x (B, L, d_model)."""
-        return self.from_chunks(*self.inputs(x, self.before(x)))
+        return self.from_chunks(*self.inputs(self.source(x)[0]))
 
     def read_out(self) -> Tensor:
         """W_down (H, order, d_chunk) as states are multiplied by it."""
@@ -299,12 +321,17 @@ class MRU(Mixer):
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Computes outputs (..., d_model) from states (..., H, order, order)."""
+        return self.read(mixed, x, x if self.skip is None else self.source(x)[0])
+
+    def read(self, mixed: Tensor, x: Tensor, source: Tensor) -> Tensor:
+        """`combine`, given what `source` makes of x."""
         states = mixed.to(x.dtype)
         # An adapter or a quantised layer is more than its weight.
-        foldable = self.gate_proj is None and self.state_size <= self.d_model and type(self.out_proj) is nn.Linear
+        alone = self.gate_proj is None and self.skip is None
+        foldable = alone and self.state_size <= self.d_model and type(self.out_proj) is nn.Linear
         if not foldable:
             read_out = self.read_out().to(x.dtype)
-            return self.finish(project(states, read_out) if states.dim() == 5 else states @ read_out, x)
+            return self.finish(project(states, read_out) if states.dim() == 5 else states @ read_out, x, source)
         # Both maps are linear: folded into one, the tokens see a single large product instead of many tiny
         # ones.
         weight, bias = weights_of(self.out_proj, "weight", "bias")
@@ -312,30 +339,32 @@ class MRU(Mixer):
         folded = torch.einsum("hjc,dhic->dhij", self.read_out(), out)
         return F.linear(states.flatten(-3), folded.flatten(1), bias)
 
-    def finish(self, read: Tensor, x: Tensor) -> Tensor:
-        """Gate and output projection of what was read from the states, (..., H, order, d_chunk)."""
+    def finish(self, read: Tensor, x: Tensor, source: Tensor) -> Tensor:
+        """Gate and output projection of what was read from the states, (..., H, order, d_chunk), and of `source`."""
         y = read.flatten(-3)
+        if self.skip is not None:
+            y = torch.addcmul(y, source, self.skip.to(y.dtype))
         if self.gate_proj is not None:
             y = y * F.silu(self.gate_proj(x))
         return self.out_proj(y)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        return self.run(x, self.before(x, cu_seqlens), cu_seqlens)[0]
+        return self.run(x, self.source(x, cu_seqlens=cu_seqlens)[0], cu_seqlens)[0]
 
     def run(
-        self, x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None = None, state: Tensor | None = None
+        self, x: Tensor, source: Tensor, cu_seqlens: Tensor | None = None, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns outputs (B, L, d_model) and the last states (B or documents, H, order, order), by the fused op or by
         its parts, and stores the norms of states for `monitor`."""
-        inputs, w_up = self.inputs(x, before)
+        inputs, w_up = self.inputs(source)
         if self.is_fused(inputs, w_up):
             y, final, self.log_norms = mru_mixer(
                 inputs, self.read_out(), w_up=w_up, construction=self.config.construction, initial_state=state,
                 return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens, context=self.context,
             )  # fmt: skip
-            return self.finish(y, x), final
+            return self.finish(y, x, source), final
         states, final = self.mixed(self.from_chunks(inputs, w_up), cu_seqlens, state)
-        return self.combine(states, x), final
+        return self.read(states, x, source), final
 
     def is_fused(self, inputs: Tensor, w_up: Tensor | None) -> bool:
         """Returns whether kernels take `inputs` to outputs without states in memory. On the CPU the parts are faster,
@@ -352,11 +381,13 @@ class MRU(Mixer):
         return {"log_norm_max": self.log_norms[0], "log_norm_mean": self.log_norms[1]}
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> State:
-        """The identity, (batch_size, H, order, order), float32 at least; with `shift` beside it the token before, zeros
-        (batch_size, d_model)."""
+        """The identity, (batch_size, H, order, order), float32 at least; with `shift` beside it zeros: the token before
+        (batch_size, d_model), or those before (batch_size, d_model, d_conv - 1)."""
         like = torch.empty(0, dtype=self.state_down.dtype, device=self.state_down.device if device is None else device)
         exact = torch.promote_types(like.dtype, torch.float32)
         states = torch.eye(self.order, dtype=exact, device=like.device).repeat(batch_size, self.nheads, 1, 1)
+        if self.conv1d is not None:
+            return states, zero_state(self.conv1d, device, batch_size, self.d_model, self.config.d_conv - 1)
         return states if self.shift_share is None else (states, like.new_zeros(batch_size, self.d_model))
 
     def forward_with_state(self, x: Tensor, state: State, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
@@ -376,27 +407,22 @@ class MRU(Mixer):
 
     def carried(self, x: Tensor, state: State, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
         """`forward_with_state`, also of one token x (B, d_model), that refuses no state."""
-        states, last = (state, None) if isinstance(state, Tensor) else state
-        if x.dim() == 2:
-            y, states = self.run_token(x, last, states)
-            return y, states if last is None else (states, x)
-        before = None
-        if last is not None:
-            before, last = tokens_before(x, last, cu_seqlens, self.context)
-        y, states = self.run(x, before, cu_seqlens, states)
-        return y, states if last is None else (states, last)
+        states, kept = (state, None) if isinstance(state, Tensor) else state
+        source, kept = self.source(x, kept, cu_seqlens)
+        y, states = self.run_token(x, source, states) if x.dim() == 2 else self.run(x, source, cu_seqlens, states)
+        return y, states if kept is None else (states, kept)
 
-    def run_token(self, x: Tensor, before: Tensor | None, states: Tensor) -> tuple[Tensor, Tensor]:
+    def run_token(self, x: Tensor, source: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """`run` for one token x (B, d_model) from a state."""
-        inputs, w_up = self.inputs(x, before)
+        inputs, w_up = self.inputs(source)
         if self.is_fused(inputs, w_up):
             y, states = mru_step(inputs, states, self.read_out(), w_up=w_up, construction=self.config.construction)
-            y = self.finish(y, x)
+            y = self.finish(y, x, source)
         else:
             matrices = self.build(self.from_chunks(inputs, w_up))
             with torch.autocast(matrices.device.type, enabled=False):
                 states = states.to(matrices.dtype) @ matrices
-            y = self.combine(states, x)
+            y = self.read(states, x, source)
         self.log_norms = summary(log_norms(states))
         return y, states
 

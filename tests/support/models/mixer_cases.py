@@ -34,6 +34,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mru-plain": ("mru", {"construction": "plain", "scan": "brent_kung"}),
     "mru-chunked": ("mru", {"input": "chunked", "construction": "identity_plus", "element_scale": 0.5}),
     "mru-chunked-cayley": ("mru", {"input": "chunked", "nheads": 2, "order": 2, "output_scale": 2.0, "bias": True}),
+    "mru-convolution": ("mru", {"shift": "conv", "d_conv": 3}),
+    "mru-convolution-alone": ("mru", {"shift": "conv", "construction": "identity_plus"}),
     "mru-padded": ("mru", {"order": 2, "nheads": 8, "construction": "qr", "decay": True}),
     "attention-wide": ("attention", {"value_headdim": 4, "nheads": 3, "bias": True}),
     "attention-xpos": ("attention", {"position": "xpos"}),
