@@ -27,11 +27,11 @@ def activate(x: Tensor, name: str) -> Tensor:
 def residual_std(config: ModelConfig) -> float:
     """Initial standard deviation of projections that add to the residual stream.
 
-    In pre-norm models init_std / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
-    with the depth; post-norm models normalise after each addition and take init_std, as BERT.
+    In pre-norm models matrix_std / sqrt(number of additions) (GPT-2), so that the stream's variance does not grow
+    with the depth; post-norm models normalise after each addition and take matrix_std, as BERT.
     """
     additions = sum((mixer is not None) + has_mlp for mixer, has_mlp in config.layer_kinds())
-    return config.init_std / math.sqrt(additions) if config.norm == "pre" else config.init_std
+    return config.matrix_std / math.sqrt(additions) if config.norm == "pre" else config.matrix_std
 
 
 def make_norm(config: ModelConfig, *, eps: float, bias: bool) -> nn.Module:
@@ -52,7 +52,9 @@ class MLP(nn.Module):
             linear = partial(nn.Linear, bias=config.mlp_bias)
             self.init_rules = {"down.weight": normal_init(std)}
         else:
-            linear = partial(CHANNEL_MAPS[config.mlp], size=config.mlp_size, bias=config.mlp_bias, std=config.init_std)
+            linear = partial(
+                CHANNEL_MAPS[config.mlp], size=config.mlp_size, bias=config.mlp_bias, std=config.matrix_std
+            )
         self.up = linear(narrow, wide)
         # A layer of its own, so that optimizers see two matrices.
         self.gate = linear(narrow, wide) if config.mlp_gate else None

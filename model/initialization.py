@@ -67,7 +67,7 @@ def initialize(model: nn.Module, seed: int, factors: Mapping[str, float] = Mappi
 
     A module says how its own parameters start in `init_rules`, a dict from the parameter's name relative to
     that module to an `InitRule`; the outermost rule wins. Without a rule: LayerNorm 1 and 0, other biases 0,
-    other matrices N(0, `init_std`), with the `init_std` of the model's config or 0.02. factors: on the values of some
+    other matrices N(0, std^2), with the `matrix_std` of the model's config or 0.02. factors: on the values of some
     parameters, by name. Parameters may be sharded (DTensor): no communication takes place.
     """
     rules = init_rules_of(model)
@@ -80,7 +80,7 @@ def initialize(model: nn.Module, seed: int, factors: Mapping[str, float] = Mappi
 
 def init_rules_of(model: nn.Module) -> dict[str, InitRule]:
     """Returns the rule that each parameter of `model` is drawn by, as `initialize` has it."""
-    std = getattr(getattr(model, "config", None), "init_std", INIT_STD)
+    std = getattr(getattr(model, "config", None), "matrix_std", INIT_STD)
     stated: dict[str, InitRule] = {}
     usual: dict[str, InitRule] = {}
     for prefix, module in model.named_modules():

@@ -42,7 +42,7 @@ def test_layers_differ_at_the_start(small_config, kind):
 
 def test_starting_values_are_the_published_ones(small_config):
     hydra = HydraConfig(headdim=8, d_state=4, learnable_init_states=True)
-    weights = _initialized(small_config(**ENCODER, d_model=256, hydra=hydra))
+    weights = _initialized(small_config(**ENCODER, d_model=256, init_std=0.02, hydra=hydra))
     mixer = {name.split("mixer.")[1]: w for name, w in weights.items() if name.startswith("blocks.0.mixer.")}
     assert torch.equal(mixer["A_log"], torch.zeros(64))
     assert torch.equal(mixer["D"], torch.ones(64))
@@ -53,12 +53,12 @@ def test_starting_values_are_the_published_ones(small_config):
     assert dt.log().std() > 1.0
     assert mixer["conv1d.weight"].abs().max() <= 7**-0.5
     assert mixer["in_proj.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    mru = _initialized(small_config(d_model=256, n_layers=4))
+    mru = _initialized(small_config(d_model=256, n_layers=4, init_std=0.02))
     assert mru["blocks.3.mixer.in_proj.weight"].abs().max() == 0
     assert mru["blocks.3.mixer.state_down"].std().item() == pytest.approx(0.02 * 2, rel=0.15)
     assert mru["blocks.3.mixer.out_proj.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
     assert mru["blocks.3.mlp.down.weight"].std().item() == pytest.approx(0.02 / 8**0.5, rel=0.02)
-    chunked = _initialized(small_config(d_model=512, mru=MRUConfig(order=8, nheads=16, input="chunked")))
+    chunked = _initialized(small_config(d_model=512, init_std=0.02, mru=MRUConfig(order=8, nheads=16, input="chunked")))
     assert chunked["blocks.0.mixer.state_up"].abs().max() == 0
     # 0.02 sqrt(state size) / (d_model / order)
     assert chunked["blocks.0.mixer.state_down"].std().item() == pytest.approx(0.02 * 32 / 64, rel=0.05)
@@ -69,8 +69,16 @@ def test_matrices_without_a_rule_start_as_wide_as_the_recipe_says(small_config):
     weights = _initialized(small_config(**{**ENCODER, "norm": "pre"}, d_model=256, init_std=0.08))
     assert weights["blocks.0.mixer.in_proj.weight"].std().item() == pytest.approx(0.08, rel=0.02)
     assert weights["blocks.0.mlp.down.weight"].std().item() == pytest.approx(0.08 / 6**0.5, rel=0.02)
-    with pytest.raises(ValueError, match=r"model\.init_std = 0"):
-        small_config(init_std=0.0)
+    with pytest.raises(ValueError, match=r"model\.init_std = -0\.1"):
+        small_config(init_std=-0.1)
+
+
+@pytest.mark.parametrize("d_model", [64, 256])
+def test_narrow_models_start_with_wider_matrices(small_config, d_model):
+    weights = _initialized(small_config(**{**ENCODER, "norm": "pre"}, d_model=d_model))
+    std = (2 / (5 * d_model)) ** 0.5
+    assert weights["blocks.0.mixer.in_proj.weight"].std().item() == pytest.approx(std, rel=0.03)
+    assert weights["blocks.0.mlp.down.weight"].std().item() == pytest.approx(std / 6**0.5, rel=0.03)
 
 
 def test_every_parameter_built_on_meta_is_filled(small_config):

@@ -162,7 +162,7 @@ class MatmixPreTrainedModel(PreTrainedModel):
         for name, parameter in module.named_parameters(recurse=False):
             # Newer versions of transformers mark parameters that came from a file, older ones whole modules.
             if not getattr(parameter, "_is_hf_initialized", False):
-                rule = rules.get(name) or default_init_rule(module, name)
+                rule = rules.get(name) or default_init_rule(module, name, self.model.config.matrix_std)
                 with torch.no_grad():
                     parameter.copy_(rule(parameter.shape, None))
 

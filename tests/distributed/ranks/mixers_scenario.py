@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 
@@ -17,7 +19,8 @@ BATCH = 4
 
 def losses_of_all_mixers(engine: dict, steps: int = 3) -> list[list[float]]:
     """Losses over steps of the encoder and of the language model."""
-    return [_losses(config, engine, steps) for config in (encoder_of_all(), language_model_of_all())]
+    configs = (dataclasses.replace(config, init_std=0.02) for config in (encoder_of_all(), language_model_of_all()))
+    return [_losses(config, engine, steps) for config in configs]
 
 
 def _losses(config: ModelConfig, options: dict, steps: int) -> list[float]:

@@ -51,7 +51,7 @@ def _write_recipes(folder, **rows):
 def _runs(recipes, folder, *options):
     common = ["--device", "cpu", "--model.dropout", "0", "--model.head.dropout", "0", "--steps", "6", *options]
     # Adam's step for a gradient of almost nothing would turn a rounding of it into a difference of its own size.
-    common += ["--optimizer.eps", "1e-4"]
+    common += ["--optimizer.eps", "1e-4", "--model.init-std", "0.02"]
     tasks = {
         "classes": [],
         "pairs": ["--model.architecture", "text_embedder", "--objective.name", "embedding"],

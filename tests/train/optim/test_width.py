@@ -20,7 +20,9 @@ HALF, QUARTER, HIDDEN = WidthFactors(0.5, 0.5), WidthFactors(0.25, 0.25), WidthF
 def config_of(mixer: str, width: int = 256, **options) -> ModelConfig:
     kind = "encoder" if MIXERS[mixer].bidirectional_form else "language_model"
     return ModelConfig(
-        **{"architecture": kind, "layers": (mixer,), "d_model": width, "n_layers": 1, "vocab_size": 50} | options
+        **{"architecture": kind, "layers": (mixer,), "d_model": width, "n_layers": 1, "vocab_size": 50}
+        | {"init_std": 0.02}
+        | options
     )
 
 
@@ -48,6 +50,14 @@ def test_the_mru_has_the_factors_of_its_matrices_and_of_the_factors_within_it():
         initialize(model, 0, initial_factors(model.config, 64))
         sizes.append(float(model.blocks[0].mixer.state_down.detach().std()) * model.blocks[0].mixer.output_scale)
     assert sizes[1] / sizes[0] == pytest.approx(1, rel=0.1)
+
+
+def test_initial_values_that_follow_the_width_are_not_made_smaller_twice():
+    base, config = (config_of("attention", width, init_std=0.0) for width in (64, 256))
+    found = width_factors(config, 64)
+    drawn = {name: one.init * config.matrix_std for name, one in found.items() if name.startswith("blocks.")}
+    assert len(drawn) == 6
+    assert drawn == pytest.approx(dict.fromkeys(drawn, base.matrix_std / 2))  # sums of four times as many terms
 
 
 @each("kind", ["block_diagonal", "btt", "low_rank", "monarch"])
