@@ -231,6 +231,8 @@ class MRU(Mixer):
         inputs = nheads * d_model * state_elements(config.construction, order)
         if config.chosen("input") == "chunked":
             inputs = nheads * d_chunk * order * element_columns(config.construction, order)
+        if cls.has_convolution(config):
+            inputs += config.d_conv * d_model
         read = state_size * d_chunk + d_model**2
         read = read + d_model**2 if config.chosen("gate") == "silu" else min(state_size * d_model, read)
         return 2.0 * (inputs + read) + cls.mixing_flops(d_model, config, seqlen, causal)
