@@ -58,6 +58,7 @@ MODELS = {
     ),
     "hydra": ModelConfig(
         architecture="encoder",
+        init_std=0.02,
         vocab_size=448,
         d_model=32,
         n_layers=3,
