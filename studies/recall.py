@@ -61,6 +61,12 @@ class Form:
     """Step sizes at the start."""
     convolution: bool = True
     """Else each channel is its token's."""
+    gate: bool = True
+    """Else nothing multiplies what the norm gives."""
+    norm: bool = True
+    """Else the gate multiplies what is read as it is."""
+    init_std: float = 0.0
+    """Standard deviation of matrices at the start; 0 is sqrt(2 / (5 width)) = 0.091."""
 
 
 FORMS = {
@@ -78,6 +84,13 @@ FORMS = {
     "Hydra, A from 1 to 16": Form(A=(1.0, 16.0)),
     "Hydra, larger steps": Form(dt=(0.03, 1.0)),
     "Hydra, no convolution": Form(convolution=False),
+    "Hydra, no shift": Form(shift=False),
+    "Hydra, no gate": Form(gate=False),
+    "Hydra, no norm": Form(norm=False),
+    "Hydra, weights from 0.02": Form(init_std=0.02),
+    "SSD, added, shifted, weights from 0.02": Form(
+        D=0, projection=0, diagonal_rate=0, shared=False, init_std=0.02
+    ),
 }
 
 
@@ -177,18 +190,18 @@ def schedule(step: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
 
 
-def hydra() -> nn.Module:
+def hydra(init_std: float = 0.0) -> nn.Module:
     """The recipe's encoder, without initial values."""
     mixers = MixerOptions(hydra=HydraConfig(headdim=16, d_state=16))
     sizes = {"vocab_size": 64, "d_model": WIDTH, "n_layers": LAYERS, "max_seqlen": LENGTH, "mlp_ratio": 2.0}
     return build_model(
-        ModelConfig(architecture="encoder", layers=("hydra",), mixers=mixers, type_vocab_size=0, **sizes)
+        ModelConfig(architecture="encoder", layers=("hydra",), mixers=mixers, type_vocab_size=0, init_std=init_std, **sizes)
     )
 
 
 def started(form: Form, seed: int) -> Parameters:
     """The parameters at the start of a run."""
-    model = hydra()
+    model = hydra(form.init_std)
     initialize(model, seed)
     parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     draw = torch.Generator().manual_seed(seed)
@@ -261,7 +274,11 @@ class Model:
         y = torch.einsum("bhts,bshp->bthp", matrix, v)
         diagonal = F.linear(v.flatten(-2), p[f"{name}.fc_D.weight"]) + p[f"{name}.D"]
         y = (y + diagonal.unsqueeze(-1) * v).flatten(-2)
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * p[f"{name}.norm.weight"] * F.silu(z)
+        if self.form.norm:
+            y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+        y = y * p[f"{name}.norm.weight"]
+        if self.form.gate:
+            y = y * F.silu(z)
         return F.linear(y, p[f"{name}.out_proj.weight"])
 
 
