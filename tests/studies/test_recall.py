@@ -51,7 +51,7 @@ def test_samples_are_those_of_the_recipe():
 
 def test_runs_that_are_trained_together_are_those_that_are_trained_alone(monkeypatch):
     monkeypatch.setattr("matmix.studies.recall.LENGTHS", (1,))
-    form = FORMS["Hydra, D from 0"]
+    form = FORMS["Hydra, D and fc_D from 0"]
     both, alone = (train(form, 0.003, seeds, 4, "") for seeds in ([0, 1], [1]))
     assert np.allclose(both[1]["D"], alone[0]["D"], atol=1e-5)
     assert not np.allclose(both[0]["D"], both[1]["D"], atol=1e-5)
@@ -68,7 +68,7 @@ def test_what_a_form_holds_stays(monkeypatch):
 
 def test_results_that_are_kept_are_not_made_again(tmp_path, monkeypatch, capsys):
     kept = {"0": {"accuracy": [1.0, 0.5, 0.25, 0.125], "learned": 500, "seconds": 1.0, "losses": [], "D": []}}
-    path = tmp_path / "Hydra, rate 0.006, 3000 steps.json"
+    path = tmp_path / "Hydra, rate 0.006, 1000 steps.json"
     path.write_text(json.dumps(kept), encoding="utf-8")
     Study(forms=("Hydra",), rates=(0.006,), seeds=(0,), out=tmp_path).run()
     assert capsys.readouterr().out.splitlines()[-1] == row("Hydra", 0.006, [kept["0"]])
