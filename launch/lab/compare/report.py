@@ -242,11 +242,25 @@ def _plan_of_variant(entries: Sequence[Entry]) -> str:
 
 def write_report(comparison: Comparison) -> str:
     """Writes table and picture of what there is; returns the text to be shown."""
-    comparison = tuned(comparison)
+    comparison, idle = begun(tuned(comparison))
     parts = [collect(part) for part in comparison.by_variant()]
     files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
     is_empty = not any(result.values("loss") for part in parts for result in part.results)
-    return write_tables(comparison.home / "report", _report_text(comparison, parts), files, is_empty=is_empty)
+    text = _report_text(comparison, parts)
+    if idle:
+        text += f"\n\nNot begun: {'; '.join(idle)}."
+    return write_tables(comparison.home / "report", text, files, is_empty=is_empty)
+
+
+def begun(comparison: Comparison) -> tuple[Comparison, list[str]]:
+    """Returns the comparison without the entries of which nothing has begun in any variant, and the names of these. All
+    stay where nothing has begun at all."""
+    there = {entry.name for entry in comparison.entries if (comparison.home / entry.folder).exists()}
+    idle = list(dict.fromkeys(entry.name for entry in comparison.entries if entry.name not in there))
+    if not there:
+        return comparison, []
+    kept = tuple(entry for entry in comparison.entries if entry.name in there)
+    return dataclasses.replace(comparison, entries=kept), idle
 
 
 def _report_text(comparison: Comparison, parts: Sequence[Part]) -> str:

@@ -91,10 +91,7 @@ def test_a_seed_whose_loss_is_no_number_makes_its_entry_the_last(compared):
 
 def test_without_the_control_there_is_no_gain(compared):
     comparison = compared(CONTROLLED, lambda entry, seed: None if entry == "no mixer" else _language(entry, seed))
-    header, *rows = _cells(write_report(comparison))
-    gain = header.index("gain over no mixer (nats)")
-    assert {row[gain] for row in rows} == {""}
-    assert rows[-1][:1] == ["no mixer (control)"]
+    assert "gain over no mixer" not in write_report(comparison)
     text = write_report(matched(read_comparison(str(keep(comparison)), ["--comparison.controls", "False"])))
     assert "gain over no mixer" not in text
 
@@ -210,6 +207,20 @@ def test_what_is_missing_in_a_variant_is_marked_there(compared):
     assert "Without a number" not in short
     assert _cells(summary)[-1][:2] == ["attention", "2.1250 ± 0.1768"]  # the last, for want of a variant
     assert "Also in" not in summary + short + deep
+
+
+def test_entries_of_which_nothing_has_begun_stand_below_the_table(compared):
+    comparison = compared(CONTROLLED, lambda entry, seed: None if entry == "attention" else _language(entry, seed))
+    text = write_report(comparison)
+    assert [row[0] for row in _cells(text)[1:]] == ["Hydra, 2 x", "convolution only (control)", "no mixer (control)"]
+    assert "Not begun: attention." in text
+    assert "attention" not in (comparison.home / "report/table.csv").read_text()
+
+
+def test_where_nothing_has_begun_all_entries_are_in_the_table(compared):
+    text = write_report(compared(CONTROLLED, lambda entry, seed: None))
+    assert len(_cells(text)) == 5
+    assert "Not begun" not in text
 
 
 def test_speed_is_measured_in_the_first_variant(compared, monkeypatch):

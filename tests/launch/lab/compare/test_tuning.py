@@ -183,7 +183,7 @@ def test_runs_that_tune_are_runs(recipe, dataset, tmp_path, capsys):
     assert main(command) == 0
     said = capsys.readouterr().out
     assert ": diverged" in said
-    assert "Hydra seed 1 (not tuned yet)" in said
+    assert "Not begun: Hydra" in said
     comparison = tuned(matched(read_comparison(path, command[2:6])))
     entry, task = comparison.entries[1], tasks_of(comparison)[1]
     ((_, rate),) = entry.chosen
