@@ -273,7 +273,7 @@ def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(nam
             assert config_from_dict(config_to_dict(config), "again") == config
         assert "no mixer" in {entry.control for entry in part.entries}
         assert not differing_keys(part.entries)
-    # A step of the width is a few percent of a model as narrow as those of the generated tasks, single pixels and genes;
+    # A step of the width is a few percent of a model as narrow as those of the generated tasks, pixels and genes;
     # widths of models with sine and cosine positions are multiples of 4.
     first = comparison.entries[0].config
     is_narrow = first.data.synthetic.task or first.model.d_model < 50
