@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,12 +45,8 @@ LEARNED = 0.3
 class Form:
     """What one entry of the study is."""
 
-    D: float = 1.0
-    """At the start."""
-    projection: float = 1.0
-    """Factor of fc_D at the start."""
-    diagonal: bool = True
-    """Else D and fc_D are and stay 0."""
+    diagonal: Literal["free", "from 0", "none"] = "free"
+    """D and fc_D start as in Hydra, start at 0, or stay there."""
     shared: bool = True
     """Both directions have one A_log and one dt_bias."""
     shift: bool = True
@@ -71,12 +67,12 @@ class Form:
 
 FORMS = {
     "Hydra": Form(),
-    "Hydra, no diagonal": Form(diagonal=False),
-    "Hydra, D and fc_D from 0": Form(D=0, projection=0),
+    "Hydra, no diagonal": Form(diagonal="none"),
+    "Hydra, D and fc_D from 0": Form(diagonal="from 0"),
     "Hydra, A and dt of each direction": Form(shared=False),
-    "SSD, added, shifted": Form(diagonal=False, shared=False),
+    "SSD, added, shifted": Form(diagonal="none", shared=False),
     "SSD, added, the diagonal once": Form(shift=False, shared=False),
-    "SSD, added": Form(diagonal=False, shift=False, shared=False),
+    "SSD, added": Form(diagonal="none", shift=False, shared=False),
     "Hydra, A from 1 to 16": Form(A=(1.0, 16.0)),
     "Hydra, larger steps": Form(dt=(0.03, 1.0)),
     "Hydra, no convolution": Form(convolution=False),
@@ -84,7 +80,7 @@ FORMS = {
     "Hydra, no gate": Form(gate=False),
     "Hydra, no norm": Form(norm=False),
     "Hydra, weights from 0.02": Form(init_std=0.02),
-    "SSD, added, shifted, weights from 0.02": Form(diagonal=False, shared=False, init_std=0.02),
+    "SSD, added, shifted, weights from 0.02": Form(diagonal="none", shared=False, init_std=0.02),
 }
 
 
@@ -208,10 +204,8 @@ def started(form: Form, seed: int) -> Parameters:
             drawn = torch.empty(1 if form.shared else 2, len(value)).uniform_(low, high, generator=draw)
             drawn = drawn.log() if part == "A_log" else drawn.exp() + torch.log(-torch.expm1(-drawn.exp()))
             parameters[name] = drawn.expand(2, -1).clone()
-        elif part == "D":
-            parameters[name] = torch.full_like(value, form.D * form.diagonal)
-        elif name.endswith("fc_D.weight"):
-            parameters[name] = form.projection * form.diagonal * value
+        elif form.diagonal != "free" and name.endswith((".D", "fc_D.weight")):
+            parameters[name] = torch.zeros_like(value)
     return parameters
 
 
@@ -296,7 +290,7 @@ class AdamW:
         for name, gradient in gradients.items():
             if self.form.shared and name.endswith(("A_log", "dt_bias")):  # the gradient of one parameter used twice
                 gradients[name] = gradient.sum(1, keepdim=True).expand_as(gradient)
-            if not self.form.diagonal and name.endswith((".D", "fc_D.weight")):
+            if self.form.diagonal == "none" and name.endswith((".D", "fc_D.weight")):
                 gradients[name] = torch.zeros_like(gradient)
         # A shared parameter counts once.
         share = [0.5 if self.form.shared and name.endswith(("A_log", "dt_bias")) else 1.0 for name in gradients]
