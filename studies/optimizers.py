@@ -19,10 +19,10 @@ from matmix.train.process.console import guarded
 from matmix.train.recipe import load_config
 
 TASKS: dict[str, tuple[str, dict[str, object]]] = {
-    "mru": ("mru_shakespeare", {}),
+    "mru": ("mru_shakespeare", {"model.init_std": 0.02, "model.mixers.mru.shift": "blend"}),
     "hydra": ("hydra_shakespeare", {"global_batch_size": 8, "steps": 400}),
 }
-"""The recipe of each task, and what is other than in it."""
+"""The recipe of each task, and what is other than in it: the MRU starts from 0.02, without a convolution."""
 WAYS: dict[str, dict[str, object]] = {
     "adamw": {},
     "stable_adamw": {"optimizer.name": "stable_adamw"},

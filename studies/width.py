@@ -80,6 +80,7 @@ def quickstart(mixer: str, base_width: int, width: int, rate: float, seed: int, 
     small = {
         "global_batch_size": 8,
         "data.seqlen": 64,
+        "model.init_std": 0.02,
         "evaluation.ablation_batches": 0,
         "evaluation.batches": 50,
     }

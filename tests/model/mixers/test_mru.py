@@ -263,7 +263,7 @@ def test_affine_states_forget_at_first():
 
 
 def test_elements_see_the_token_before_and_no_other():
-    layer = _layer(dtype=torch.float64)
+    layer = _layer(dtype=torch.float64, shift="blend")
     torch.nn.init.normal_(layer.state_up)
     torch.nn.init.uniform_(layer.shift_share, 0.2, 0.8)
     x = torch.randn(1, 6, D_MODEL, dtype=torch.float64)
