@@ -272,6 +272,13 @@ def test_elements_see_the_token_before_and_no_other():
     assert torch.equal(seen, torch.ones(6, 6).tril().triu(-1).bool())
 
 
+def test_a_saved_auto_still_means_a_blend():
+    """Models from before the convolution wrote "auto" into their configurations."""
+    assert MRUConfig().chosen("shift") == "conv"
+    assert MRUConfig(shift="auto").chosen("shift") == "blend"
+    assert {MRUConfig(shift=shift, construction="ldu").chosen("shift") for shift in ("auto", "best")} == {"none"}
+
+
 def test_order_one_is_a_running_product():
     layer = MRU(4, MRUConfig(order=1, nheads=2, construction="identity_plus"), causal=True, max_seqlen=9, output_std=1)
     initialize(layer, 0)
