@@ -205,6 +205,8 @@ class Mixer(Called):
     """M is made from x. False: M is the same for every x."""
     fixed_length: ClassVar[bool] = False
     """Has parameters for every position: takes sequences of exactly max_seqlen tokens, and no packed documents."""
+    holds_identity: ClassVar[bool] = False
+    """M is I and a matrix: values are added to what is mixed."""
     row_normalized: ClassVar[bool] = False
     """Each row of M is divided by a sum over that row."""
     static_step: ClassVar[bool] = False

@@ -109,7 +109,7 @@ def mixer_notes(subject: Subject, mixer: Mixer) -> list[str]:
         "The mixer sees no later patches of the order.": mixer.causal,
         "The class token stands outside of the order, next to every patch.": image.class_outside,
         f"The class token is read as number {place} of the sequence, from 0.": inside,
-        "M holds an identity: the mixer adds its own input.": getattr(mixer, "skip", False),
+        "M holds an identity: the mixer adds its own input.": mixer.holds_identity,
         "Weights are the norms of the products of the states between two patches.": mixer.name == "mru",
         "M is the same for every picture.": not mixer.data_dependent,
     }

@@ -81,7 +81,7 @@ def page_of(subject: Subject, layer: int, matrices: torch.Tensor, max_heads: int
     """Returns the page of a layer, and a line with its number of matrices and their ranks."""
     mixer = subject.model.blocks[layer].mixer
     chosen, what = choose_matrices(mixer, matrices, max_heads)
-    skip = getattr(mixer, "skip", False)
+    skip = mixer.holds_identity
     heads = [as_head(matrices[index], name, skip) for index, name in chosen]
     notes = list(subject.notes)
     if matrices.dim() == 5:

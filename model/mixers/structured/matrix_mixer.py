@@ -98,8 +98,7 @@ class MatrixMixer(Mixer):
     bidirectional_form = True
     data_dependent = False
     sequence_aligned = False
-    skip: ClassVar[bool] = True
-    """v itself is added to M v."""
+    holds_identity = True
     activated_inputs: ClassVar[bool] = True
     """SiLU follows the convolution of the inputs too, as it does for v."""
     knows_documents: ClassVar[bool] = False
@@ -222,7 +221,7 @@ class MatrixMixer(Mixer):
     def mixed(self, v: Tensor, inputs: tuple[Tensor, ...], *documents: Any) -> Tensor:
         """`mix_values`, with the skip."""
         y = self.mix_values(v, inputs, *documents)
-        return y + v if self.skip else y
+        return y + v if self.holds_identity else y
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection of y (B, L, H, P)."""
@@ -233,7 +232,7 @@ class MatrixMixer(Mixer):
             self.check_input(x, None)
         _, v, inputs = self.parts(x, None)
         m = self.entries(v, inputs)
-        return m + torch.eye(x.shape[1], dtype=m.dtype, device=m.device) if self.skip else m
+        return m + torch.eye(x.shape[1], dtype=m.dtype, device=m.device) if self.holds_identity else m
 
     def values(self, x: Tensor) -> Tensor:
         return self.parts(x, None)[1]

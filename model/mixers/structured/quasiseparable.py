@@ -75,7 +75,7 @@ class Quasiseparable(MatrixMixer):
     not_float8 = ("matrix_mixer.fc_D",)
     not_decayed = ("matrix_mixer.A_log", "matrix_mixer.dt_bias", "matrix_mixer.D")
     data_dependent = True  # the diagonal is, in either form
-    skip = False
+    holds_identity = False
     knows_documents = True
 
     def __init__(self, d_model: int, config: QuasiseparableConfig, **options):

@@ -21,6 +21,7 @@ from matmix.launch.lab.show_mixer.matrices import (
     is_per_channel,
     mixer_matrices,
     numerical_rank,
+    page_of,
 )
 from matmix.launch.lab.show_mixer.pictures import Fonts, MatrixPage, wrapped
 from matmix.launch.lab.show_mixer.subject import fresh, trained
@@ -157,6 +158,15 @@ def test_the_matrix_of_an_mru_is_that_of_all_rows_of_its_states(mru_and_input):
         product = torch.from_numpy(head.weights) @ values[0, :, 0, row].flatten()
         torch.testing.assert_close(product, mixed[:, row].flatten())
     assert (head.rank, head.below, head.above) == (24, 4, 0)
+
+
+def test_an_mru_is_drawn_as_it_comes():
+    """Its convolution has weights beside its matrices, which are no identity in M."""
+    subject = fresh("debug_mru", "né", None, ["--model.mixers.mru.construction", "affine"])
+    ((_, matrices),) = mixer_matrices(subject.model, subject.inputs, [0])
+    page, words = page_of(subject, 0, matrices, 1)
+    assert not page.heads[0].skip
+    assert words.startswith("1 of 8 matrices, rank ")
 
 
 @pytest.fixture
