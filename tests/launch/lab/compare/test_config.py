@@ -296,7 +296,7 @@ def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_contr
 
 
 def test_the_quickstart_is_compared_as_it_is_trained():
-    """Its first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate of its grid."""
+    """Its first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate tried."""
     comparison = read_comparison("quickstart")
     trained = load_config("mru_shakespeare", [])
     found = {key for key, _, _ in differences(config_to_dict(trained), comparison.entries[0].config) if matters(key)}
