@@ -19,7 +19,7 @@ from matmix.train.process.console import guarded
 from matmix.train.recipe import load_config
 
 TASKS: dict[str, tuple[str, dict[str, object]]] = {
-    "mru": ("mru_shakespeare", {"model.init_std": 0.02, "model.mixers.mru.shift": "blend"}),
+    "mru": ("mru_shakespeare", {"model.init_std": 0.02, "model.mixers.mru.shift": "blend", "schedule.warmup": 40}),
     "hydra": ("hydra_shakespeare", {"global_batch_size": 8, "steps": 400}),
 }
 """The recipe of each task, and what is other than in it: the MRU starts from 0.02, without a convolution."""

@@ -81,6 +81,7 @@ def quickstart(mixer: str, base_width: int, width: int, rate: float, seed: int, 
         "global_batch_size": 8,
         "data.seqlen": 64,
         "model.init_std": 0.02,
+        "schedule.warmup": 40,
         "evaluation.ablation_batches": 0,
         "evaluation.batches": 50,
     }

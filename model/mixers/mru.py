@@ -31,14 +31,6 @@ from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 State = Tensor | tuple[Tensor, Tensor]
 """States (batch, H, order, order), and with `shift` what it keeps of the tokens before."""
 
-IMPLIED = {
-    ("input", "auto"): ("chunked", "dense"),
-    ("shift", "auto"): ("blend", "none"),
-    ("shift", "best"): ("conv", "none"),
-    ("gate", "auto"): ("silu", "none"),
-}
-"""Automatic values of options: what they mean with affine, and with other constructions."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MRUConfig:
@@ -71,10 +63,10 @@ class MRUConfig:
     output_std: float = 0.0
     """Standard deviation of the initial output projection; 0 = automatic: by the depth, as in all mixers. mru-lm's
     first form has 0.02 / sqrt(number of blocks)."""
-    shift: Literal["best", "none", "blend", "conv", "auto"] = "best"
+    shift: Literal["auto", "none", "blend", "conv"] = "auto"
     """blend: elements come from a learned blend of each token with the one before it in its document. conv: they come
     from silu of a short convolution of the tokens, which is also added to what is read, by a learned factor for each
-    channel. best: conv with affine, else none. auto: blend with affine, else none, as in models from before best."""
+    channel. auto: blend with affine, else none."""
     d_conv: int = 4
     """Width of the causal depthwise convolution of shift = "conv" (2 to 9)."""
     gate: Literal["auto", "none", "silu"] = "auto"
@@ -94,11 +86,13 @@ class MRUConfig:
     """Dropout on the elements of the state matrices."""
 
     def chosen(self, field: str) -> str:
-        """The option input, shift or gate, with "auto" and "best" replaced by what the construction implies."""
+        """The option input, shift or gate, with "auto" replaced by what the construction implies."""
         value = getattr(self, field)
-        if field == "input" and value == "auto" and self.construction == PLAIN:
+        if value != "auto":
+            return value
+        if field == "input" and self.construction == PLAIN:
             return "chunked"
-        affine, other = IMPLIED.get((field, value), (value, value))
+        affine, other = {"input": ("chunked", "dense"), "shift": ("blend", "none"), "gate": ("silu", "none")}[field]
         return affine if self.construction == "affine" else other
 
 

@@ -263,20 +263,13 @@ def test_affine_states_forget_at_first():
 
 
 def test_elements_see_the_token_before_and_no_other():
-    layer = _layer(dtype=torch.float64, shift="blend")
+    layer = _layer(dtype=torch.float64)
     torch.nn.init.normal_(layer.state_up)
     torch.nn.init.uniform_(layer.shift_share, 0.2, 0.8)
     x = torch.randn(1, 6, D_MODEL, dtype=torch.float64)
     change = torch.autograd.functional.jacobian(lambda x: layer.elements(x)[0].flatten(1), x)[:, :, 0].norm(dim=(1, 3))
     seen = change > 0
     assert torch.equal(seen, torch.ones(6, 6).tril().triu(-1).bool())
-
-
-def test_a_saved_auto_still_means_a_blend():
-    """Models from before the convolution wrote "auto" into their configurations."""
-    assert MRUConfig().chosen("shift") == "conv"
-    assert MRUConfig(shift="auto").chosen("shift") == "blend"
-    assert {MRUConfig(shift=shift, construction="ldu").chosen("shift") for shift in ("auto", "best")} == {"none"}
 
 
 def test_order_one_is_a_running_product():

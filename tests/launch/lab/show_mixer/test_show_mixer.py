@@ -160,9 +160,9 @@ def test_the_matrix_of_an_mru_is_that_of_all_rows_of_its_states(mru_and_input):
     assert (head.rank, head.below, head.above) == (24, 4, 0)
 
 
-def test_an_mru_is_drawn_as_it_comes():
+def test_an_mru_with_a_convolution_is_drawn():
     """Its convolution has weights beside its matrices, which are no identity in M."""
-    subject = fresh("debug_mru", "né", None, ["--model.mixers.mru.construction", "affine"])
+    subject = fresh("debug_mru", "né", None, ["--model.mixers.mru.shift", "conv"])
     ((_, matrices),) = mixer_matrices(subject.model, subject.inputs, [0])
     page, words = page_of(subject, 0, matrices, 1)
     assert not page.heads[0].skip
