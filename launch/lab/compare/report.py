@@ -253,13 +253,15 @@ def write_report(comparison: Comparison) -> str:
 
 
 def begun(comparison: Comparison) -> tuple[Comparison, list[str]]:
-    """Returns the comparison without the entries of which nothing has begun in any variant, and the names of these. All
-    stay where nothing has begun at all."""
-    there = {entry.name for entry in comparison.entries if (comparison.home / entry.folder).exists()}
-    idle = list(dict.fromkeys(entry.name for entry in comparison.entries if entry.name not in there))
+    """Returns the comparison without the entries of which nothing has begun in any variant and the variants in which
+    nothing has begun of any entry, and the names of these. All stay where nothing has begun at all."""
+    there = [entry for entry in comparison.entries if (comparison.home / entry.folder).exists()]
     if not there:
         return comparison, []
-    kept = tuple(entry for entry in comparison.entries if entry.name in there)
+    names, variants = {entry.name for entry in there}, {entry.variant for entry in there}
+    kept = tuple(entry for entry in comparison.entries if entry.name in names and entry.variant in variants)
+    every = [entry.name for entry in comparison.entries] + [entry.variant for entry in comparison.entries]
+    idle = list(dict.fromkeys(name for name in every if name not in names | variants))
     return dataclasses.replace(comparison, entries=kept), idle
 
 

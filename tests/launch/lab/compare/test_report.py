@@ -217,6 +217,15 @@ def test_entries_of_which_nothing_has_begun_stand_below_the_table(compared):
     assert "attention" not in (comparison.home / "report/table.csv").read_text()
 
 
+def test_variants_of_which_nothing_has_begun_have_no_table(compared):
+    text = write_report(
+        compared(CONTROLLED + VARIANTS, lambda entry, seed: None if "deep" in entry else _language(entry, seed))
+    )
+    assert "## short rows" in text
+    assert "## deep" not in text
+    assert "Not begun: deep." in text
+
+
 def test_where_nothing_has_begun_all_entries_are_in_the_table(compared):
     text = write_report(compared(CONTROLLED, lambda entry, seed: None))
     assert len(_cells(text)) == 5
