@@ -115,7 +115,7 @@ def test_the_matrix_is_aligned_with_the_sequence(make, name):
     inside = length - (0 if mixer.causal else mixer.halo(mixer.config))
     whole, prefix = (mixer.matrix(part)[:, :, :inside, :inside] for part in (x, x[:, :length]))
     if mixer.row_normalized:
-        skip = getattr(mixer, "skip", False) * torch.eye(inside)
+        skip = mixer.holds_identity * torch.eye(inside)
         whole, prefix = ((m - skip) / (m - skip).sum(-1, keepdim=True) for m in (whole, prefix))
     assert prefix.abs().max() > 0
     _assert_close(whole, prefix, 1e-6)

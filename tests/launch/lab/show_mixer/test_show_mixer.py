@@ -166,7 +166,7 @@ def test_an_mru_with_a_convolution_is_drawn():
     ((_, matrices),) = mixer_matrices(subject.model, subject.inputs, [0])
     page, words = page_of(subject, 0, matrices, 1)
     assert not page.heads[0].skip
-    assert words.startswith("1 of 8 matrices, rank ")
+    assert words.startswith("1 of 2 matrices, rank ")
 
 
 @pytest.fixture
