@@ -295,13 +295,21 @@ def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_contr
     assert used == every | {NO_MIXER}
 
 
-def test_the_quickstart_is_compared_as_it_is_trained():
-    """Its first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate tried."""
-    comparison = read_comparison("quickstart")
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("quickstart", set()),
+        ("language_models_small", {"model.init_std", "model.mixers.mru.shift", "schedule.warmup"}),
+    ],
+)
+def test_the_quickstart_is_compared_as_it_is_trained(name, own):
+    """Their first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate tried;
+    the older comparison starts it, warms it up and shifts its tokens otherwise."""
+    comparison = read_comparison(name)
     trained = load_config("mru_shakespeare", [])
     found = {key for key, _, _ in differences(config_to_dict(trained), comparison.entries[0].config) if matters(key)}
-    assert found <= {"model.vocab_size", "evaluation.every", "optimizer.lr"}
-    assert trained.optimizer.lr in comparison.settings.tune["optimizer.lr"]
+    assert found <= {"model.vocab_size", "evaluation.every", "optimizer.lr"} | own
+    assert name != "quickstart" or trained.optimizer.lr in comparison.settings.tune["optimizer.lr"]
 
 
 def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():
