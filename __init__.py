@@ -17,6 +17,7 @@ _LAYERS = {
     "LION": "lion_s",
     "LinearAttention": "linear_attention",
     "MRU": "mru",
+    "MatrixMemory": "matrix_memory",
     "RWKV7": "rwkv7",
     "RetNet": "retnet",
     "S4D": "s4d",
@@ -26,6 +27,7 @@ _LAYERS = {
 _OPERATIONS = (
     "gated_norm",
     "lion_mixer",
+    "matrix_memory",
     "matrix_product_scan",
     "mru_mixer",
     "mru_step",

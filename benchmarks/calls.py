@@ -24,6 +24,7 @@ from matmix.kernels.context import Context
 from matmix.kernels.functions import Output
 from matmix.kernels.gated_norm.chunked import NormInputs
 from matmix.kernels.lion.chunked import LionInputs
+from matmix.kernels.matrix_memory.chunked import MemoryInputs
 from matmix.kernels.matrix_product.chunked import ProductInputs
 from matmix.kernels.mru.chunked import MixerInputs
 from matmix.kernels.mru.constructions import element_columns, state_elements
@@ -171,6 +172,17 @@ def _s6(dtype: torch.dtype, module: ModuleType, *, d: int = 1536, n: int = 16, p
     given = ScanInputs(x, dt, shared[..., 48 : 48 + n], shared[..., 48 + n :], rates, initial, cu_seqlens)
     outputs = ScanOutputs(*module.forward(given))
     module.backward(given, outputs, outputs if packed else outputs._replace(state=None))
+
+
+def _memory(dtype: torch.dtype, module: ModuleType, *, order: int = 4, width: int = 4, packed: bool = False) -> None:
+    (batch, seqlen), cu_seqlens = _rows(1 if packed else BATCH), _documents(packed)
+    heads, tokens = 3072 // width, (batch, seqlen)
+    values, elements = (_empty(*tokens, heads, n, dtype=dtype) for n in (width, order**2))
+    keys, queries = (_empty(*tokens, order, dtype=dtype) for _ in range(2))
+    initial = None if cu_seqlens is None else _empty(cu_seqlens.shape[0] - 1, heads, width, order)
+    given = MemoryInputs(values, elements, keys, queries, _factors(heads, order), initial, cu_seqlens)
+    outputs = module.forward(given)
+    module.backward(given, outputs, outputs if packed else outputs._replace(final=None))
 
 
 def _scan(
@@ -393,6 +405,12 @@ CALLS: dict[str, dict[str, Run]] = {
         "a packed layer of Mamba-1, from states to states": partial(_s6, packed=True),
         "odd widths of Mamba-1": partial(_s6, d=77, n=5),
         "Mamba-1 with 128 states": partial(_s6, d=256, n=128),
+    },
+    "matrix_memory": {
+        "a layer with a matrix memory": _memory,
+        "a packed layer with a matrix memory, from states to states": partial(_memory, packed=True),
+        "odd heads of a matrix memory": partial(_memory, width=12, order=2),
+        "large states of a matrix memory": partial(_memory, width=64, order=8),
     },
     "scan_layer": {
         "a Hydra layer": _layer,

@@ -30,6 +30,7 @@ COUNTED = (
     "a Hydra layer,",
     "LION, selective gates,",
     "a layer of Mamba-1,",
+    "a layer with a matrix memory,",
     "cayley, order 16, rows,",
     "cayley, order 8, rows,",
     "affine, order 8, rows,",
@@ -51,6 +52,9 @@ def _chunk(names: dict[str, Any]) -> tuple[float, ...]:
     return (min(names["CHUNK"], names["seqlen"]),)
 
 
+WALKS = "s6_forward", "s6_gradients", "memory_forward_pass", "memory_backward_pass"
+"""Kernels whose programs go along whole rows."""
+
 LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     # One program of all fills the triangle.
     "decay_sums": lambda _: (0,),
@@ -68,7 +72,7 @@ LOOPS: dict[str, Callable[[dict[str, Any]], tuple[float, ...]]] = {
     # Groups of a chunk, and the tokens of a group.
     "gradients_pass": lambda names: (_chunk(names)[0] / names["GROUP"], names["GROUP"]),
     "_statistics": lambda names: (math.ceil(names["group"] / names["COLUMNS"]),),
-    **dict.fromkeys(("s6_forward", "s6_gradients"), lambda names: (math.ceil(names["seqlen"] / names["CHUNK"]),)),
+    **dict.fromkeys(WALKS, lambda names: (math.ceil(names["seqlen"] / names["CHUNK"]),)),
     **dict.fromkeys(("_gradients", "step_gradients"), lambda names: (names["walk"],)),
     **dict.fromkeys(("products_pass", "outputs_pass", "collect_pass", "prefix_pass", "suffix_pass"), _chunk),
 }

@@ -26,6 +26,8 @@ else:
     from matmix.kernels.gated_norm.op import gated_norm
     from matmix.kernels.lion.chunked import lion_mixer_torch
     from matmix.kernels.lion.op import lion_mixer, lion_mixer_is_fused
+    from matmix.kernels.matrix_memory.chunked import matrix_memory_torch
+    from matmix.kernels.matrix_memory.op import matrix_memory
     from matmix.kernels.matrix_product.chunked import matrix_product_chunked
     from matmix.kernels.matrix_product.op import matrix_product_scan
     from matmix.kernels.mru.chunked import mru_mixer_torch, mru_step_torch
@@ -49,6 +51,7 @@ else:
         lion_mixer: lion_mixer_torch,
         lion_mixer_is_fused: None,
         over_heads: over_heads_here,
+        matrix_memory: matrix_memory_torch,
         matrix_product_scan: matrix_product_chunked,
         mru_mixer: mru_mixer_torch,
         mru_mixer_is_fused: None,

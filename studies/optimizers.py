@@ -19,10 +19,20 @@ from matmix.train.process.console import guarded
 from matmix.train.recipe import load_config
 
 TASKS: dict[str, tuple[str, dict[str, object]]] = {
-    "mru": ("mru_shakespeare", {"model.init_std": 0.02, "model.mixers.mru.shift": "blend", "schedule.warmup": 40}),
+    "mru": (
+        "mru_shakespeare",
+        {
+            "model.layers": ["mru"],
+            "model.mlp_ratio": 4.0,
+            "model.mixers.mru.order": 8,
+            "model.mixers.mru.shift": "blend",
+            "model.init_std": 0.02,
+            "schedule.warmup": 40,
+        },
+    ),
     "hydra": ("hydra_shakespeare", {"global_batch_size": 8, "steps": 400}),
 }
-"""The recipe of each task, and what is other than in it: the MRU starts from 0.02, without a convolution."""
+"""The recipe of each task, and what is other than in it: a product of matrices from 0.02, without a convolution."""
 WAYS: dict[str, dict[str, object]] = {
     "adamw": {},
     "stable_adamw": {"optimizer.name": "stable_adamw"},

@@ -82,6 +82,8 @@ def quickstart(mixer: str, base_width: int, width: int, rate: float, seed: int, 
         "data.seqlen": 64,
         # As the quickstart was when docs/training.md was measured.
         "model.init_std": 0.02,
+        "model.mlp_ratio": 4.0,
+        "model.mixers.mru.order": 8,
         "model.mixers.mru.shift": "blend",
         "schedule.warmup": 40,
         "evaluation.ablation_batches": 0,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.context import Context, Crossing, Gathering, held, where_crossing
+from matmix.kernels.context import Context, Crossing, Gathering, gathered, held, where_crossing
 from matmix.kernels.functions import outside_autocast
 
 
@@ -95,3 +95,19 @@ class Part(NamedTuple):
         for rank in reversed(range(self.context.rank + 1, self.context.size)):
             state = torch.where(through[rank] > 0, added[rank] + state @ product[rank].mT, added[rank])
         return where_crossing(self.crossing.right, state)
+
+
+def entering_part(passed: Tensor, part: Part) -> Tensor:
+    """The states (rows, heads, N, P) that enter a part, from those that each part passes on from zero, with the product
+    of its transitions beside them (rows, heads, N, P + N); differentiable."""
+    sizes = [passed.shape[-1] - passed.shape[-2], passed.shape[-2]]
+    added, product = passed.split(sizes, -1)
+    product = where_crossing(part.crossing.through, product)
+    added, product = gathered(torch.cat([added, product], -1)[None], 0, part.context).split(sizes, -1)
+    # Nothing enters the first part, but in the backward pass all ranks send.
+    state = added[0 if part.context.rank else -1]
+    for rank in range(1, part.context.rank):
+        # What nothing comes through from may be NaN.
+        through = (product[rank] != 0).any(-1, keepdim=True).any(-2, keepdim=True)
+        state = product[rank] @ where_crossing(through, state) + added[rank]
+    return where_crossing(part.crossing.left, state)

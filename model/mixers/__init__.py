@@ -21,6 +21,7 @@ from matmix.model.mixers.convolutions.s4 import S4
 from matmix.model.mixers.convolutions.s4d import S4D
 from matmix.model.mixers.convolutions.short import Convolution
 from matmix.model.mixers.convolutions.tnn import TNN
+from matmix.model.mixers.matrix_memory import MatrixMemory
 from matmix.model.mixers.mru import MRU
 from matmix.model.mixers.scans.bidirectional import (
     BidirectionalAdd,
@@ -82,6 +83,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "low_rank_di": LowRankDI,
     "lsh_attention": LSHAttention,
     "m2": M2,
+    "matrix_memory": MatrixMemory,
     "mlp_mixer": MLPMixer,
     "monarch": Monarch,
     "mru": MRU,

@@ -353,6 +353,12 @@ class Mixer(Called):
         return getattr(config, "d_conv", 1) > 1
 
     @classmethod
+    def convolution_alone(cls, config: Any) -> dict[str, Any]:
+        """Returns options, beside those that both have, with which the mixer `convolution` is this one's block without
+        its M."""
+        return {}
+
+    @classmethod
     def reach(cls, config: Any, causal: bool) -> int | None:
         """The largest distance between two tokens that the mixer mixes; None = no limit."""
         return None

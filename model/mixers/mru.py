@@ -4,7 +4,7 @@ token."""
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +42,11 @@ class MRUConfig:
     """Number of states; 0 means that what they remember is together as wide as the model: d_model / order^2 states,
     and four times as many with affine, which remembers in a quarter of each."""
     construction: Literal[
-        "affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz", "plain"
+        "affine", "identity_plus", "ldu", "cayley", "householder", "qr", "newton_schulz", "ldu_newton_schulz", "plain"
     ] = "affine"
     """The way from elements to state matrices. affine has a memory that fades and is added to, cayley and
-    householder are orthogonal, ldu_newton_schulz has norm at most 1: their states cannot overflow. ldu (mru-lm's
+    householder are orthogonal, newton_schulz and ldu_newton_schulz have norm at most 1: their states cannot overflow.
+    newton_schulz, I + M brought near an orthogonal matrix, is for word problems, which it learns. ldu (mru-lm's
     newest choice) and qr have determinant 1 and identity_plus (its first) is unconstrained: their states can. plain is
     mru-lm's README to the letter, X = reshape(x) W_in, by a W_in that keeps norms on average at first: unconstrained,
     and without the identity, so that states can also vanish."""
@@ -57,6 +58,10 @@ class MRUConfig:
     element_scale: float = 0.0
     """The elements are multiplied by this; 0 = automatic: 1 for dense and plain, 0.08 nheads for chunked (with
     affine 0.8), where the factor stands in for a learning rate of its own (muP)."""
+    element_std: float = 0.0
+    """Standard deviation that elements have at the start, where the numbers of tokens have 1; 0 = automatic: 1 with
+    newton_schulz, order^-0.5 with plain, and 0 with the others, all of whose X start as the same matrix.
+    Where it is above 0, but for plain, what is read from the states starts as large as tokens."""
     output_scale: float = 0.0
     """The factor of what is read from the states; 0 = automatic: 1 for dense and plain, d_model / order for
     chunked, whose initial read-out is smaller by this."""
@@ -150,17 +155,20 @@ class MRU(Mixer):
         self.decay_root = nn.Parameter(torch.empty(self.nheads)) if config.decay else None
         self.log_norms: Tensor | None = None
         # Elements start at zero, so every H_t starts as the identity, whose flattened variance is 1 / order. A plain X
-        # starts with numbers of that variance, by which products keep their squared norm on average.
+        # starts with numbers of that variance, by which products keep their squared norm on average. Those of
+        # newton_schulz start far from each other: word problems are learned where products differ from the start.
         summed = d_model if config.chosen("input") == "dense" else d_chunk
-        spread = (order * summed) ** -0.5 / self.element_scale
-        elements = normal_init(spread) if plain else constant_init(0.0)
+        spread = config.element_std or {PLAIN: order**-0.5, "newton_schulz": 1.0}.get(config.construction, 0.0)
+        apart = spread > 0 and not plain
+        elements = normal_init(spread * summed**-0.5 / self.element_scale) if spread else constant_init(0.0)
         self.init_rules |= {
             "in_proj.weight": elements,
             "state_up": elements,
-            "state_base": partial(draw_fading, order=order),
+            "state_base": partial(draw_fading, k=order // 2),
             "shift_share": constant_init(0.5),
             "skip": constant_init(1.0),
-            "state_down": normal_init(0.02 * fan_in**0.5 / self.output_scale),
+            # Rows of norm 1 give what is read the size of tokens: it tells products apart from the start.
+            "state_down": normal_init((1.0 if apart else 0.02 * fan_in**0.5) / self.output_scale),
             # A decay of 0.9999: 1 itself would have no gradient.
             "decay_root": constant_init(0.01),
         }
@@ -191,7 +199,7 @@ class MRU(Mixer):
     @classmethod
     def check(cls, d_model: int, config: MRUConfig) -> None:
         super().check(d_model, config)
-        for name in ("element_scale", "output_scale", "output_std"):
+        for name in ("element_scale", "element_std", "output_scale", "output_std"):
             fits = 0 <= getattr(config, name) < math.inf
             cls.require(fits, config, name, "must be 0 (automatic) or more")
         least = 1 if state_elements(config.construction, 1) else 2
@@ -212,6 +220,10 @@ class MRU(Mixer):
                 f"model.mixers.mru: nheads * order = {nheads} * {config.order} does not divide "
                 f"d_model = {d_model}; change nheads or order"
             )
+
+    @classmethod
+    def convolution_alone(cls, config: MRUConfig) -> dict[str, Any]:
+        return {"expand": 1, "project": False, "norm": False}
 
     @classmethod
     def has_convolution(cls, config: MRUConfig) -> bool:
@@ -490,11 +502,14 @@ def heads_per_square(config: MRUConfig) -> int:
     return 4 if config.construction == "affine" else 1
 
 
-def draw_fading(shape: torch.Size, generator: torch.Generator, *, order: int) -> Tensor:
-    """Elements (H, E) whose A is diag(1 - rate) and whose B is 0: rates from 1/2 to 0.003 per token, evenly spread in
-    logarithm over the heads and, within each, from fast to slow."""
-    k = order // 2
-    rates = torch.logspace(math.log10(0.5), math.log10(0.003), shape[0] * k).view(k, shape[0]).mT
-    elements = torch.zeros(shape[0], order, k)
-    elements.diagonal(dim1=-2, dim2=-1).copy_(-rates)
+def fading_rates(nheads: int, k: int) -> Tensor:
+    """Rates (nheads, k) from 1/2 to 0.003 per token, evenly spread in logarithm over the heads and, within each, from
+    fast to slow."""
+    return torch.logspace(math.log10(0.5), math.log10(0.003), nheads * k).view(k, nheads).mT
+
+
+def draw_fading(shape: torch.Size, generator: torch.Generator, *, k: int) -> Tensor:
+    """Elements (H, E) whose A (k x k) is diag(1 - rate) and whose B, where they have one, is 0; see `fading_rates`."""
+    elements = torch.zeros(shape[0], shape[1] // k, k)
+    elements.diagonal(dim1=-2, dim2=-1).copy_(-fading_rates(shape[0], k))
     return elements.flatten(-2)

@@ -13,9 +13,25 @@ from matmix.kernels.mru.constructions.orthogonal import (
     NEWTON_SCHULZ_STEPS,
     CayleyTransform,
     NearestOrthogonal,
+    NearestOrthogonalToProduct,
     OrthogonalTimesUpper,
     UnitDeterminantProduct,
 )
+
+
+def bounded_rows(rows: torch.Tensor, dim: int = -1) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows along `dim` divided by the sums of their absolute values where these are above 1, and what they were divided
+    by, 1 and above."""
+    sizes = rows.abs().sum(dim, keepdim=True).clamp(min=1)
+    return rows / sizes, sizes
+
+
+def bounded_rows_gradient(
+    bounded: torch.Tensor, sizes: torch.Tensor, gradient: torch.Tensor, dim: int = -1
+) -> torch.Tensor:
+    """The gradient of the rows that `bounded_rows` was given; that of rows whose sum is 1 is the identity's."""
+    along = (gradient * bounded).sum(dim, keepdim=True) * (sizes > 1)
+    return (gradient - bounded.sign() * along) / sizes
 
 
 class AffineMap(Function):
@@ -32,9 +48,8 @@ class AffineMap(Function):
         """A, B, and the sizes (..., k, 1) that the rows of I + M_1 were divided by, 1 and above."""
         k = order // 2
         upper, lower = elements.unflatten(-1, (order, k)).split([k, order - k], dim=-2)
-        rows = upper + torch.eye(k, dtype=elements.dtype, device=elements.device)
-        sizes = rows.abs().sum(-1, keepdim=True).clamp(min=1)
-        return rows / sizes, lower, sizes
+        a, sizes = bounded_rows(upper + torch.eye(k, dtype=elements.dtype, device=elements.device))
+        return a, lower, sizes
 
     @staticmethod
     def forward(elements: torch.Tensor, order: int) -> torch.Tensor:
@@ -55,8 +70,7 @@ class AffineMap(Function):
         order = grad.shape[-1]
         a, _, sizes = AffineMap.factors(elements, order)
         of_a, of_b = grad[..., : order // 2].split([order // 2, order - order // 2], dim=-2)
-        along = (of_a * a).sum(-1, keepdim=True) * (sizes > 1)
-        return torch.cat([(of_a - a.sign() * along) / sizes, of_b], dim=-2).flatten(-2)
+        return torch.cat([bounded_rows_gradient(a, sizes, of_a), of_b], dim=-2).flatten(-2)
 
 
 class ReflectionProduct(Function):
@@ -117,13 +131,13 @@ class ReflectionProduct(Function):
         return grad_vectors[rows, columns].mT.reshape(elements.shape), None
 
 
-CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
+CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "newton_schulz", "ldu_newton_schulz")
 """Ways to make a state matrix that is the identity where elements are zero."""
 
 PLAIN = "plain"
 """The elements themselves, as mru-lm's README writes it."""
 
-NORMED_CONSTRUCTIONS = ("cayley", "householder", "ldu_newton_schulz")
+NORMED_CONSTRUCTIONS = ("cayley", "householder", "newton_schulz", "ldu_newton_schulz")
 """Constructions of spectral norm at most 1: their products keep it."""
 
 BOUNDED_CONSTRUCTIONS = ("affine", *NORMED_CONSTRUCTIONS)
@@ -148,7 +162,8 @@ def state_elements(construction: str, order: int) -> int:
 
 def construction_products(construction: str) -> int:
     """Returns about what the construction costs, in products of order x order matrices."""
-    return {PLAIN: 0, "qr": 2, "ldu_newton_schulz": 1 + 2 * NEWTON_SCHULZ_STEPS}.get(construction, 1)
+    steps = 2 * NEWTON_SCHULZ_STEPS
+    return {PLAIN: 0, "qr": 2, "newton_schulz": steps, "ldu_newton_schulz": 1 + steps}.get(construction, 1)
 
 
 def build_state_matrices(elements: torch.Tensor, construction: str, order: int) -> torch.Tensor:
@@ -163,6 +178,7 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
     "cayley": (I - S)^-1 (I + S), S skew with that lower triangle; orthogonal: products keep norm sqrt(order) for ever.
     "householder": -H_1 ... H_o, H_k the reflection along e_k + column k of that lower triangle; orthogonal.
     "qr": Q R, Q = cayley of M's lower triangle, R = triu(M) with exp(diag - mean diag) as its diagonal; determinant 1.
+    "newton_schulz": I + M, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     "ldu_newton_schulz": ldu, scaled and brought near the orthogonal matrix next to it; spectral norm at most 1.
     """
     if construction == "affine":
@@ -178,7 +194,9 @@ def build_state_matrices(elements: torch.Tensor, construction: str, order: int) 
         return OrthogonalTimesUpper.apply(matrices)
     if construction == "ldu":
         return UnitDeterminantProduct.apply(matrices)
-    if construction == "ldu_newton_schulz":
+    if construction == "newton_schulz":
         return NearestOrthogonal.apply(matrices)
+    if construction == "ldu_newton_schulz":
+        return NearestOrthogonalToProduct.apply(matrices)
     assert construction == "identity_plus", construction
     return matrices + torch.eye(order, dtype=matrices.dtype, device=matrices.device)

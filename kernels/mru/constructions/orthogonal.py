@@ -148,24 +148,34 @@ far inside float32's range, and usual matrices are left as they are."""
 
 
 class NearestOrthogonal(Function):
-    """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf), with
-    Y = L U the product of determinant 1.
+    """I + M brought towards its orthogonal polar factor by `approach`; keeps M only, and the backward goes through the
+    same steps."""
 
-    s is at least the spectral norm, so that all singular values start in (0, 1] and stay there: whatever M is, products
-    of these matrices cannot grow. Keeps M only; the backward goes through the same steps.
+    @staticmethod
+    def forward(matrices: torch.Tensor) -> torch.Tensor:
+        return approach(NearestOrthogonal.start(matrices))
 
-    Y / s does not change when L or U is multiplied by a number. So large ones are made smaller, D in its exponent where
-    nothing overflows, and the gradient, which is that of any multiple, takes the numbers for constants.
+    @staticmethod
+    def start(matrices: torch.Tensor) -> torch.Tensor:
+        return matrices + torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
+        (matrices,) = ctx.saved_tensors
+        return approach_gradient(NearestOrthogonal.start(matrices), grad)
+
+
+class NearestOrthogonalToProduct(Function):
+    """L U, the product of determinant 1, brought towards its orthogonal polar factor by `approach`; keeps M only.
+
+    What comes out does not change when L or U is multiplied by a number. So large ones are made smaller, D in its
+    exponent where nothing overflows, and the gradient, which is that of any multiple, takes the numbers for constants.
     """
 
     @staticmethod
     def forward(matrices: torch.Tensor) -> torch.Tensor:
-        (lower, _), (upper, _) = NearestOrthogonal.factors(matrices)
-        y = lower @ upper
-        z = y / NearestOrthogonal.bound(y)
-        for _ in range(NEWTON_SCHULZ_STEPS):
-            z = NearestOrthogonal.step(z, z.mT @ z)
-        return z
+        (lower, _), (upper, _) = NearestOrthogonalToProduct.factors(matrices)
+        return approach(lower @ upper)
 
     @staticmethod
     def factors(matrices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -184,46 +194,62 @@ class NearestOrthogonal(Function):
         return factors
 
     @staticmethod
-    def bound(y: torch.Tensor) -> torch.Tensor:
-        """At least the spectral norm, (..., 1, 1); exactly 1 for the identity."""
-        sizes = y.abs()
-        return (sizes.sum(-1).amax(-1).sqrt() * sizes.sum(-2).amax(-1).sqrt())[..., None, None]
-
-    @staticmethod
-    def bound_gradient(y: torch.Tensor) -> torch.Tensor:
-        """The gradient of log bound(Y); rows, or columns, that are equally large share it."""
-        sizes, weights = y.abs(), 0.0
-        for dim in (-1, -2):
-            sums = sizes.sum(dim, keepdim=True)
-            largest = sums.amax((-2, -1), keepdim=True)
-            chosen = sums == largest
-            weights = weights + chosen / (2 * largest * chosen.sum((-2, -1), keepdim=True))
-        return y.sign() * weights
-
-    @staticmethod
-    def step(z: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-        """(3 Z - Z gram) / 2 with gram = Z^T Z."""
-        return torch.lerp(z @ gram, z, 1.5)
-
-    @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         (matrices,) = ctx.saved_tensors
-        (lower, shrink_lower), (upper, shrink_upper) = NearestOrthogonal.factors(matrices)
-        y = lower @ upper
-        bound = NearestOrthogonal.bound(y)
-        states = [y / bound]
-        for _ in range(NEWTON_SCHULZ_STEPS - 1):
-            states.append(NearestOrthogonal.step(states[-1], states[-1].mT @ states[-1]))
-        while states:
-            z = states.pop()
-            gram, cross = z.mT @ z, z.mT @ grad
-            # d(Z Z^T Z) = dZ gram + Z (dZ^T Z + Z^T dZ)
-            grad = torch.lerp(grad @ gram + z @ (cross + cross.mT), grad, 1.5)
-        along = (grad * z).sum((-2, -1), keepdim=True)
-        grad = grad / bound - along * NearestOrthogonal.bound_gradient(y)
+        (lower, shrink_lower), (upper, shrink_upper) = NearestOrthogonalToProduct.factors(matrices)
+        grad = approach_gradient(lower @ upper, grad)
         grad_lower, grad_upper = grad @ upper.mT, lower.mT @ grad
         pairs = ((grad_lower, lower), (grad_upper, upper))
         on_diagonal = sum(g.diagonal(dim1=-2, dim2=-1) * f.diagonal(dim1=-2, dim2=-1) for g, f in pairs) / 2
         result = grad_lower.tril(-1).mul_(shrink_lower).add_(grad_upper.triu(1).mul_(shrink_upper))
         result.diagonal(dim1=-2, dim2=-1).copy_(on_diagonal - on_diagonal.mean(-1, keepdim=True))
         return result
+
+
+def approach(y: torch.Tensor) -> torch.Tensor:
+    """Y / s brought towards its orthogonal polar factor by Z <- (3 Z - Z Z^T Z) / 2, s = sqrt(|Y|_1 |Y|_inf).
+
+    s is at least the spectral norm, so that all singular values start in (0, 1] and stay there: whatever Y is, products
+    of these matrices cannot grow.
+    """
+    z = y / norm_bound(y)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        z = _step(z, z.mT @ z)
+    return z
+
+
+def approach_gradient(y: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of Y from that of `approach(Y)`."""
+    bound = norm_bound(y)
+    states = [y / bound]
+    for _ in range(NEWTON_SCHULZ_STEPS - 1):
+        states.append(_step(states[-1], states[-1].mT @ states[-1]))
+    while states:
+        z = states.pop()
+        gram, cross = z.mT @ z, z.mT @ grad
+        # d(Z Z^T Z) = dZ gram + Z (dZ^T Z + Z^T dZ)
+        grad = torch.lerp(grad @ gram + z @ (cross + cross.mT), grad, 1.5)
+    along = (grad * z).sum((-2, -1), keepdim=True)
+    return grad / bound - along * _norm_bound_gradient(y)
+
+
+def norm_bound(y: torch.Tensor) -> torch.Tensor:
+    """At least the spectral norm of Y, (..., 1, 1); exactly 1 for the identity."""
+    sizes = y.abs()
+    return (sizes.sum(-1).amax(-1).sqrt() * sizes.sum(-2).amax(-1).sqrt())[..., None, None]
+
+
+def _norm_bound_gradient(y: torch.Tensor) -> torch.Tensor:
+    """The gradient of log norm_bound(Y); rows, or columns, that are equally large share it."""
+    sizes, weights = y.abs(), 0.0
+    for dim in (-1, -2):
+        sums = sizes.sum(dim, keepdim=True)
+        largest = sums.amax((-2, -1), keepdim=True)
+        chosen = sums == largest
+        weights = weights + chosen / (2 * largest * chosen.sum((-2, -1), keepdim=True))
+    return y.sign() * weights
+
+
+def _step(z: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+    """(3 Z - Z gram) / 2 with gram = Z^T Z."""
+    return torch.lerp(z @ gram, z, 1.5)

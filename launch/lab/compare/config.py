@@ -66,6 +66,7 @@ def _convolution_options(models: Sequence[ModelConfig]) -> dict[str, Any] | None
                 continue
             keys = (field.name for field in dataclasses.fields(Convolution.Config))
             options, own = {}, {key: getattr(given, key) for key in keys if hasattr(given, key)}
+            own |= MIXERS[name].convolution_alone(given)
             with contextlib.suppress(ValueError):
                 Convolution.check(model.d_model, Convolution.Config(**own))
                 if model.mixer_is_causal(name) == model.causal:

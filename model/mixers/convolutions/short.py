@@ -7,6 +7,7 @@ The difference between a mixer with a convolution in front and this block shows 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import gated_norm
@@ -20,6 +21,10 @@ class ConvolutionConfig:
 
     expand: int = 2
     """Inner width over d_model."""
+    project: bool = True
+    """False: the convolution reads the tokens themselves, as in the MRU, not a projection of them; expand is then 1."""
+    norm: bool = True
+    """An RMSNorm behind the gate, or in the MRU's block none."""
     d_conv: int = 0
     """Width of the depthwise convolution (2 to 9; odd in encoders, where it is centred); 0 = 4 in language models, 7 in
     encoders."""
@@ -30,7 +35,10 @@ class ConvolutionConfig:
 
 
 class Convolution(Mixer):
-    """in_proj -> [z | v] -> conv + silu -> gated norm -> out_proj: M is the identity; only the convolution mixes."""
+    """in_proj -> [z | v] -> conv + silu -> gated norm -> out_proj: M is the identity; only the convolution mixes.
+
+    Without a projection v is x, and without a norm the gate is all that lies between the convolution and out_proj.
+    """
 
     Config = ConvolutionConfig
     causal_form = True
@@ -46,13 +54,13 @@ class Convolution(Mixer):
         self.d_inner, self.d_conv = config.expand * d_model, self.taps(config, causal)
         if not causal and self.d_conv % 2 == 0:
             raise ValueError(f"model.mixers.{self.name}.d_conv = {self.d_conv}: must be odd in encoders")
-        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=config.bias)
+        self.in_proj = nn.Linear(d_model, (1 + config.project) * self.d_inner, bias=config.bias)
         self.conv1d = ShortConv(self.d_inner, self.d_conv, config.conv_bias)
-        self.norm = RMSNormWeight(self.d_inner)
+        self.norm = RMSNormWeight(self.d_inner) if config.norm else None
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
 
     def blocks(self) -> dict[str, tuple[int, ...]]:
-        return {"in_proj.weight": 2 * (self.d_inner,)}
+        return {"in_proj.weight": (1 + self.config.project) * (self.d_inner,)}
 
     @staticmethod
     def taps(config: ConvolutionConfig, causal: bool) -> int:
@@ -62,6 +70,7 @@ class Convolution(Mixer):
     @classmethod
     def check(cls, d_model: int, config: ConvolutionConfig) -> None:
         cls.require_least(config, expand=1)
+        cls.require(config.project or config.expand == 1, config, "expand", "must be 1 with project = false")
         cls.require(config.d_conv in (0, *range(2, 10)), config, "d_conv", "must be 0 or from 2 to 9")
 
     @classmethod
@@ -76,12 +85,14 @@ class Convolution(Mixer):
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The gate z and the convolution's outputs v, both (..., d_inner), and the window of `convolve`."""
-        z, inputs = self.in_proj(x).chunk(2, -1)
+        z, inputs = self.in_proj(x).chunk(2, -1) if self.config.project else (self.in_proj(x), x)
         options = {"causal": self.causal, "activation": "silu", "cu_seqlens": cu_seqlens, "context": self.context}
         return z, *convolve(self.conv1d, inputs, window, **options)
 
     def finish(self, v: Tensor, z: Tensor) -> Tensor:
-        """Gated norm and output projection: (..., d_inner) each -> (..., d_model)."""
+        """Gate, norm and output projection: (..., d_inner) each -> (..., d_model)."""
+        if self.norm is None:
+            return self.out_proj(v.to(z.dtype) * F.silu(z))
         return self.out_proj(gated_norm(v.to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from matmix.kernels.context import Context, gathered, where_crossing, within_part
+from matmix.kernels.context import Context, within_part
 from matmix.kernels.documents import ChunkLayout, chunk_layout
 from matmix.kernels.functions import outside_autocast, working
-from matmix.kernels.matrix_product.parts import Part
+from matmix.kernels.matrix_product.parts import Part, entering_part
 
 
 class ChunkMaps(NamedTuple):
@@ -198,22 +198,6 @@ def gone_on(states: Tensor, entered: Tensor) -> Tensor:
     """States (..., N, P), from those from zero with the products of transitions beside them (..., N, P + N)."""
     own, product = states.split([entered.shape[-1], entered.shape[-2]], -1)
     return own + product @ entered
-
-
-def entering_part(passed: Tensor, part: Part) -> Tensor:
-    """The states (rows, heads, N, P) that enter a part, from those that each part passes on from zero, with the product
-    of its transitions beside them (rows, heads, N, P + N); differentiable."""
-    sizes = [passed.shape[-1] - passed.shape[-2], passed.shape[-2]]
-    added, product = passed.split(sizes, -1)
-    product = where_crossing(part.crossing.through, product)
-    added, product = gathered(torch.cat([added, product], -1)[None], 0, part.context).split(sizes, -1)
-    # Nothing enters the first part, but in the backward pass all ranks send.
-    state = added[0 if part.context.rank else -1]
-    for rank in range(1, part.context.rank):
-        # What nothing comes through from may be NaN.
-        through = (product[rank] != 0).any(-1, keepdim=True).any(-2, keepdim=True)
-        state = product[rank] @ where_crossing(through, state) + added[rank]
-    return where_crossing(part.crossing.left, state)
 
 
 def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:

@@ -1,7 +1,8 @@
 """Models of texts in forms that ONNX can express, for texts of any length.
 
 The fast algorithms choose blocks by the length, write in place and read boundaries of documents. Here each mixer is its
-matrix instead, whose memory grows with the square of the length; the MRU's states are products by doubling.
+matrix instead, whose memory grows with the square of the length; states of the MRU and of the matrix memory are made by
+doubling.
 """
 
 import copy
@@ -13,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels.mru.constructions import NEWTON_SCHULZ_STEPS, AffineMap
-from matmix.kernels.mru.constructions.orthogonal import NearestOrthogonal
+from matmix.kernels.mru.constructions.orthogonal import norm_bound
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
+from matmix.model.mixers.matrix_memory import MatrixMemory
 from matmix.model.mixers.mru import MRU
 
 # -- onnx constructions --------------------------------------------------------------------------------
@@ -34,6 +36,8 @@ def state_matrices_form(elements: Tensor, construction: str, order: int) -> Tens
     m = elements.unflatten(-1, (order, order))
     if construction == "identity_plus":
         return identity + m
+    if construction == "newton_schulz":
+        return towards_orthogonal(identity + m)
     below, above = identity.new_ones(order, order).tril(-1), identity.new_ones(order, order).triu(1)
     diagonal = (m * identity).sum(-1, keepdim=True)
     exponents = diagonal - diagonal.mean(-2, keepdim=True)
@@ -44,7 +48,12 @@ def state_matrices_form(elements: Tensor, construction: str, order: int) -> Tens
     if construction == "ldu":
         return product
     assert construction == "ldu_newton_schulz", construction
-    z = product / NearestOrthogonal.bound(product)
+    return towards_orthogonal(product)
+
+
+def towards_orthogonal(y: Tensor) -> Tensor:
+    """As `approach` in the MRU's constructions, without lerp."""
+    z = y / norm_bound(y)
     for _ in range(NEWTON_SCHULZ_STEPS):
         z = 1.5 * z - 0.5 * (z @ (z.mT @ z))
     return z
@@ -92,17 +101,30 @@ class MatrixForm(nn.Module):
 
 
 class DoublingForm(nn.Module):
-    """An MRU whose states are made in log2(longest) rounds: after round k a state is the product of the matrices of its
-    own token and the 2^k - 1 before it."""
+    """A mixer whose states are made in log2(longest) rounds: after round k a state is that of its own token and of the
+    2^k - 1 before it."""
 
     positions: Tensor
 
-    def __init__(self, mixer: MRU, longest: int) -> None:
+    def __init__(self, mixer: Mixer, longest: int) -> None:
         super().__init__()
         self.mixer = mixer
         self.rounds = max(longest - 1, 0).bit_length()
         # Looked up, so that a longer text is an error and no state that lacks its beginning.
         self.register_buffer("positions", torch.arange(longest))
+
+    def doubled(self, states: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """States (B, L, H, ...) of all tokens so far from those of single tokens; join(earlier, later)."""
+        places = self.positions.index_select(0, torch.arange(states.shape[1], device=states.device))
+        for done in (2**k for k in range(self.rounds)):
+            before = states.index_select(1, (places - done).clamp(min=0))
+            starts = (places < done).view(-1, *[1] * (states.dim() - 2))
+            states = torch.where(starts, states, join(before, states))
+        return states
+
+
+class ProductForm(DoublingForm):
+    """An MRU: products of state matrices."""
 
     def forward(self, x: Tensor, cu_seqlens: None = None, max_seqlen: None = None) -> Tensor:
         """x (B, L, d_model), L <= longest -> same shape."""
@@ -110,27 +132,41 @@ class DoublingForm(nn.Module):
         states = state_matrices_form(mixer.elements(x), mixer.config.construction, mixer.order)
         if mixer.decay_root is not None:
             states = states / (1 + mixer.decay_root.square())[:, None, None]
-        identity = torch.eye(states.shape[-1], dtype=states.dtype, device=states.device)
-        places = self.positions.index_select(0, torch.arange(x.shape[1], device=x.device))
-        for done in (2**k for k in range(self.rounds)):
-            before = states.index_select(1, (places - done).clamp(min=0))
-            starts = (places < done)[:, None, None, None]
-            states = torch.where(starts, identity, before) @ states
-        return self.mixer.combine(states, x)
+        return mixer.combine(self.doubled(states, torch.matmul), x)
+
+
+class MemoryForm(DoublingForm):
+    """A matrix memory: above the states stand products of the matrices that turn them."""
+
+    def forward(self, x: Tensor, cu_seqlens: None = None, max_seqlen: None = None) -> Tensor:
+        """x (B, L, d_model), L <= longest -> same shape."""
+        source, _ = self.mixer.source(x)
+        values, turns, keys, queries = self.mixer.parts(source)
+        order = self.mixer.config.d_state
+
+        def join(before: Tensor, states: Tensor) -> Tensor:
+            turned = before @ states[..., :order, :]
+            return torch.cat((turned[..., :order, :], turned[..., order:, :] + states[..., order:, :]), dim=-2)
+
+        states = self.doubled(torch.cat((turns, values.unsqueeze(-1) * keys.unsqueeze(-2)), dim=-2), join)
+        read = states[..., order:, :] @ queries.unsqueeze(-1)
+        return self.mixer.finish(read.squeeze(-1), source, x)
 
 
 class OnnxForm(nn.Module):
     """A copy of a model of texts: token ids (B, L) -> outputs (B, L, n), or (B, n) where there is one for each text."""
 
     def __init__(self, model: Backbone, longest: int) -> None:
-        """longest: text that an MRU takes. Raises ValueError (one line) for models of other inputs than tokens."""
+        """longest: text that an MRU or a matrix memory takes. Raises ValueError (one line) for models of other inputs
+        than tokens."""
         super().__init__()
         if model.inputs != "tokens":
             raise ValueError(f"ONNX files are written of models of texts, not of an {model.config.architecture}")
         self.model = copy.deepcopy(model).float().eval()
         for block in self.model.blocks:
-            if isinstance(block.mixer, MRU):
-                block.mixer = DoublingForm(block.mixer, longest)
+            if isinstance(block.mixer, MRU | MatrixMemory):
+                form = ProductForm if isinstance(block.mixer, MRU) else MemoryForm
+                block.mixer = form(block.mixer, longest)
             elif block.mixer is not None:
                 block.mixer = MatrixForm(block.mixer)
 

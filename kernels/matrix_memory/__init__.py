@@ -1,0 +1,1 @@
+"""A memory with addresses: matrices that tokens turn, add to and read."""
