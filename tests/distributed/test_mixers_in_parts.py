@@ -21,7 +21,7 @@ SCANS = {
     *("bidirectional_add", "bidirectional_add_diagonal", "bidirectional_add_shift", "bidirectional_concat"),
     *("bidirectional_mult", "hydra", "linear_attention", "lion_d", "lion_lit", "lion_s", "low_rank_dd"),
     *("quasiseparable_dd", "retnet", "semiseparable", "sma_causal", "sma_decay", "sma_semiseparable"),
-    *("gated_delta", "mru", "rwkv7", "s6"),
+    *("gated_delta", "matrix_memory", "mru", "rwkv7", "s6"),
 }
 
 

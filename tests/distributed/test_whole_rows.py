@@ -26,7 +26,7 @@ ATTENTION = {"attention-causal": (2, 8, 8), "attention-five-heads-causal": (5, 4
 
 
 def test_nan_stays_in_its_document():
-    names = [*OF_HEADS, *ATTENTION, "hyena-causal", "s4d-causal", "mru", "gated_delta", "rwkv7"]
+    names = [*OF_HEADS, *ATTENTION, "hyena-causal", "s4d-causal", "mru", "matrix_memory", "gated_delta", "rwkv7"]
     assert run_distributed(whole_rows_scenario.leaks, 3, arguments=(names,)) == [[]] * 3
 
 

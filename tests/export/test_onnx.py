@@ -26,7 +26,7 @@ from matmix.model.mixers.mru import MRUConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
 
 INSTALLED = all(importlib.util.find_spec(name) for name in PACKAGES)
-CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "ldu_newton_schulz")
+CONSTRUCTIONS = ("affine", "identity_plus", "ldu", "cayley", "householder", "qr", "newton_schulz", "ldu_newton_schulz")
 SMALL = MixerOptions(mru=MRUConfig(order=4), hydra=HydraConfig(d_state=4, headdim=8))
 
 

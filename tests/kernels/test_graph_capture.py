@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from matmix.kernels import (
     gated_norm,
     lion_mixer,
+    matrix_memory,
     matrix_product_scan,
     mru_mixer,
     mru_step,
@@ -194,6 +195,10 @@ def calls():
     s6 = {name: torch.randn(shape) for name, shape in s6.items()} | {"initial_state": torch.randn(4, 40, 16)}
     s6 |= {"dt": s6["dt"].abs(), "rates": -s6["rates"].abs()}
     yield "s6_scan", lambda backend, **given: s6_scan(**given), s6, {"cu_seqlens": bounds}
+    memory = {"values": (1, seqlen, 4, 16), "elements": (1, seqlen, 4, 16), "keys": (1, seqlen, 4)}
+    memory |= {"queries": (1, seqlen, 4), "rates": (4, 4), "initial_state": (4, 4, 16, 4)}
+    memory = {name: torch.randn(shape) for name, shape in memory.items()}
+    yield "matrix_memory", matrix_memory, memory, {"cu_seqlens": bounds}
     sizes = {"nheads": 2, "ngroups": 1, "d_state": 6}
     yield "scan_layer", scan_layer, layer_inputs(seqlen, batch=1, states=True), sizes | {"cu_seqlens": bounds}
     one = layer_inputs(700, batch=2, directions=1, diagonal="constant")

@@ -220,28 +220,42 @@ class Quantised(nn.Module):
         return self.layer[0](x.to(self.layer[0].weight.dtype))
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
-@each("config", [encoder_of_all, language_model_of_all])
-def test_quantised_linear_layers_are_called(make, config, dtype):
-    """In every mixer, also for states, which have the type that the rest computes in."""
-    model = make(dataclasses.replace(config(), tie_embeddings=not config().causal)).to(dtype)
+def _with_quantised_layers(model):
     quantised = copy.deepcopy(model)
     for path, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear):
             parent, _, child = path.rpartition(".")
             setattr(quantised.get_submodule(parent), child, Quantised(layer))
+    return quantised
+
+
+def _state_and_logits(model, ids):
+    """Types of the parts of a state after `ids`, and the logits of all tokens and of a step from it."""
+    logits, types = [model(ids)], []
+    if model.config.causal:
+        state = model.prefill(ids)[1]
+        map_state(lambda part: types.append(part.dtype), state)
+        logits.append(model.step(ids[:, 0], state)[0])
+    return types, torch.cat([part.flatten() for part in logits])
+
+
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("config", [encoder_of_all, language_model_of_all])
+def test_quantised_linear_layers_are_called(make, config, dtype):
+    """In every mixer, also for states, which have the type that the rest computes in.
+
+    What is rounded to half precision in so many layers is far from either: no farther than without such layers.
+    """
+    model = make(dataclasses.replace(config(), tie_embeddings=not config().causal)).to(dtype)
     ids = torch.randint(VOCABULARY, (2, SEQLEN))
     with torch.no_grad():
-        tolerance = {} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
-        torch.testing.assert_close(quantised(ids), model(ids), **tolerance)
-        if model.config.causal:
-            types, logits = ([], []), []
-            for one, found in zip((quantised, model), types, strict=True):
-                state = one.prefill(ids)[1]
-                map_state(lambda part, found=found: found.append(part.dtype), state)
-                logits.append(one.step(ids[:, 0], state)[0])
-            assert types[0] == types[1]
-            torch.testing.assert_close(*logits, **tolerance)
+        found_types, found = _state_and_logits(_with_quantised_layers(model), ids)
+        types, logits = _state_and_logits(model, ids)
+        exact = _state_and_logits(copy.deepcopy(model).double(), ids)[1]
+    assert found_types == types
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, logits)
+    assert (found - exact).norm() < 2 * (logits - exact).norm() < 0.5 * exact.norm()
 
 
 @pytest.mark.parametrize("architecture", ["language_model", "encoder"])

@@ -64,8 +64,9 @@ def test_any_number_of_ranks_that_share_rows(dataset, tmp_path):
     """Three rows in 2 or 4 parts, so that rows begin and end inside of parts, and one in 4; a run that goes on with 4
     parts from 2, and with whole rows, and one that goes on with parts."""
     data = ["--data.path", dataset, "--model.dropout", "0", "--steps", "12", "--global-batch-size", "6"]
-    data += ["--micro-batch-size", "3", "--model.layers", "semiseparable", "mru", "retnet", "rwkv7", "gated_delta"]
-    data += ["--model.n-layers", "5", "--model.mixers.retnet.headdim", "8", "--model.mixers.rwkv7.headdim", "8"]
+    layers = ["semiseparable", "mru", "retnet", "rwkv7", "gated_delta", "matrix_memory"]
+    data += ["--micro-batch-size", "3", "--model.layers", *layers]
+    data += ["--model.n-layers", "6", "--model.mixers.retnet.headdim", "8", "--model.mixers.rwkv7.headdim", "8"]
     data += ["--model.mixers.gated-delta.headdim", "8", "--engine.activation-checkpointing", "full"]
 
     def run(name: str, context: int, *options: str) -> tuple[str, list[str]]:

@@ -52,6 +52,8 @@ def _definition(elements, construction, order):
     m = elements.unflatten(-1, (order, order))
     if construction == "identity_plus":
         return m + identity
+    if construction == "newton_schulz":
+        return _newton_schulz(m + identity)
     diagonal = m.diagonal(dim1=-2, dim2=-1)
     scale = torch.diag_embed((diagonal - diagonal.mean(-1, keepdim=True)).exp())
     if construction == "qr":
@@ -158,11 +160,18 @@ def test_newton_schulz_of_large_triangles_matches_the_definition(order, size):
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(("order", "size"), [(4, 0.3), (8, 0.2), (16, 0.1), (32, 0.05)])
-def test_newton_schulz_ends_at_the_polar_factor_of_usual_matrices(order, size):
+@pytest.mark.parametrize(
+    ("near", "construction", "order", "size"),
+    [
+        *[("ldu", "ldu_newton_schulz", *case) for case in ((4, 0.3), (8, 0.2), (16, 0.1), (32, 0.05))],
+        # No singular value is far below 1: the largest of M are about 2 size sqrt(order).
+        *[("identity_plus", "newton_schulz", *case) for case in ((4, 0.15), (8, 0.1), (16, 0.08), (32, 0.05))],
+    ],
+)
+def test_newton_schulz_ends_at_the_polar_factor_of_usual_matrices(near, construction, order, size):
     elements = torch.randn(200, order * order, dtype=torch.float64) * size
-    u, _, vh = torch.linalg.svd(build_state_matrices(elements, "ldu", order))
-    x = build_state_matrices(elements.float(), "ldu_newton_schulz", order)
+    u, _, vh = torch.linalg.svd(build_state_matrices(elements, near, order))
+    x = build_state_matrices(elements.float(), construction, order)
     torch.testing.assert_close(x.double(), u @ vh, rtol=0, atol=1e-4)
 
 

@@ -98,10 +98,19 @@ def test_cayleys_states_keep_their_norm_after_training(small_config):
         assert norm == pytest.approx(math.log(4) / 2, abs=1e-3)
 
 
-def test_newton_schulzs_states_never_grow():
-    layer = _layer(order=8, nheads=2, construction="ldu_newton_schulz")
+@pytest.mark.parametrize("construction", ["newton_schulz", "ldu_newton_schulz"])
+def test_newton_schulzs_states_never_grow(construction):
+    layer = _layer(order=8, nheads=2, construction=construction)
     layer.mixed(torch.randn(1, 8192, 2, 64) * torch.linspace(0, 1, 8192)[:, None, None])
     assert layer.monitor()["log_norm_max"] < math.log(8) / 2 + 0.01
+
+
+@pytest.mark.parametrize("form", ["chunked", "dense"])
+@pytest.mark.parametrize(("options", "std"), [({}, 1.0), ({"element_std": 0.25}, 0.25)])
+def test_newton_schulzs_matrices_start_apart_and_are_read_as_large_as_tokens(form, options, std):
+    layer, x = _layer(construction="newton_schulz", input=form, **options), torch.randn(4, 50, D_MODEL)
+    assert layer.elements(x).std().item() == pytest.approx(std, rel=0.2)
+    assert (layer.state_matrices(x) @ layer.read_out()).std().item() == pytest.approx(1.0, rel=0.3)
 
 
 def test_the_chunked_form_has_few_weights_and_factors_in_its_place():

@@ -52,7 +52,7 @@ MODELS = {
         vocab_size=448,
         d_model=32,
         n_layers=3,
-        layers=("mru", "attention"),
+        layers=("mru", "matrix_memory", "attention"),
         mixers=MIXERS,
         tie_embeddings=False,
     ),

@@ -138,7 +138,8 @@ FUSED = {
 """What the rows of a projection are, one after the other -> the mixers that have such a one, or its name."""
 WORDS = {mixer: words.split() for words, mixers in FUSED.items() for mixer in mixers.split()}
 AS_LARGE = {"z": "v", "q": "k", "B": "C", "x0": "v", "u": "v", "x1": "v", "value": "gate", "beta": "alpha"}
-NOT_MAPS = {"n_kernel", "A_log", "dt_bias", "alpha", "state_base", "BC", "conv_params", "q_bias", "k_bias"}
+NOT_MAPS = {"n_kernel", "A_log", "dt_bias", "alpha", "state_base", "key_rates", "turn_base", "BC"}
+NOT_MAPS |= {"conv_params", "q_bias", "k_bias"}
 
 
 def test_every_mixer_says_what_its_matrices_hold():

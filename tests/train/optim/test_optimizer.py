@@ -29,6 +29,7 @@ NOT_DECAYED_MATRICES = {
     "two_s6": ["ssms.0.A_log", "ssms.1.A_log"],
     "ckconv": [*(f"filter.layers.{layer}.weight" for layer in range(2)), "filter.out.weight"],
     "tnn": [*(f"filter.layers.{layer}.weight" for layer in range(3)), "filter.out.weight"],
+    "matrix_memory": ["key_rates", "turn_base"],
     "mru": ["state_base"],
     "vandermonde_di": ["matrix_mixer.q_bias", "matrix_mixer.k_bias"],
 }

@@ -11,6 +11,7 @@ from matmix.launch.lab.compare.width import differing_keys, match_width, matched
 from matmix.launch.many.planned import matters
 from matmix.model.build import count_parameters, headdims
 from matmix.model.config import NO_MIXER, MixerOptions, ModelConfig
+from matmix.model.initialization import initialize
 from matmix.model.mixers import MIXERS
 from matmix.train.entry import main as train_command
 from matmix.train.loaders import make_loader
@@ -233,7 +234,34 @@ def test_a_causal_convolution_is_not_taken_for_an_encoder():
     mru = ModelConfig(layers=("mru",), d_model=64)
     assert "convolution only" not in missing_controls([mru])
     convolved = dataclasses.replace(mru, mixers=MixerOptions(mru=MIXERS["mru"].Config(shift="conv")))
-    assert missing_controls([convolved])["convolution only"]["model"]["mixers"]["convolution"]["d_conv"] == 4
+    found = missing_controls([convolved])["convolution only"]["model"]["mixers"]["convolution"]
+    assert found == {"d_conv": 4, "bias": False, "expand": 1, "project": False, "norm": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reads"),
+    [("mru", {"order": 4, "shift": "conv"}, "state_down"), ("matrix_memory", {}, "query_proj.weight")],
+)
+def test_the_convolution_by_itself_is_the_block_without_its_states(name, options, reads):
+    """A model whose layers read nothing has its losses, at all widths."""
+    options = MIXERS[name].Config(**options)
+    mixer = MIXERS[name](32, options, causal=True, max_seqlen=9, output_std=0.02)
+    alone = MIXERS["convolution"].Config(d_conv=4, **MIXERS[name].convolution_alone(options))
+    control = MIXERS["convolution"](32, alone, causal=True, max_seqlen=9, output_std=0.02)
+    for layer in (mixer, control):
+        initialize(layer, 0)
+    with torch.no_grad():
+        mixer.get_parameter(reads).zero_()
+    read_in = [mixer.gate_proj.weight, *([mixer.value_proj.weight] if alone.project else [])]
+    control.load_state_dict(
+        {
+            "in_proj.weight": torch.cat(read_in),
+            "out_proj.weight": mixer.out_proj.weight * mixer.skip,
+            **{f"conv1d.{name}": value for name, value in mixer.conv1d.named_parameters()},
+        }
+    )
+    x = torch.randn(2, 9, 32)
+    torch.testing.assert_close(control(x), mixer(x))
 
 
 def test_every_entry_meets_every_variant(recipe, tmp_path):
@@ -295,21 +323,12 @@ def test_generated_tasks_are_tried_with_every_mixer_and_compared_with_both_contr
     assert used == every | {NO_MIXER}
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("quickstart", set()),
-        ("language_models_small", {"model.init_std", "model.mixers.mru.shift", "schedule.warmup"}),
-    ],
-)
-def test_the_quickstart_is_compared_as_it_is_trained(name, own):
-    """Their first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate tried;
-    the older comparison starts it, warms it up and shifts its tokens otherwise."""
-    comparison = read_comparison(name)
-    trained = load_config("mru_shakespeare", [])
+def test_the_quickstart_is_compared_as_it_is_trained():
+    """Its first entry is the model, the data and the schedule of the recipe that newcomers train, at a rate tried."""
+    comparison, trained = read_comparison("quickstart"), load_config("mru_shakespeare", [])
     found = {key for key, _, _ in differences(config_to_dict(trained), comparison.entries[0].config) if matters(key)}
-    assert found <= {"model.vocab_size", "evaluation.every", "optimizer.lr"} | own
-    assert name != "quickstart" or trained.optimizer.lr in comparison.settings.tune["optimizer.lr"]
+    assert found <= {"model.vocab_size", "evaluation.every", "optimizer.lr"}
+    assert trained.optimizer.lr in comparison.settings.tune["optimizer.lr"]
 
 
 def test_a_headdim_is_kept_where_it_fits_and_else_the_nearest_is_taken():
