@@ -39,7 +39,7 @@ pretrain: .venv/installed
 	@echo "What you can do next:"
 	@echo "  more text:               $(BIN)/matmix generate $(RUN) --prompt 'To be'"
 	@echo "  the curves:              $(BIN)/tensorboard --logdir runs"
-	@echo "  against its peers:       $(BIN)/matmix compare language_models_small --dry-run"
+	@echo "  against its peers:       $(BIN)/matmix compare quickstart --dry-run"
 	@echo "  the same without mixers: $(BIN)/matmix train mru_shakespeare --model.layers none --run-dir runs/no_mixer"
 
 test: .venv/installed
