@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from matmix.kernels import semiseparable_scan, semiseparable_step, short_conv, short_conv_step
+from matmix.kernels import gated_norm, semiseparable_scan, semiseparable_step, short_conv, short_conv_step
 from matmix.kernels.checks import transformed
 from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
-from matmix.model.calls import Called, is_quantised, weights_of
+from matmix.model.calls import Called, is_quantised, weight_of, weights_of
 from matmix.model.initialization import InitRule, NoDraws, constant_init, normal_init, uniform_init
 from matmix.model.mixers.continued import Continued
 from matmix.model.options import check_words
@@ -71,6 +71,12 @@ class RMSNorm(RMSNormWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def gated(y: Tensor, gate: Tensor, norm: RMSNormWeight | None) -> Tensor:
+    """y, normalised where there is a norm, times silu(gate), (..., d) each."""
+    y = y.to(gate.dtype)
+    return y * F.silu(gate) if norm is None else gated_norm(y, weight_of(norm), gate, eps=norm.eps)
 
 
 class ShortConv(nn.Conv1d):

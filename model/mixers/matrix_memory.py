@@ -5,15 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm, matrix_memory
+from matmix.kernels import matrix_memory
 from matmix.kernels.functions import outside_autocast, working
 from matmix.kernels.mru.constructions import bounded_rows
-from matmix.model.calls import weight_of
 from matmix.model.initialization import constant_init
-from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, zero_state
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, gated, zero_state
 from matmix.model.mixers.mru import draw_fading, fading_rates
 from matmix.model.mixers.scans.delta_rule import transition_matrix
 
@@ -124,10 +122,8 @@ class MatrixMemory(Mixer):
 
     def finish(self, y: Tensor, source: Tensor, x: Tensor) -> Tensor:
         """Skip, gate, norm and output projection of what was read, (..., H, headdim)."""
-        y, z = torch.addcmul(y.flatten(-2).to(source.dtype), source, self.skip.to(source.dtype)), self.gate_proj(x)
-        if self.norm is None:
-            return self.out_proj(y * F.silu(z))
-        return self.out_proj(gated_norm(y, weight_of(self.norm), z, eps=self.norm.eps))
+        y = torch.addcmul(y.flatten(-2).to(source.dtype), source, self.skip.to(source.dtype))
+        return self.out_proj(gated(y, self.gate_proj(x), self.norm))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         source, _ = self.source(x, cu_seqlens=cu_seqlens)

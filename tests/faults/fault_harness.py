@@ -96,7 +96,8 @@ class Zygote:
             return self.started[-1]
 
     def close(self) -> None:
-        self.process.stdin.close()
+        # Not by the end of its input: a process that this one forked since, a data loader's, may still hold the pipe open.
+        self.process.kill()
         self.process.wait()
 
 

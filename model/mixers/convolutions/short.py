@@ -7,12 +7,9 @@ The difference between a mixer with a convolution in front and this block shows 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm
-from matmix.model.calls import weight_of
-from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, zero_state
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, gated, zero_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,9 +88,7 @@ class Convolution(Mixer):
 
     def finish(self, v: Tensor, z: Tensor) -> Tensor:
         """Gate, norm and output projection: (..., d_inner) each -> (..., d_model)."""
-        if self.norm is None:
-            return self.out_proj(v.to(z.dtype) * F.silu(z))
-        return self.out_proj(gated_norm(v.to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
+        return self.out_proj(gated(v, z, self.norm))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         z, v, _ = self.parts(x, cu_seqlens=cu_seqlens)

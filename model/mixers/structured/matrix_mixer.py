@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from matmix.kernels import gated_norm, short_conv
+from matmix.kernels import short_conv
 from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
-from matmix.model.calls import weight_of, weights_of
+from matmix.model.calls import weights_of
 from matmix.model.initialization import InitRule
-from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights, recomputed
+from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, conv_weights, gated, recomputed
 from matmix.model.mixers.whole_documents import documents_over_heads
 
 Entries = Callable[[Tensor, Tensor, int], Tensor]
@@ -225,7 +225,7 @@ class MatrixMixer(Mixer):
 
     def finish(self, y: Tensor, z: Tensor) -> Tensor:
         """Gated norm and output projection of y (B, L, H, P)."""
-        return self.out_proj(gated_norm(y.flatten(-2).to(z.dtype), weight_of(self.norm), z, eps=self.norm.eps))
+        return self.out_proj(gated(y.flatten(-2), z, self.norm))
 
     def matrix(self, x: Tensor) -> Tensor:
         if self.fixed_length:
