@@ -96,7 +96,7 @@ class Zygote:
             return self.started[-1]
 
     def close(self) -> None:
-        # Not by the end of its input: a process that this one forked since, a data loader's, may still hold the pipe open.
+        # Not by the end of its input: a process that this one forked since, as a data loader, may hold the pipe open.
         self.process.kill()
         self.process.wait()
 
