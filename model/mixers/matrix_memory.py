@@ -32,7 +32,7 @@ class MatrixMemoryConfig:
     d_conv: int = 4
     """Width of the causal depthwise convolution (2 to 9)."""
     norm: bool = False
-    """An RMSNorm behind the gate, as in SSD's block."""
+    """An RMSNorm in front of the gate, as in Hydra's block."""
     bias: bool = False
     """Biases in the projections of values, gates and outputs."""
 

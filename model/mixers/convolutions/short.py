@@ -21,7 +21,7 @@ class ConvolutionConfig:
     project: bool = True
     """False: the convolution reads the tokens themselves, as in the MRU, not a projection of them; expand is then 1."""
     norm: bool = True
-    """An RMSNorm behind the gate, or in the MRU's block none."""
+    """An RMSNorm in front of the gate, or in the MRU's block none."""
     d_conv: int = 0
     """Width of the depthwise convolution (2 to 9; odd in encoders, where it is centred); 0 = 4 in language models, 7 in
     encoders."""
