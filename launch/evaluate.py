@@ -19,6 +19,10 @@ from matmix.data.prepare.text.readers import find_sources
 from matmix.train.arguments import RunFolder
 from matmix.train.state import Weights
 
+OF_TEXTS = ("text_field", "text_documents", "window", "stride", "carry_state")
+OF_EXAMPLES = ("columns", "labels", "max_length")
+"""Options of `matmix evaluate` that belong to one kind of what is scored."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate:
@@ -76,23 +80,27 @@ class Evaluate:
         opened = open_model(self.source, step=self.step, weights=self.weights)
         files = {"out": self.out, "predictions": self.predictions, "confusion": self.confusion}
         if classifies_images(opened):
+            self._refuse(("task", *OF_EXAMPLES, *OF_TEXTS), "classifies images")
             if len(self.texts) > 1:
                 raise ValueError(f"{self.source}: give one dataset of pictures, or none for the run's own")
             say_images(score_images(opened, *self.texts, split=self.split), **files)
             return 0
-        given = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length}
+        self._refuse(("split",), "is no image classifier")
         own = task_of(opened)
-        if own and (any(given.values()) or self.task not in ("", own)):
-            raise ValueError(f"{self.source} was fine-tuned for {own}, and knows its columns, classes and lengths")
+        if own and self.task not in ("", own):
+            raise ValueError(f"{self.source} was fine-tuned for {own}")
+        if own:
+            self._refuse(OF_EXAMPLES, f"was fine-tuned for {own}, and knows its columns, classes and lengths")
         if own or self.task:
+            self._refuse(OF_TEXTS, "is scored on labelled examples here")
             if len(self.texts) != 1:
                 raise ValueError(f"{self.source}: give one file of examples")
+            given = {"columns": self.columns, "labels": self.labels, "max_length": self.max_length}
             say_examples(score_examples(opened, self.texts[0], task="" if own else self.task, **given), **files)
             return 0
-        if any(given.values()):
-            raise ValueError("--columns, --labels and --max-length belong to --task: name the task")
-        if self.predictions is not None or self.confusion is not None:
-            raise ValueError("--predictions and --confusion are for labelled examples: name their task, --task")
+        self._refuse(
+            (*OF_EXAMPLES, "predictions", "confusion"), "is scored on texts here: for labelled examples name --task"
+        )
         if self.carry_state and (self.window or self.stride):
             raise ValueError("carried state has no windows: leave out --carry-state, or --window and --stride")
         # A model that does not beat a general compressor on the same text has learned little.
@@ -110,6 +118,13 @@ class Evaluate:
         xz_bits = 8 * (sum(compressed) + len(xz.flush())) / score.bytes
         say_texts(f"{opened.path}{step}", score, xz_bits, self.out)
         return 0
+
+    def _refuse(self, options: Sequence[str], why: str) -> None:
+        """Raises ValueError where one of these was given: `why` says what the source is."""
+        for field in dataclasses.fields(self):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if field.name in options and getattr(self, field.name) != default:
+                raise ValueError(f"{self.source} {why}; leave out --{field.name.replace('_', '-')}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

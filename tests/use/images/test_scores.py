@@ -58,6 +58,8 @@ def test_an_export_scores_as_its_run(run, tmp_path, capsys):
     assert found.classes == expected.classes == ("cat", "dog", "owl")
     assert main(["evaluate", str(tmp_path / "export")]) == 2
     assert "name a dataset" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "export"), own, "--window", "8"]) == 2
+    assert "export classifies images; leave out --window\n" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "export"), own, "--weights", "ema"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
 
