@@ -26,7 +26,7 @@ class ObjectiveConfig:
     masking: MaskingConfig = dataclasses.field(default_factory=MaskingConfig)
     """How training batches are masked (masked_lm only)."""
     evaluation_masking: MaskingConfig = dataclasses.field(default_factory=lambda: MaskingConfig(probability=0.15))
-    """How validation batches are masked (masked_lm only)."""
+    """How validation batches are masked (masked_lm only); left out, 15 % of single tokens, however training masks."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """A table with the options of your own task."""
 
