@@ -432,16 +432,26 @@ def picture(parts: Sequence[Part]) -> bytes:
 
 
 def looks(part: Part, names: Sequence[str]) -> Looks:
-    """Colour and marker by the place in `names`: no two of the first 16 are alike, and controls have their own. Later
-    curves are thinner, so that those below them are seen; controls dashed, and dotted what is not finished."""
+    """Colour and marker by the place in `names`: no two of the first 16 are alike, and controls have their own. A
+    matrix of parameters, NAME_di, has those of NAME_dd, and dashes with dots. Later curves are thinner, so that those
+    below them are seen; controls dashed, and dotted what is not finished."""
     from matplotlib import colormaps
 
     colours, last, all_of = colormaps["Dark2"].colors, max(1, len(part.results) - 1), []
+    mixers = {result.mixer for result in part.results}
+    matrices = {
+        result.entry.name: result.mixer[:-3]
+        for result in part.results
+        if result.mixer.endswith(("_dd", "_di")) and {result.mixer[:-3] + "_dd", result.mixer[:-3] + "_di"} <= mixers
+    }
+    distinct = list(dict.fromkeys(matrices.get(name, name) for name in names))
     for rank, result in enumerate(part.results):
-        place, control = names.index(result.entry.name), result.entry.control
+        name, control = result.entry.name, result.entry.control
+        place = distinct.index(matrices.get(name, name))
         marker = _MARKERS[(place + place // len(colours)) % len(_MARKERS)]
         look = {"color": colours[place % len(colours)], "marker": marker, **_CONTROLS.get(control, {})}
-        style = ":" if not result.is_finished else "--" if control else "-"
+        fixed = name in matrices and result.mixer.endswith("_di")
+        style = ":" if not result.is_finished else "--" if control else "-." if fixed else "-"
         all_of.append({**look, "markersize": 5, "linewidth": 3.2 - 2.2 * rank / last, "linestyle": style})
     return all_of
 

@@ -105,13 +105,7 @@ def test_what_data_dependence_bought_stands_beside_the_loss(compared):
         return None
 
     losses = {"toeplitz_di": 2.5, "toeplitz_dd": 2.0, "cauchy_dd": 1.0, "quasiseparable_di": 3.0}
-    entries = "".join(
-        f'[[comparison.entry]]\nname = "{name}"\nmodel.layers = ["{name}"]\nmodel.mixers.{name}.headdim = 8\n'
-        f'model.max_seqlen = 32\ndata.packing = "rows"\n'
-        for name in (*losses, "quasiseparable_dd")
-    )
-    settings = "[comparison]\nseeds = [0, 1]\ntolerance = 0.9\ncontrols = false\n"
-    comparison = compared(settings + entries, metrics)
+    comparison = compared(_matrices(*losses, "quasiseparable_dd"), metrics)
     header, *rows = _cells(write_report(comparison))
     gain = header.index("gain over DI (nats)")
     assert {row[0]: row[gain] for row in rows if row[gain]} == {"toeplitz_dd": "0.500"}
@@ -119,6 +113,24 @@ def test_what_data_dependence_bought_stands_beside_the_loss(compared):
     assert {row[0]: row[better] for row in rows if row[better]} == {"toeplitz_dd": "5.0"}
     csv_rows = csv.DictReader(io.StringIO(table_csv([collect(comparison)])))
     assert {row["entry"]: row["gain_over_di"] for row in csv_rows}["toeplitz_dd"] == "0.5"
+
+
+def test_a_matrix_of_parameters_is_drawn_as_that_of_tokens_but_for_its_dashes(compared):
+    names = ["cauchy_dd", "toeplitz_dd", "toeplitz_di"]
+    part = collect(compared(_matrices(*names), lambda entry, seed: {"loss": 1.0}))
+    drawn = {result.mixer: look for result, look in zip(part.results, looks(part, names), strict=True)}
+    assert [drawn[name]["linestyle"] for name in names] == ["-", "-", "-."]
+    cauchy, tokens, parameters = ((drawn[name]["color"], drawn[name]["marker"]) for name in names)
+    assert tokens == parameters != cauchy
+
+
+def _matrices(*names):
+    settings = "[comparison]\nseeds = [0, 1]\ntolerance = 0.9\ncontrols = false\n"
+    return settings + "".join(
+        f'[[comparison.entry]]\nname = "{name}"\nmodel.layers = ["{name}"]\nmodel.mixers.{name}.headdim = 8\n'
+        f'model.max_seqlen = 32\ndata.packing = "rows"\n'
+        for name in names
+    )
 
 
 def keep(comparison):
