@@ -6,7 +6,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from matmix.data.config import DataConfig
-from matmix.data.foreign.shards import Shards, open_shards
+from matmix.data.foreign.finding import open_shards
+from matmix.data.foreign.shards import Shards
 from matmix.data.loading.rows import WHOLE, Facts, Opened, Reading
 from matmix.data.manifest import ImagesInfo
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from matmix.data.config import DataConfig, datasets_of
+from matmix.data.foreign.finding import is_foreign
 from matmix.data.foreign.opening import images_info, not_promised, open_pictures
-from matmix.data.foreign.shards import is_foreign
 from matmix.data.loading.rows import Facts
 from matmix.data.manifest import ImagesInfo, Manifest, SplitInfo
 from matmix.data.modalities.base import Modality, Opened, Reading, contents_digest, shard_options, streams

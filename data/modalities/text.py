@@ -10,8 +10,8 @@ import numpy as np
 
 from matmix.data.arrays import read_vector
 from matmix.data.config import DataConfig, datasets_of
+from matmix.data.foreign.finding import is_foreign
 from matmix.data.foreign.opening import ForeignFacts, open_text
-from matmix.data.foreign.shards import is_foreign
 from matmix.data.formats.base import DamagedShard
 from matmix.data.loading.masking import IGNORED, Masker, MaskingConfig, Stretch
 from matmix.data.loading.order import Mixture, Streams

@@ -9,6 +9,7 @@ alipan:// and gs:// without gcsfs, and sftp://, because they check the host's ke
 `data.reader = "streaming"` they fetch the shards of all schemes but file://.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -267,6 +268,17 @@ def download(url: str, target: Path, largest: int, *, by_streaming: bool = False
         remote.persist(lambda: downloader.download(url, str(target)), f"cannot download {url}")
     finally:
         downloader.clean_up()
+
+
+def read_small(place: str, name: str) -> bytes | None:
+    """Returns a small file of a folder or URL; None where there is none."""
+    if not remote.is_url(place):
+        path = Path(place, name)
+        return path.read_bytes() if path.is_file() else None
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(FileNotFoundError):
+        download(f"{place.rstrip('/')}/{name}", target := Path(folder, name), _LARGEST_FILE)
+        return target.read_bytes()
+    return None
 
 
 def decompress(source: Path, target: Path, largest: int) -> tuple[int, str]:
