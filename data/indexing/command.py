@@ -13,86 +13,29 @@ import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from matmix.data.arrays import write_vector
 from matmix.data.artifacts import artifact_path, fits, read_json, shell_line
 from matmix.data.foreign_tokenizer import local_or_hub
 from matmix.data.formats import READ_ONLY
-from matmix.data.formats.base import LARGEST_SHARD, Stretch
 from matmix.data.indexing import LAYOUTS
-from matmix.data.indexing.base import Layout, Places, mapped
-from matmix.data.manifest import MANIFEST_NAME, Manifest, SplitInfo
-from matmix.data.prepare.base import HASHES, SPLITS, hash_of
-from matmix.data.prepare.report import Report
+from matmix.data.indexing.base import Layout
+from matmix.data.indexing.stretches import Found, SplitOfFiles, read_files
+from matmix.data.manifest import MANIFEST_NAME, Manifest
+from matmix.data.prepare.base import SPLITS
 from matmix.data.prepare.text.preparation import HISTOGRAM_NAME, write_counts
 from matmix.data.storage.files import sha256_of, write_atomic
 from matmix.data.storage.remote import is_url, refuse_secrets
 from matmix.data.tokenizer import Tokenizer
 
-STRETCH_BYTES = 64 << 20
-"""Bytes of a stretch, unless its only document is longer: what is verified and shuffled together."""
-# Tokens of a stretch that are decoded to count the bytes of its text; of longer stretches the rest is estimated.
-_DECODED = 1 << 16
 _RECORD = ".index.json"
 _TOKENIZERS = ("tokenizer/tokenizer.model", "tokenizer/tokenizer.json")
 _VECTORS = ("lengths.npy", "starts.npy")
 _FRACTION = 0.01
 _END_BYTES = 1 << 16
-
-
-class _Piece(NamedTuple):
-    """A stretch of a file with its documents."""
-
-    shard: Stretch
-    starts: np.ndarray
-    """int64 (documents,): first byte of each in the file."""
-    lengths: np.ndarray
-    """int64 (documents,): tokens of each."""
-    documents: list[np.ndarray]
-    """The ids of each."""
-
-
-@dataclass
-class _Split:
-    """What was found of a split."""
-
-    counts: np.ndarray
-    """int64 (vocab_size,): how often each id occurs."""
-    shards: list[Stretch] = field(default_factory=list)
-    starts: list[np.ndarray] = field(default_factory=list)
-    lengths: list[np.ndarray] = field(default_factory=list)
-    decoded: int = 0
-    """Tokens that were decoded, to so many bytes of text:"""
-    decoded_bytes: int = 0
-
-    def add(self, piece: _Piece, chosen: np.ndarray, tokenizer: Tokenizer) -> None:
-        """Adds some documents of a piece. chosen: their numbers, int64 (n,)."""
-        if not len(chosen):
-            return
-        starts, lengths = piece.starts[chosen], piece.lengths[chosen]
-        self.shards.append(replace(piece.shard, documents=len(chosen), tokens=int(lengths.sum())))
-        self.starts.append(starts)
-        self.lengths.append(lengths)
-        documents = [piece.documents[number] for number in chosen]
-        self.counts += np.bincount(np.concatenate(documents), minlength=len(self.counts))
-        left = _DECODED
-        for document in documents:
-            part = document[:left].tolist()
-            self.decoded += len(part)
-            self.decoded_bytes += len(tokenizer.decode(part).encode())
-            left -= len(part)
-            if not left:
-                break
-
-    def info(self) -> SplitInfo:
-        tokens = sum(shard.tokens for shard in self.shards)
-        return SplitInfo.of(self.shards, round(self.decoded_bytes * tokens / max(1, self.decoded)))
 
 
 def index(
@@ -268,115 +211,26 @@ def _index(
     fraction = wanted["validation_fraction"]
     names = ["train"] * (len(held_out) < len(paths)) + ["validation"] * bool(fraction or held_out)
     _refuse_others(home, _files(names), tokenizer)
-    splits = {name: _Split(np.zeros(tokenizer.vocab_size, np.int64)) for name in names}
-    sizes = {path: path.stat().st_size for path in paths}
-    dtype, documents, empty, done, made = None, {}, 0, 0, 0
-    with Report("indexing", sum(sizes.values())) as report:
-        for path in paths:
-            places = layout.places(path)
-            dtype = places.dtype if dtype is None else dtype
-            _check_dtype(path, places.dtype, paths[0], dtype, tokenizer)
-            places, dropped = _without_ends(path, places, layout.end)
-            empty += dropped
-            documents[path.relative_to(root).as_posix()] = len(places.lengths)
-            for piece in _pieces(root, path, places):
-                _check_ids(path, piece, tokenizer)
-                least = HASHES if path in held_out else int(fraction * HASHES)
-                hashes = (hash_of(one) if 0 < least < HASHES else 0 for one in piece.documents)
-                is_held_out = np.array([value < least for value in hashes])
-                for name, split in splits.items():
-                    split.add(piece, np.flatnonzero(is_held_out == (name == "validation")), tokenizer)
-                made += piece.shard.tokens
-                report.update(done + piece.shard.offset + piece.shard.bytes, made)
-            done += sizes[path]
-    total = sum(documents.values())
+    found = read_files(root, layout, paths, tokenizer, names, held_out, fraction)
+    total = sum(found.documents.values())
     if not total:
         raise ValueError(f"there is no document in the {len(paths)} files of {root}")
-    for name, split in splits.items():
+    for name, split in found.splits.items():
         if not split.shards:
             hint = f" at a validation fraction of {fraction:g}; give another, 0 for none" if fraction else ""
             raise ValueError(f"the {name} split got none of the {total:,} documents{hint}")
-    return _write(root, home, tokenizer, splits, documents, empty, wanted, dtype)
-
-
-def _check_dtype(path: Path, dtype: np.dtype, first: Path, wanted: np.dtype, tokenizer: Tokenizer) -> None:
-    if dtype != wanted:
-        raise ValueError(f"{path} holds {dtype.name}, and {first} {wanted.name}: index them in folders of their own")
-    if tokenizer.vocab_size > 1 << 8 * dtype.itemsize:
-        raise ValueError(
-            f"{path} holds {dtype.name}, which has not the {tokenizer.vocab_size:,} ids of {tokenizer.path}: name the "
-            "tokenizer that made the tokens"
-        )
-
-
-def _without_ends(path: Path, places: Places, end: int | None) -> tuple[Places, int]:
-    """Returns the places without the end token of documents that have it, and without documents that are empty then;
-    and how many those are."""
-    lengths = places.lengths.copy()
-    full = np.flatnonzero(lengths)
-    if end is not None and len(full):
-        item = places.dtype.itemsize
-        lasts = places.starts[full] + (lengths[full] - 1) * item
-        data, ids = np.frombuffer(mapped(path), np.uint8), np.zeros(len(full), np.int64)
-        for byte in range(item):
-            ids |= data[lasts + byte].astype(np.int64) << (8 * byte)
-        lengths[full[ids == end]] -= 1
-    kept = np.flatnonzero(lengths)
-    if len(kept) and int(lengths.max()) * places.dtype.itemsize > LARGEST_SHARD:
-        raise ValueError(f"{path}: a document of {int(lengths.max()):,} tokens is too long; cut it")
-    return Places(dtype=places.dtype, starts=places.starts[kept], lengths=lengths[kept]), len(lengths) - len(kept)
-
-
-def _pieces(root: Path, path: Path, places: Places) -> Iterator[_Piece]:
-    """Yields the stretches of a file, each of whole documents."""
-    data, at = mapped(path), 0
-    ends = places.starts + places.lengths * places.dtype.itemsize
-    while at < len(ends):
-        begin = int(places.starts[at])
-        stop = max(at + 1, int(ends.searchsorted(begin + STRETCH_BYTES, side="right")))
-        starts, lengths = places.starts[at:stop], places.lengths[at:stop]
-        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
-        documents = [np.frombuffer(data, places.dtype, length, start) for start, length in pairs]
-        raw = data[begin : int(ends[stop - 1])]
-        size, digest = len(raw), hashlib.sha256(raw).hexdigest()
-        shard = Stretch(
-            file=path.relative_to(root).as_posix(),
-            offset=begin,
-            file_bytes=len(data),
-            documents=len(documents),
-            tokens=int(lengths.sum()),
-            bytes=size,
-            raw_bytes=size,
-            sha256=digest,
-            raw_sha256=digest,
-        )
-        yield _Piece(shard, starts, lengths, documents)
-        at = stop
-
-
-def _check_ids(path: Path, piece: _Piece, tokenizer: Tokenizer) -> None:
-    ids = np.concatenate(piece.documents)
-    bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
-    if len(bad):
-        number = int(np.cumsum(piece.lengths).searchsorted(bad[0], side="right"))
-        raise ValueError(
-            f"{path}: the document at byte {int(piece.starts[number]):,} holds the id {int(ids[bad[0]])}, outside of "
-            f"the {tokenizer.vocab_size:,} ids of {tokenizer.path}: name the tokenizer that made the tokens, and the "
-            "right --dtype where the file does not say it"
-        )
+    return _write(root, home, tokenizer, found, wanted)
 
 
 def _write(
     root: Path,
     home: Path,
     tokenizer: Tokenizer,
-    splits: dict[str, _Split],
-    documents: dict[str, int],
-    empty: int,
+    found: Found,
     wanted: dict[str, Any],
-    dtype: np.dtype,
 ) -> Manifest:
-    """Writes the files of the index, the manifest last. documents: in each file."""
+    """Writes the files of the index, the manifest last."""
+    splits, documents = found.splits, found.documents
     home.mkdir(parents=True, exist_ok=True)
     own, files, copy = _own_files(home), _files(splits), f"tokenizer/{tokenizer.file_name}"
     made = {*files, copy} if copy in own or not (home / copy).exists() else {*files}
@@ -385,7 +239,7 @@ def _write(
         (home / name).unlink(missing_ok=True)
     if copy in made:
         tokenizer.save(home / "tokenizer")
-    train = splits.get("train", _Split(np.zeros(tokenizer.vocab_size, np.int64)))
+    train = splits.get("train", SplitOfFiles.empty(tokenizer.vocab_size))
     facts = write_counts(home, tokenizer, train.counts)
     infos = {name: split.info() for name, split in splits.items()}
     for name, split in splits.items():
@@ -397,14 +251,14 @@ def _write(
     manifest = Manifest(
         format="in_place",
         compression=None,
-        dtype=dtype.name,
+        dtype=found.dtype.name,
         splits=infos,
         sources=tuple(
             {"path": name, "bytes": size, "digest": digest, "documents": documents.get(name, 0)}
             for name, size, digest in wanted["inputs"]
         ),
-        malformed={"count": 0, "records": sum(documents.values()) + empty, "examples": []},
-        empty_documents=empty,
+        malformed={"count": 0, "records": sum(documents.values()) + found.empty, "examples": []},
+        empty_documents=found.empty,
         options=wanted,
         files={name: sha256_of(home / name) for name in files},
         folder=None if home == root else str(root.resolve()),

@@ -18,7 +18,7 @@ from token_files import END, write_flat, write_litdata, write_llm_c, write_mds, 
 from matmix.data import arrays
 from matmix.data.config import DataConfig
 from matmix.data.formats.base import DamagedShard
-from matmix.data.indexing import command
+from matmix.data.indexing import command, stretches
 from matmix.data.manifest import Manifest
 from matmix.data.modalities import build_loader
 from matmix.data.splits.reader import open_dataset
@@ -67,7 +67,7 @@ LAYOUTS = {
 
 @pytest.fixture(autouse=True)
 def small_stretches(monkeypatch):
-    monkeypatch.setattr(command, "STRETCH_BYTES", 700)
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 700)
 
 
 def indexed(folder, layout="megatron", **options):
@@ -119,7 +119,7 @@ def test_chunks_that_litdata_wrote(tmp_path):
 
 
 def test_batches_are_those_of_a_prepared_dataset_on_any_ranks(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(command, "STRETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(stretches, "STRETCH_BYTES", 1 << 20)
     prepared = data.write(tmp_path / "prepared", TEXTS, format="webdataset", shard_documents=1000)
     write_megatron(tmp_path / "m" / "a.bin", with_end(TEXTS))
     indexed(tmp_path / "m", validation_fraction=0.0)
