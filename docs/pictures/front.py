@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 # Left, top, right, bottom, in pixels of the whole picture.
 CUTS = {
     "front-mixer.png": ("hydra.png", (766, 896, 1436, 1632)),  # one head of a page of show-mixer
-    "front-losses.png": ("recall_bidirectional_small.png", (580, 0, 1420, 470)),  # the curves of a comparison
+    "front-losses.png": ("recall_matrices.png", (575, 0, 1412, 622)),  # the curves of a comparison
 }
 
 for name, (whole, box) in CUTS.items():
