@@ -261,10 +261,15 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") 
 
 def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any]]:
     """Lists every field that differs, sorted; old: as `config_to_dict` gives it. One that the data fill in where it is
-    empty differs only from another value."""
+    empty differs only from another value, and options of mixers that no layer holds do not count."""
     values = config_to_dict(new)
     same = {"init.from"} if _phase_before(old) == _phase_before(values) != "" else set()
-    rows = [row for row in differing(old, values) if row[0] not in same and (all(row[1:]) or row[0] not in _FILLED_IN)]
+    unused = tuple(f"model.mixers.{name}" for name in MIXERS if name not in new.model.mixer_names())
+    rows = [
+        (key, *both)
+        for key, *both in differing(old, values)
+        if key not in same and (all(both) or key not in _FILLED_IN) and ".".join(key.split(".")[:3]) not in unused
+    ]
     return sorted(rows, key=lambda row: row[0].split("."))
 
 

@@ -146,6 +146,16 @@ def test_differences_are_listed_by_dotted_key(recipe):
     assert differences(config_to_dict(config), other) == [("optimizer.lr", config.optimizer.lr, 1.0)]
 
 
+def test_options_of_mixers_that_no_layer_holds_are_no_difference(recipe):
+    """So an entry that a comparison gains, with options of its mixer for all, leaves the runs of the others alone."""
+    model = '[model]\nlayers = ["attention"]\n[model.mixers]\n'
+    config, other = load_config(recipe(model)), load_config(recipe(model + "rwkv7 = { headdim = 32 }"))
+    assert other.model.mixers != config.model.mixers
+    assert differences(config_to_dict(config), other) == differences(config_to_dict(other), config) == []
+    other = load_config(recipe(model + "attention = { headdim = 32 }"))
+    assert [key for key, _, _ in differences(config_to_dict(config), other)] == ["model.mixers.attention.headdim"]
+
+
 @pytest.mark.parametrize(
     ("global_batch", "micro", "ranks", "words"),
     [(10, 0, 4, ["10", "4 ranks", "8 or 12"]), (2, 0, 4, ["use 4"])],
