@@ -13,7 +13,7 @@ from matmix.data.artifacts import errors_in_one_line, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.model.architecture import ARCHITECTURES
-from matmix.model.config import MixerOptions
+from matmix.model.config import MixerOptions, used_mixers
 from matmix.model.mixers import MIXERS
 from matmix.train.arguments import find_part, key_types, parse_arguments, read_table
 from matmix.train.checkpoint.steps import step_of
@@ -264,7 +264,7 @@ def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any
     empty differs only from another value, and options of mixers that no layer holds do not count."""
     values = config_to_dict(new)
     same = {"init.from"} if _phase_before(old) == _phase_before(values) != "" else set()
-    unused = tuple(f"model.mixers.{name}" for name in MIXERS if name not in new.model.mixer_names())
+    unused = tuple(f"model.mixers.{name}" for name in MIXERS if name not in used_mixers(new.model))
     rows = [
         (key, *both)
         for key, *both in differing(old, values)
