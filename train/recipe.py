@@ -264,12 +264,9 @@ def differences(old: dict[str, Any], new: RunConfig) -> list[tuple[str, Any, Any
     empty differs only from another value, and options of mixers that no layer holds do not count."""
     values = config_to_dict(new)
     same = {"init.from"} if _phase_before(old) == _phase_before(values) != "" else set()
-    unused = tuple(f"model.mixers.{name}" for name in MIXERS if name not in used_mixers(new.model))
-    rows = [
-        (key, *both)
-        for key, *both in differing(old, values)
-        if key not in same and (all(both) or key not in _FILLED_IN) and ".".join(key.split(".")[:3]) not in unused
-    ]
+    used = used_mixers(new.model)
+    rows = [row for row in differing(old, values) if row[0] not in same and (all(row[1:]) or row[0] not in _FILLED_IN)]
+    rows = [row for row in rows if not row[0].startswith("model.mixers.") or row[0].split(".")[2] in used]
     return sorted(rows, key=lambda row: row[0].split("."))
 
 

@@ -438,20 +438,19 @@ def looks(part: Part, names: Sequence[str]) -> Looks:
     from matplotlib import colormaps
 
     colours, last, all_of = colormaps["Dark2"].colors, max(1, len(part.results) - 1), []
-    mixers = {result.mixer for result in part.results}
-    matrices = {
-        result.entry.name: result.mixer[:-3]
-        for result in part.results
-        if result.mixer.endswith(("_dd", "_di")) and {result.mixer[:-3] + "_dd", result.mixer[:-3] + "_di"} <= mixers
+    by_mixer = {result.mixer: result.entry.name for result in part.results}
+    twins = {
+        name: by_mixer[f"{mixer.removesuffix('_di')}_dd"]
+        for mixer, name in by_mixer.items()
+        if mixer.endswith("_di") and f"{mixer.removesuffix('_di')}_dd" in by_mixer
     }
-    distinct = list(dict.fromkeys(matrices.get(name, name) for name in names))
+    distinct = [name for name in names if name not in twins]
     for rank, result in enumerate(part.results):
         name, control = result.entry.name, result.entry.control
-        place = distinct.index(matrices.get(name, name))
+        place = distinct.index(twins.get(name, name))
         marker = _MARKERS[(place + place // len(colours)) % len(_MARKERS)]
         look = {"color": colours[place % len(colours)], "marker": marker, **_CONTROLS.get(control, {})}
-        fixed = name in matrices and result.mixer.endswith("_di")
-        style = ":" if not result.is_finished else "--" if control else "-." if fixed else "-"
+        style = ":" if not result.is_finished else "--" if control else "-." if name in twins else "-"
         all_of.append({**look, "markersize": 5, "linewidth": 3.2 - 2.2 * rank / last, "linestyle": style})
     return all_of
 
