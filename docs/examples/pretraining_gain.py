@@ -90,15 +90,16 @@ class Gain:
         return [word for word in words if word in self.only] or words
 
     def _fine_tune(self, labels: str, name: str) -> None:
-        rates = [_rounded(rate) for rate in self.rates]
-        ratio = rates[1] / rates[0]
+        given = [_rounded(rate) for rate in self.rates]
+        ratio = given[1] / given[0]
+        rates = sorted({*given, *self._tried(labels, name)})
         while True:
             for rate in rates:
                 self._train(labels, name, rate, self.tune_seed, self._tuning(labels, name) / f"{rate:g}")
             best = self._best(labels, name)
-            if best == rates[0] and len(rates) < len(self.rates) + MOST:
+            if best == rates[0] and len(rates) < len(given) + MOST:
                 rates.insert(0, _rounded(rates[0] / ratio))
-            elif best == rates[-1] and len(rates) < len(self.rates) + MOST:
+            elif best == rates[-1] and len(rates) < len(given) + MOST:
                 rates.append(_rounded(rates[-1] * ratio))
             else:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_what_is_there_is_not_trained_again(tmp_path, made):
     assert script.main(arguments(tmp_path)) == 0
     assert script.main(arguments(tmp_path, "--report", "True", "--seeds", "3")) == 0
     assert len(made) == count
+
+
+def test_a_grid_that_was_stopped_goes_on_where_it_was(tmp_path, made):
+    assert script.main(arguments(tmp_path, "--only", "pretrained")) == 0
+    shutil.rmtree(tmp_path / "out" / "hundredth" / "pretrained" / "tune" / "0.027")  # 0.009, beyond the end, stays
+    made.clear()
+    assert script.main(arguments(tmp_path, "--only", "pretrained")) == 0
+    assert [words[words.index("--optimizer.lr") + 1] for words in made] == ["0.027"]
 
 
 @pytest.mark.parametrize(
