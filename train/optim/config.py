@@ -78,6 +78,9 @@ class OptimizerConfig:
     """Gradients are clipped to this global norm; 0 = not clipped. Those that a rule clips apart do not count."""
     mixer_rules: bool = True
     """Take over what mixers say of the learning rate and the clipping of their own parameters."""
+    embedding_lr: float = 1.0
+    """Factor on the learning rate of the tables of embeddings, for tokens, positions and types, and so of a readout
+    that is tied to them."""
     layer_decay: float = 1.0
     """Factor on the learning rate from each layer to the one below it (arXiv 1801.06146): output and final norm have
     the full rate, the embeddings the lowest; 1 = all the same."""
@@ -96,6 +99,7 @@ class OptimizerConfig:
         require(sound, f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
         require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0, mup_base_width=0)
+        require(self.embedding_lr > 0, f"optimizer.embedding_lr must be positive, got {self.embedding_lr}")
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")
 
 

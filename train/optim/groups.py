@@ -85,6 +85,10 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig, seqlen: int) -> 
             if rule != ParameterRule(blocks=rule.blocks):
                 fields = ("lr", "clip", "weight_decay", "optimizer") if config.mixer_rules else ("weight_decay",)
                 own.take(owner, (owner, rule), {field: getattr(rule, field) for field in fields})
+    if config.embedding_lr != 1:
+        for owner, module in model.named_modules():
+            if isinstance(module, nn.Embedding) and (name := f"{owner}.weight") in treatments:
+                treatments[name].take("optimizer.embedding_lr", ("", None), {"lr": config.embedding_lr})
     if config.layer_decay != 1:
         for name, height in _heights(shapes).items():
             if height:

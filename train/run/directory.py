@@ -37,7 +37,7 @@ _MAY_CHANGE = (
     *("data.path", "data.validation_path", "data.images.path", "data.images.validation_path"),
     *("data.synthetic.validation_samples", "data.synthetic.eval_lengths"),
     *("steps", "epochs", "schedule.", "optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
-    *("optimizer.mixer_rules", "optimizer.rule", "ema."),
+    *("optimizer.embedding_lr", "optimizer.mixer_rules", "optimizer.rule", "ema."),
 )
 _MAY_NOT_CHANGE = ("engine.precision",)
 _OF_ONE_START = ("stop_step", "checkpoint.start_over", "run_dir")  # a run that was moved has not changed

@@ -267,6 +267,24 @@ def test_the_factor_of_a_rule_scales_the_whole_step():
     assert not steps[2].any()
 
 
+@pytest.mark.parametrize(("architecture", "tables"), [("encoder", 3), ("language_model", 1)])
+def test_tables_of_embeddings_have_a_rate_of_their_own(architecture, tables):
+    sizes = {"vocab_size": 64, "d_model": 64, "n_layers": 1}
+    if architecture == "encoder":
+        sizes |= {"position_embeddings": True, "max_seqlen": 16, "type_vocab_size": 2}
+    config = ModelConfig(architecture=architecture, layers=("attention",), **sizes)
+    model = build_model(config, device="meta")
+    rate = {
+        name: group.lr
+        for group in parameter_groups(model, OptimizerConfig(embedding_lr=3.0, layer_decay=0.5), 32)
+        for name in group.names
+    }
+    found = [name for name, lr in rate.items() if lr == 3.0 * 0.5**2]
+    assert len(found) == tables
+    assert all(dict(model.named_parameters())[name].shape[1] == 64 for name in found)
+    assert rate["norm.weight"] == 1.0
+
+
 def test_layer_decay_lowers_the_rate_from_layer_to_layer():
     config = ModelConfig(architecture="encoder", vocab_size=64, d_model=64, n_layers=2, layers=("attention",))
     model = build_model(config, device="meta")
