@@ -56,7 +56,7 @@ class SyntheticConfig:
     """Samples of the validation split. The training split has no end."""
     eval_lengths: tuple[int, ...] = ()
     """Multiples of data.seqlen at which accuracy is measured after the last step; empty = those of 1, 2, 4 and 8 that
-    the model can take."""
+    the model can take and the task has."""
 
     def __post_init__(self) -> None:
         lows = at_least(self, symbols=2, items=1, depth=1, arguments=2, dashes=3, distractors=0, validation_samples=1)

@@ -338,6 +338,13 @@ class RunConfig:
             )
             check_context(self.model)
 
+    def check_multiple(self, multiple: int) -> None:
+        """Raises ValueError (one line) where the model takes no samples so many times as long, or the task has none."""
+        self.model.check_seqlen(multiple * self.data.seqlen)
+        modality = modality_of(self.data)
+        if (longer := modality.stretched(self.data, multiple)) is not None:
+            modality.check(longer, causal=self.model.causal)
+
     def _check_data(self, modality: Modality) -> None:
         """Raises ValueError (one line) where data and model do not fit together."""
         self.model.check_seqlen(self.data.seqlen)
@@ -348,7 +355,7 @@ class RunConfig:
                 require(read == seen, f"data.{name} = {read}, but model.{name_in_model} = {seen}; set both to the same")
         for multiple in self.data.synthetic.eval_lengths:
             try:
-                self.model.check_seqlen(multiple * self.data.seqlen)
+                self.check_multiple(multiple)
             except ValueError as error:
                 raise ValueError(f"data.synthetic.eval_lengths: {multiple} x data.seqlen: {error}") from None
         if fixed := self.model.fixed_length_mixers():

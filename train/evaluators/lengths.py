@@ -46,11 +46,11 @@ class AccuracyByLength(Evaluator):
 
 
 def multiples(config: RunConfig) -> list[int]:
-    """Returns the multiples of data.seqlen to score: those of the config, or the usual ones that the model can take."""
+    """Returns the multiples of data.seqlen to score: those of the config, or the usual ones that model and task have."""
 
     def fits(multiple: int) -> bool:
         try:
-            config.model.check_seqlen(multiple * config.data.seqlen)
+            config.check_multiple(multiple)
         except ValueError:
             return False
         return True

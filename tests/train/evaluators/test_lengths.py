@@ -61,6 +61,7 @@ RECALL = [
     *("--data.synthetic.task", "mqar", "--data.synthetic.items", "2", "--data.seqlen", "8"),
 ]
 FIXED = ["--model.layers", "dense", "--model.mixers.dense.headdim", "8", "--model.max-seqlen", "8"]
+PICTURES = [*RECALL, "--data.synthetic.task", "pathfinder", "--data.synthetic.dashes", "3", "--data.seqlen", "626"]
 POSITIONS = ["--model.position-embeddings", "True", "--model.max-seqlen", "16"]
 
 
@@ -187,6 +188,7 @@ def test_lengths_are_those_that_the_model_takes(parity, tmp_path):
     assert multiples(config_of(parity, tmp_path, "--data.synthetic.eval-lengths", "3", "1")) == [1, 3]
     assert multiples(config_of(parity, tmp_path, *RECALL, *POSITIONS)) == [1, 2]
     assert multiples(config_of(parity, tmp_path, *RECALL, *FIXED)) == [1]
+    assert multiples(config_of(parity, tmp_path, *PICTURES)) == [1]
 
 
 def test_words():
@@ -222,6 +224,10 @@ def test_a_recipe_shows_its_initial_mixers_on_the_tokens_of_its_task(parity):
         (
             [*RECALL, *POSITIONS, "--data.synthetic.eval-lengths", "4"],
             ["data.synthetic.eval_lengths: 4 x data.seqlen", "32", "16"],
+        ),
+        (
+            [*PICTURES, "--data.synthetic.eval-lengths", "1", "4"],
+            ["data.synthetic.eval_lengths: 4 x data.seqlen", "2504 is not a square picture"],
         ),
     ],
 )
