@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from matmix.data.config import DataConfig
 from matmix.data.foreign.mds import MdsShards
 from matmix.data.foreign.shards import Shards
 from matmix.data.foreign.tars import TarShards
 from matmix.data.manifest import MANIFEST_NAME
+from matmix.data.prepare.streams import is_stream
 from matmix.data.storage.storage import read_small
 
 _SPLITS = {"train": ("", "train"), "validation": ("validation", "val")}
@@ -35,6 +38,8 @@ def open_shards(data: DataConfig, path: str, split: str) -> Shards:
         places = [path] if whole else []
     for place in places:
         if (found := opener.find(place)) is not None:
+            if opener is TarShards and split == "train" and config.validation_path not in ("", path):
+                _check_apart(place, found, config.validation_path)
             return opener(place, found, data, split)
     table = "data.images" if data.images.path else "data"
     if not whole:
@@ -43,3 +48,16 @@ def open_shards(data: DataConfig, path: str, split: str) -> Shards:
             f"{table}.validation_path"
         )
     raise FileNotFoundError(f"{path} holds no {opener.kind}, which data.reader = {data.reader!r} reads ({opener.need})")
+
+
+def _check_apart(place: str, files: list[str], validation_path: str) -> None:
+    """Raises ValueError (one line) where some of the files to train on are those to validate with."""
+    train, validation = (
+        {file if is_stream(file) else str(Path(file).resolve()) for file in some}
+        for some in (files, TarShards.find(validation_path) or ())
+    )
+    if both := sorted(train & validation):
+        raise ValueError(
+            f"{place} holds {both[0].rpartition('/')[2]}, which is to train on, and {validation_path} names it to "
+            "validate with: name the files to train on, as FOLDER/train-{000..009}.tar"
+        )

@@ -4,7 +4,8 @@ of one dashed path?
 A picture of n x n pixels has two curved paths of equally many dashes, shorter ones that lead nowhere, and two dots. One
 dot stands at an end of the first path. The other stands at the path's other end, or at an end of the second path that
 is as far away, within half a pixel, as the crow flies. So neither the picture without the dots nor the distance
-between them tells the answer; only following the dashes does. Pixels come row by row, then = or the mask.
+between them tells the answer. Where the dots lie, and where the dashes beside them point, tells some of it
+(docs/long-range.md); the rest is told by following the dashes. Pixels come row by row, then = or the mask.
 """
 
 import itertools

@@ -83,7 +83,7 @@ class TextPreparation(base.Preparation):
         check_options(sources, options)
         self.given = Tokenizer.load(local_or_hub(config.tokenizer)) if config.tokenizer else None
         if config.intervals:
-            check_intervals(sources, config.intervals)
+            check_intervals(sources, config.intervals, disjoint=config.validation_fraction > 0)
         chosen = CleanOptions(**{name: getattr(config, name) for name in CLEANING})
         self.read = cleaning.Cleaner(documents_of, chosen)
         self.look: cleaning.Look | None = None

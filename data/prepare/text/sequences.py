@@ -220,9 +220,9 @@ def letters_of(raw: bytes, name: str, where: str, before: int = 0) -> str:
     return raw.decode("ascii")
 
 
-def check_intervals(found: Iterable[Source], bed: str) -> None:
+def check_intervals(found: Iterable[Source], bed: str, *, disjoint: bool = False) -> None:
     """Raises ValueError (one line) unless each interval of a BED file lies in a sequence of one of the FASTA files,
-    FileNotFoundError without it."""
+    FileNotFoundError without it. disjoint: also where two of them overlap, which might go to different splits."""
     if not Path(bed).is_file():
         raise FileNotFoundError(f"the file of intervals {bed} does not exist")
     known: dict[str, tuple[str, int]] = {}
@@ -240,6 +240,13 @@ def check_intervals(found: Iterable[Source], bed: str) -> None:
             if end > length:
                 wanted = f"{bed}, line {line}: {one_line(name)} {start}-{end}"
                 raise ValueError(f"{wanted} ends behind the {length:,} letters that {file} has")
+        for one, other in itertools.pairwise(sorted(spans)) if disjoint else ():
+            if other.start < one.end:
+                lines = f"{bed}, lines {min(one.line, other.line)} and {max(one.line, other.line)}"
+                raise ValueError(
+                    f"{lines}: intervals of {one_line(name)} overlap, and letters for validation would be trained on; "
+                    "merge them (bedtools merge), or set --validation-fraction 0"
+                )
 
 
 def _version(path: str) -> tuple[int, int] | None:

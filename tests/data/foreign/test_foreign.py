@@ -186,6 +186,7 @@ def test_what_is_refused(made, tmp_path):
         "letters": [{"png": picture(1), "cls": b"cat"}] * SHARDS,
     }
     odd_tars = {name: str(write_tars(tmp_path / name, samples)) for name, samples in odd_tars.items()}
+    some = f"{tars}/train-{{001..002}}.tar"
     cases = [
         ("holds no MDS shards, which data.reader = 'streaming' reads", str(tmp_path), "streaming", {}),
         ("holds no tar files, which", mds, "webdataset", {}),
@@ -203,6 +204,7 @@ def test_what_is_refused(made, tmp_path):
         ("nobody.json does not exist", mds, "streaming", {"tokenizer": "nobody.json"}),
         ("the command of a pipe is run by `matmix prepare` only", "pipe:cat a.tar", "webdataset", {}),
         ("/no-000.tar does not exist", f"{tars}/no-{{000..002}}.tar", "webdataset", {}),
+        ("holds train-001.tar, which is to train on, and", tars, "webdataset", {"validation_path": some}),
         ("and data.reverse_complement needs prepared data", mds, "streaming", {"reverse_complement": 0.5}),
     ]  # fmt: skip
     for message, path, reader, options in cases:

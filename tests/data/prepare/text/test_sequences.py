@@ -116,6 +116,9 @@ def test_prepared_dna_has_a_token_for_each_letter(tmp_path):
     (tmp_path / "a.bed").write_text("chr1\t0\t1000\n")
     with pytest.raises(ValueError, match="intervals"):
         prepare(PrepareConfig(out=str(tmp_path / "out"), **options), summary=False)
+    (tmp_path / "a.bed").write_text("chr1\t0\t1000\nchr1\t500\t1000\n")
+    prepare(PrepareConfig(out=str(tmp_path / "one"), **options | {"validation_fraction": 0.0}), summary=False)
+    assert Manifest.load(tmp_path / "one").splits["train"].tokens == 1500
 
 
 def test_raw_bytes_of_any_file_are_tokens(tmp_path):
@@ -143,6 +146,7 @@ BROKEN = {
     "ragged": (">a\nAC\nACGT\nAC\n", "", "Line length of fasta"),
     "unknown": (">a\nACGT\n", "b\t0\t2\n", r"a\.bed, line 1: no FASTA file has a sequence 'b'; there are a"),
     "beyond": (">a\nACGT\n", "a\t0\t2\na\t2\t5\n", r"a\.bed, line 2: a 2-5 ends behind the 4 letters that .*a\.fa has"),
+    "overlap": (">a\nACGT\n", "a\t2\t4\na\t0\t3\n", r"a\.bed, lines 1 and 2: intervals of a overlap, and letters"),
     "backwards": (">a\nACGT\n", "a\t3\t3\n", r"a\.bed, line 1: write chromosome, start and end"),
     "negative": (">a\nACGT\n", "\na\t-1\t3\n", r"a\.bed, line 2: write chromosome"),
     "words": (">a\nACGT\n", "a 0\n", r"a\.bed, line 1: write chromosome"),
