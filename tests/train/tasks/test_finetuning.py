@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -281,6 +282,13 @@ def test_pairs_come_close_and_others_do_not(tmp_path):
     wrong = task.cost(vectors.roll(1, 0), batch)
     assert right.sums["in_batch_accuracy"] == 4
     assert right.loss < 1e-3 < wrong.loss
+    # Two rows that fill up the last batch are nobody's others, though they are as the first pair.
+    filled = dataclasses.replace(batch, labels=torch.tensor([0, 0, IGNORED, IGNORED]))
+    some = task.cost(torch.eye(4)[[0, 0, 1, 1, 0, 0, 0, 0]], filled)
+    assert some.sums["in_batch_accuracy"] == 2
+    assert some.loss < 1e-3
+    nothing = task.cost(vectors, dataclasses.replace(batch, labels=torch.full((4,), IGNORED)))
+    assert nothing.loss == 0
 
 
 def test_calibration_error_is_the_gap_of_confidence_and_accuracy():

@@ -30,7 +30,8 @@ class EmbeddingOptions:
 class Embedding(ExampleTask):
     """The second text of a pair is to have the largest cosine with the first one among all second texts of a
     micro-batch, over all ranks (in-batch negatives, arXiv 1705.00652). The sum over a global batch depends on how many
-    examples are seen together: micro_batch_size times the number of ranks."""
+    examples are seen together: micro_batch_size times the number of ranks. In evaluations they are those of one rank,
+    and pair_accuracy and reciprocal_rank are over all texts."""
 
     architectures = ("text_embedder",)
     examples = TextPairs
@@ -51,6 +52,8 @@ class Embedding(ExampleTask):
             # With gradients the ranks see their second texts together, each its own behind those of ranks before it.
             others, first = _Gather.apply(others, self.mesh), self.mesh.data_rank * len(batch.labels)
         cosines = vectors[::2] @ others.t() / self.options.temperature
+        if len(others) == len(batch.labels):  # what fills up the last batch is no example to be told from others
+            cosines = cosines.masked_fill(batch.labels == IGNORED, torch.finfo(cosines.dtype).min)
         targets = torch.arange(first, first + len(batch.labels), device=outputs.device)
         targets = targets.where(batch.labels != IGNORED, torch.full_like(targets, IGNORED))
         total = F.cross_entropy(cosines, targets, ignore_index=IGNORED, reduction="sum")
