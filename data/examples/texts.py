@@ -107,7 +107,8 @@ class Choices(Examples):
     def prepare(self) -> None:
         self.documents = len(self.rows.columns["choices"][0])
         for number, choices in enumerate(self.rows.columns["choices"]):
-            if not isinstance(choices, list) or len(choices) != self.documents or self.documents < 2:
+            as_many = isinstance(choices, list) and len(choices) == self.documents >= 2
+            if not as_many or None in choices:
                 raise ValueError(f"{self.rows.where(number)}: not a list of {max(self.documents, 2)} choices")
 
     def __getitem__(self, number: int) -> Example:

@@ -118,6 +118,8 @@ def test_each_choice_is_a_document(tmp_path):
     assert example.labels.tolist() == [1]
     with pytest.raises(ValueError, match="label 2 is none of the choices 0 to 1"):
         _open(Choices, tmp_path, [{**rows[0], "label": 2}])
+    with pytest.raises(ValueError, match="row 2: not a list of 2 choices"):
+        _open(Choices, tmp_path, [*rows, {**rows[0], "choices": ["word2", None]}])
 
 
 def test_a_text_too_long_for_a_model_of_a_fixed_length_is_refused(tmp_path):
