@@ -10,6 +10,7 @@ from matmix.launch.tree import Branch, CommandTree
 from matmix.train.entry import show_fields
 from matmix.train.process.console import begin_process, guarded
 from matmix.train.process.exits import EXIT_OK, EXIT_USER
+from matmix.train.recipe_files import bundled_comparisons, bundled_recipes
 
 _TEXTS = ("--prompt", "--text", "--stop")
 _EPILOG = """\
@@ -93,7 +94,8 @@ def _run(words: list[str], *, own: bool) -> int:
         verb, rest = TREE.read(words)
     except SystemExit:
         if TREE.takes_recipe and tuple(words[: len(TREE.path)]) == TREE.path:  # not where a completion was written
-            show_fields(TREE.read, words)
+            compares = TREE.path in (("compare",), ("ladder",))
+            show_fields(TREE.read, words, bundled_comparisons if compares else bundled_recipes)
         elif not TREE.path:
             print(_EPILOG, end="")
         return EXIT_OK

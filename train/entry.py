@@ -3,7 +3,7 @@ is imported."""
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from matmix.data.artifacts import check_utf8
@@ -43,17 +43,19 @@ class Train:
         return train_recipe(self.recipe, rest, dry_run=self.dry_run)
 
 
-def show_fields(read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str]) -> None:
+def show_fields(
+    read: Callable[[list[str]], tuple[Any, list[str]]], words: Sequence[str], bundled: Callable[[], Iterable[str]]
+) -> None:
     """Prints the fields of the recipe that the `words` of a verb name, which ask for help, with their values; where
     they name none, the names of the bundled recipes, which needs no torch. read: turns words into a verb with a
-    `recipe`, and the words that it does not know."""
+    `recipe`, and the words that it does not know. bundled: returns the names that the verb takes."""
     try:
         verb, rest = read([word for word in words if word not in ("-h", "--help")])
         from matmix.train.recipe import load_phases
 
         load_phases(verb.recipe, [*rest, "--help"])
     except (ValueError, FileNotFoundError):
-        print(f"bundled recipes: {', '.join(bundled_recipes())}")
+        print(f"bundled recipes: {', '.join(bundled())}")
         print("matmix train RECIPE --help lists the fields of one, all of which are options, with their values")
 
 
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             verb, rest = read_verb(Train, words, prog=_PROG)
         except SystemExit:
-            show_fields(lambda given: read_verb(Train, given, prog=_PROG), words)
+            show_fields(lambda given: read_verb(Train, given, prog=_PROG), words, bundled_recipes)
             return 0
         if own and (code := verb.begin()):
             return code

@@ -32,3 +32,15 @@ def test_an_unknown_name_is_one_line(capsys):
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.split() == ["matmix", version("matmix")]
+
+
+def test_help_names_the_recipes_that_a_verb_takes(capsys):
+    for verb, some, others in (
+        ("compare", "quickstart", "hydra_shakespeare,"),
+        ("ladder", "ladder_small", "hydra_shakespeare,"),
+        ("train", "hydra_shakespeare", "quickstart"),
+    ):
+        assert main([verb, "--help"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bundled recipes: ")]
+        assert some in line
+        assert others not in line
