@@ -177,7 +177,7 @@ class MRU(Mixer):
         # Every few rows of in_proj make a state matrix of their own: as one linear map they mean nothing.
         if self.state_base is not None:
             # Rates of fading: smaller ones are another memory, not a simpler one. What a token adds fades, so that
-            # mru-lm's rule has no reason, and costs 0.06 nats where it was tried (docs/mru.md).
+            # mru-lm's rule has no reason, and costs 0.06 nats where it was tried (docs/mru-study.md).
             rules, rule = {"state_base": NOT_DECAYED}, ParameterRule(blocks=())
         else:
             # mru-lm's rule: each token acts on all later ones, by matrices of fan-in `order`.
