@@ -133,8 +133,9 @@ class Study:
 def row(name: str, rate: float, results: list[dict[str, Any]]) -> str:
     """One line of the table."""
     scores = np.array([result["accuracy"] for result in results]) * 100
-    spread = scores.std(0, ddof=1) if len(scores) > 1 else np.zeros(scores.shape[1])
-    cells = [f"{mean:.1f} ± {by:.1f}" for mean, by in zip(scores.mean(0), spread, strict=True)]
+    cells = [f"{mean:.1f}" for mean in scores.mean(0)]
+    if len(scores) > 1:
+        cells = [f"{cell} ± {by:.1f}" for cell, by in zip(cells, scores.std(0, ddof=1), strict=True)]
     learned = sorted(result["learned"] for result in results if result["learned"])
     return f"| {name} | {rate:g} | {' | '.join(cells)} | {len(learned)} of {len(results)} | {learned} |"
 

@@ -91,7 +91,8 @@ class Compare:
         asked = {"settings": self.glue_settings, "tasks": self.glue_tasks, "seeds": self.glue_seeds}
         glue = GlueSettings(**asked, options=tuple(options))
         then = downstream.read_downstream(self.finetune, comparison, glue)
-        plan = "\n".join([report.plan_text(comparison), *([downstream.plan_text(then, tasks)] if then else [])])
+        asked_for = dataclasses.replace(comparison, entries=tuple(config.entries_of(comparison, self.only)))
+        plan = "\n".join([report.plan_text(asked_for), *([downstream.plan_text(then, tasks)] if then else [])])
         if self.slurm:
             if then:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")

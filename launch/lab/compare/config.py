@@ -351,7 +351,22 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
         raise ValueError(f"{where}: {error}") from None
     run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
     require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
+    settings = _tuned_as_before(settings, Path(run_dir))
     return Comparison(home=Path(run_dir), settings=settings, entries=entries, recipe=values)
+
+
+def _tuned_as_before(settings: ComparisonConfig, home: Path) -> ComparisonConfig:
+    """Takes the seed of tuning runs from the comparison that lies there already, where the recipe leaves it out: with
+    more seeds it would be another one. Raises ValueError (one line) where it is among the seeds now."""
+    kept = home / "comparison.toml"
+    if not settings.tune or settings.tune_seed is not None or not kept.is_file():
+        return settings
+    table = read_toml(kept).get("comparison", {})
+    if not table.get("tune") or (seed := table.get("tune_seed")) is None:
+        return settings
+    advice = "leave it out of the seeds, or name another --run-dir"
+    require(seed not in settings.seeds, f"{home} is tuned with seed {seed}, which is among comparison.seeds: {advice}")
+    return dataclasses.replace(settings, tune_seed=seed)
 
 
 def _find(recipe: str) -> Path:
@@ -382,6 +397,8 @@ def _settings(table: dict[str, Any]) -> ComparisonConfig:
             rows.append({key: row[key] for key in row if key == "name"} | {"overrides": overrides})
     if isinstance(tune := table.get("tune"), dict):
         named["tune"] = {".".join(key): value for key, value in _leaves(tune)}
+        for key, value in named["tune"].items():
+            require(isinstance(value, list), f"comparison.tune should give {key} a list of values, got {value!r}")
     return read_table(ComparisonConfig, {**table, **named}, "[comparison]")
 
 
@@ -409,6 +426,8 @@ def keep_recipe(comparison: Comparison) -> None:
     """Writes COMPARISON/comparison.toml: the recipe with the overrides in it, itself a recipe."""
     comparison.home.mkdir(parents=True, exist_ok=True)
     values = {**comparison.recipe, "run_dir": str(comparison.home)}
+    if comparison.settings.tune:
+        values["comparison"] = {**values["comparison"], "tune_seed": comparison.settings.tuned_with}
     write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
 
 

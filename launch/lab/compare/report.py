@@ -274,7 +274,7 @@ def _report_text(comparison: Comparison, parts: Sequence[Part]) -> str:
     home, ours = comparison.home, {task.run.path for task in tasks_of(comparison)}
     there = {path.parent for depth in ("*", "*/*") for path in home.glob(f"{depth}/seed-*/config.toml")}
     if folders := sorted(str(path.relative_to(home)) for path in there - ours):
-        tables[-1] += f"\nAlso in {home}, but not in the recipe: {', '.join(folders)}."
+        tables[-1] += f"\n\nAlso in {home}, but not in the recipe: {', '.join(folders)}."
     return "\n\n".join(tables)
 
 

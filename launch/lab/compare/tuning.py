@@ -36,13 +36,22 @@ def wanted(grid: Mapping[str, Sequence[Value]], tried: Mapping[Point, float]) ->
     """
     if missing := [point for point in _product(grid) if point not in tried]:
         return missing
-    best = min(tried, key=tried.__getitem__)
+    best = lowest(tried)
     further = []
     for axis, (key, values) in enumerate(grid.items()):
         value = _beyond(values, best[axis][1], _beside(tried, best, axis), {point[axis][1] for point in tried})
         if value is not None:
             further.append((*best[:axis], (key, value), *best[axis + 1 :]))
     return further
+
+
+def lowest(tried: Mapping[Point, float]) -> Point:
+    """Returns the point of the lowest loss; of equal ones, as of runs that all diverged, the one of lowest values."""
+
+    def place(point: Point) -> tuple[float, ...]:
+        return tried[point], *(value if isinstance(value, int | float) else 0.0 for _, value in point)
+
+    return min(tried, key=place)
 
 
 def _product(grid: Mapping[str, Sequence[Value]]) -> list[Point]:
@@ -68,9 +77,8 @@ def _beyond(values: Sequence[Any], best: Any, beside: Sequence[Any], tried: Set[
     is_up, (low, second) = best == max(beside), sorted(values)[:2]
     if sum(value > max(values) if is_up else value < min(values) for value in tried) >= FURTHER:
         return None
-    value = float(f"{best * second / low if is_up else best * low / second:.3g}")
-    if all(type(value) is int for value in values):
-        value = round(value)
+    value = best * second / low if is_up else best * low / second
+    value = round(value) if all(type(value) is int for value in values) else float(f"{value:.3g}")
     return None if value in beside or not value else value
 
 
@@ -100,9 +108,9 @@ def _tuned(comparison: Comparison, entry: Entry) -> Entry:
         tried |= losses
         if not losses or None in losses.values():
             break
-    if None in tried.values():
+    best = None if None in tried.values() else lowest(tried)
+    if best is None or math.isinf(tried[best]):
         return dataclasses.replace(entry, tried=tried, chosen=())
-    best = min(tried, key=tried.__getitem__)
     return dataclasses.replace(entry, tried=tried, chosen=best, config=with_values(entry, best))
 
 
@@ -155,7 +163,7 @@ def tuning_tasks(comparison: Comparison, only: Sequence[str] = ()) -> list[Plann
 
 def tune(comparison: Comparison, only: Sequence[str], parallel: int) -> tuple[Comparison, runs.Ended]:
     """Trains what tunes the entries, round by round, as `run_tasks` does; returns the comparison as it is tuned then.
-    Divergence is a result; after any other failure of a run its entry is not tuned."""
+    Divergence is a result; after any other failure of a run, or an end before its last step, its entry is not tuned."""
     ended, failed = runs.Ended([], stopped=False), set()
     while not ended.stopped:
         tasks = [task for task in tuning_tasks(comparison, only) if task.run.path not in failed]
@@ -165,6 +173,7 @@ def tune(comparison: Comparison, only: Sequence[str], parallel: int) -> tuple[Co
         now = runs.run_tasks(tasks, parallel)
         failures = [failure for failure in now.failures if not _has_diverged(failure.task)]
         failed |= {failure.task.run.path for failure in failures}
+        failed |= {task.run.path for task in tasks if _loss(task) is None}
         ended, comparison = ended.then(runs.Ended(failures, now.stopped)), tuned(comparison)
     return comparison, ended
 
@@ -186,14 +195,16 @@ def plan_words(comparison: Comparison) -> list[str]:
 def tuning_table(comparison: Comparison) -> str:
     """Tabulates for each entry the values that were chosen and all that were tried; "" where nothing is tuned."""
     grid, seed = comparison.settings.tune, comparison.settings.tuned_with
-    rows = []
+    rows, has_variants = [], len({entry.variant for entry in comparison.entries}) > 1
     for entry in comparison.entries:
-        cells = [f"{value}" for _, value in entry.chosen] or ["not yet"] * len(grid)
+        open_yet = "not yet" if None in entry.tried.values() else "none"  # all diverged
+        cells = [f"{value}" for _, value in entry.chosen] or [open_yet] * len(grid)
         for axis, values in enumerate(grid.values() if entry.chosen else ()):
             if _is_at_end(values, entry.chosen[axis][1], _beside(entry.tried, entry.chosen, axis)):
                 cells[axis] += " (at an end)"
         tried = [f"{_at(point)}: {_loss_words(loss)}" for point, loss in sorted(entry.tried.items())]
-        rows.append([entry.label, *cells, ", ".join(tried)])
+        label = f"{entry.label}, {entry.variant}" if has_variants else entry.label
+        rows.append([label, *cells, ", ".join(tried)])
     return markdown(["entry", *grid, f"validation loss with seed {seed} at"], rows) if grid else ""
 
 

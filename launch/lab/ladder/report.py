@@ -88,13 +88,15 @@ def words_on_settings(ladder: Ladder) -> list[str]:
         "N: parameters without embeddings, positions and readout; depth and width grow alike, the width to equal N.",
         f"{settings.tokens_per_parameter:g} tokens for each parameter of the size, in batches of {batch} at all sizes.",
     ]
-    how = "tuned for each entry by itself" if ladder.comparison.settings.tune else "the recipe's, tuned for none"
+    tune = ladder.comparison.settings.tune
+    subject = ", ".join(tune) if tune and "optimizer.lr" not in tune else "Learning rate"
+    how = "tuned for each entry by itself" if tune else "the recipe's, tuned for none"
     if len(tuned) < len(names):
         how += f", at {tuned[-1]}; larger sizes take it over by muP, from the entry's width there"
-        how = how if len(tuned) == 1 or not ladder.comparison.settings.tune else f"{how}; smaller ones have their own"
-    elif ladder.comparison.settings.tune:
+        how = how if len(tuned) == 1 or not tune else f"{how}; smaller ones have their own"
+    elif tune:
         how += " at each size"
-    return [*lines, f"Learning rate: {how}."]
+    return [*lines, f"{subject}: {how}."]
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

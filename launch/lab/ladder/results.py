@@ -87,12 +87,13 @@ class Gap:
 
     @functools.cached_property
     def slope(self) -> tuple[float, float] | None:
-        """Returns by how much it grows with ten times the parameters, by least squares over all seeds and sizes, and
-        the standard error of that; None with fewer than three sizes."""
-        pairs = [(self.parameters[size], value) for size, values in self.differences.items() for value in values]
-        if sum(map(bool, self.differences.values())) < LEAST_SLOPE_POINTS:
+        """Returns by how much it grows with ten times the parameters, by least squares over the means of the sizes, and
+        the standard error of that; None with fewer than three sizes. Seeds of one size share its depth and width, so
+        that they are no further sizes."""
+        means = [(self.parameters[size], np.mean(values)) for size, values in self.differences.items() if values]
+        if len(means) < LEAST_SLOPE_POINTS:
             return None
-        found = linregress(np.log10([parameters for parameters, _ in pairs]), [value for _, value in pairs])
+        found = linregress(np.log10([parameters for parameters, _ in means]), [value for _, value in means])
         return float(found.slope), float(found.stderr)
 
 

@@ -154,7 +154,9 @@ def candidates(config: RunConfig, ranks: int, cluster: Cluster) -> list[RunConfi
         engines.append(("fsdp2", ranks // node))
     if ranks > 1:
         engines.append(("ddp", 1))
-    micros = [size for size in range(1, rows + 1) if rows % size == 0 and size * config.positions % context == 0][-6:]
+    micros = [size for size in range(1, rows + 1) if rows % size == 0 and size * config.positions % context == 0]
+    # The largest, and some down to the smallest, where only those fit.
+    micros = sorted({*micros[-6:], *(micros[len(micros) * sixth // 6] for sixth in range(6) if micros)})
     return [
         replace(
             config, engine=replace(config.engine, name=name, replicate=replicas, offload=False), micro_batch_size=micro

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from comparisons import TINY, csv_rows, finish
@@ -11,7 +12,7 @@ from comparisons import TINY, csv_rows, finish
 from matmix.launch.cli import main
 from matmix.launch.lab.compare import report
 from matmix.launch.lab.compare.config import read_comparison, tasks_of
-from matmix.launch.lab.compare.tuning import FURTHER, tuned, wanted
+from matmix.launch.lab.compare.tuning import FURTHER, lowest, tuned, wanted
 from matmix.launch.lab.compare.width import matched
 from matmix.launch.many import runs
 from matmix.train.guards.steps import DIVERGED
@@ -49,6 +50,25 @@ def test_two_keys_are_tuned_together_and_integers_stay_such():
     assert all(type(dict(point)["steps"]) is int for point in tried)
 
 
+def test_integers_go_on_exactly():
+    tried = {}
+    while points := wanted({"global_batch_size": (512, 1024)}, tried):
+        tried |= {point: abs(point[0][1] - 8192) for point in points}
+    assert sorted(point[0][1] for point in tried) == [512, 1024, 2048, 4096, 8192, 16384]
+
+
+def test_a_grid_whose_values_all_diverge_goes_on_to_lower_ones():
+    tried = {}
+    while points := wanted({"lr": (0.1, 0.3, 0.9)}, tried):
+        tried |= {point: math.inf if point[0][1] > 0.02 else 1 + point[0][1] for point in points}
+    assert lowest(tried) == (("lr", 1.37e-4),)  # as far as a grid goes on
+    assert len(tried) == 3 + FURTHER
+    nowhere = {}
+    while points := wanted({"lr": (0.1, 0.3)}, nowhere):
+        nowhere |= dict.fromkeys(points, math.inf)
+    assert len(nowhere) == 2 + FURTHER
+
+
 TUNED = """
 [comparison]
 seeds = [1, 2]
@@ -65,7 +85,7 @@ class _Machine:
     """Takes the place of processes: each run has a loss by its distance from the best rate of its entry."""
 
     def __init__(self) -> None:
-        self.left, self.ran, self.broken = 10**6, [], ""
+        self.left, self.ran, self.broken, self.idle, self.diverging = 10**6, [], "", "", ""
 
     def run_tasks(self, tasks, parallel):
         failures = []
@@ -77,9 +97,11 @@ class _Machine:
                 return runs.Ended(failures, stopped=True)
             self.left -= 1
             self.ran.append((name, rate, task.seed))
+            if name == self.idle:
+                continue  # ends well before its last step
             if name == self.broken:
                 failures.append(runs.Failure(task, 1, ["no disk"]))
-            elif name == "convolution only" and rate > 5e-3:
+            elif name == self.diverging or (name == "convolution only" and rate > 5e-3):
                 task.run.path.mkdir(parents=True)
                 (task.run.path / "launch").mkdir()
                 reason = f"10 {DIVERGED} (last: step 12)"
@@ -143,6 +165,42 @@ def test_every_entry_is_tuned_by_itself_and_then_trained_with_fresh_seeds(
     assert {name: float(row["tuned/optimizer.lr"]) for name, row in rows.items()} == chosen
     assert float(rows["convolution only"]["loss_mean"]) == pytest.approx(2 + 1.5 / 8)
     assert said("--slurm", "--tasks-per-node", "1").startswith("Nothing to submit")
+
+
+def test_an_entry_that_cannot_be_tuned_is_not_trained(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
+    """As its runs end before their last step, or all diverge; neither goes on for ever."""
+    monkeypatch.setattr(report, "picture", lambda parts: b"")
+    machine.idle, machine.diverging = "no mixer", "Hydra"
+    command = ["compare", recipe(TINY + TUNED), "--data.path", dataset, "--run-dir", str(tmp_path / "home")]
+    assert main([*command, "--no-speed"]) == 0
+    assert sum(name == "no mixer" for name, *_ in machine.ran) == 3
+    assert sum(name == "Hydra" for name, *_ in machine.ran) == 3 + FURTHER
+    text = capsys.readouterr().out
+    assert re.search(r"\| no mixer \(control\) +\| not yet ", text)
+    assert re.search(r"\| Hydra +\| none ", text)
+    assert {name for name, _, seed in machine.ran if seed} == {"convolution only"}
+
+
+def test_other_seeds_are_tuned_by_the_runs_that_there_are(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "picture", lambda parts: b"")
+    text = TUNED.replace("seeds = [1, 2]", "seeds = [0, 1, 2]")
+    command = [
+        "compare",
+        recipe(TINY + text),
+        "--data.path",
+        dataset,
+        "--run-dir",
+        str(tmp_path / "home"),
+        "--no-speed",
+    ]
+    assert main(command) == 0
+    assert {seed for _, _, seed in machine.ran} == {0, 1, 2, 3}
+    machine.ran.clear()
+    assert main([*command, "--comparison.seeds", "0", "1", "4"]) == 0
+    assert {seed for _, _, seed in machine.ran} == {4}
+    assert "validation loss with seed 3 at" in capsys.readouterr().out
+    assert main([*command, "--comparison.seeds", "0", "3"]) == 2
+    assert "home is tuned with seed 3, which is among comparison.seeds: leave it out" in capsys.readouterr().err
 
 
 def test_what_the_command_line_says_of_tuning(recipe):
