@@ -151,7 +151,8 @@ def collect(comparison: Comparison) -> Part:
         runs.setdefault(task.entry, []).append(read_run(task, downstream))
     for entry in comparison.entries:
         if not entry.is_ready:
-            runs[entry.title] = [RunResult(seed=seed, why="not tuned yet") for seed in comparison.settings.seeds]
+            why = "not tuned yet" if None in entry.tried.values() else "diverged at all values that were tried"
+            runs[entry.title] = [RunResult(seed=seed, why=why) for seed in comparison.settings.seeds]
     results = [
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
         for entry in comparison.entries
