@@ -164,16 +164,15 @@ def tuning_tasks(comparison: Comparison, only: Sequence[str] = ()) -> list[Plann
 def tune(comparison: Comparison, only: Sequence[str], parallel: int) -> tuple[Comparison, runs.Ended]:
     """Trains what tunes the entries, round by round, as `run_tasks` does; returns the comparison as it is tuned then.
     Divergence is a result; after any other failure of a run, or an end before its last step, its entry is not tuned."""
-    ended, failed = runs.Ended([], stopped=False), set()
+    ended, unfinished = runs.Ended([], stopped=False), set()
     while not ended.stopped:
-        tasks = [task for task in tuning_tasks(comparison, only) if task.run.path not in failed]
+        tasks = [task for task in tuning_tasks(comparison, only) if task.run.path not in unfinished]
         if not tasks:
             break
         check_directories(tasks)
         now = runs.run_tasks(tasks, parallel)
         failures = [failure for failure in now.failures if not _has_diverged(failure.task)]
-        failed |= {failure.task.run.path for failure in failures}
-        failed |= {task.run.path for task in tasks if _loss(task) is None}
+        unfinished |= {task.run.path for task in tasks if _loss(task) is None}
         ended, comparison = ended.then(runs.Ended(failures, now.stopped)), tuned(comparison)
     return comparison, ended
 
