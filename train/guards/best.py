@@ -31,13 +31,24 @@ class BestEvaluation:
         """Returns whether the last `evaluation.patience` evaluations were no better."""
         return bool(self.patience) and self.waited >= self.patience
 
-    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compares an evaluation with the best one; an evaluation without the metric does not count."""
+    def is_better(self, metrics: Mapping[str, float]) -> bool | None:
+        """Returns whether an evaluation is better than the best one so far; None where it lacks the metric."""
         if self.metric is None or (value := metrics.get(self.metric.name)) is None:
-            return
+            return None
         sign = 1 if self.metric.higher_is_better else -1
-        if math.isfinite(value) and not sign * value <= sign * self.value:
-            self.step, self.value, self.waited = step, value, 0
+        return math.isfinite(value) and not sign * value <= sign * self.value
+
+    def ends_with(self, metrics: Mapping[str, float]) -> bool:
+        """Returns whether the run ends with an evaluation that is still to be counted."""
+        return bool(self.patience) and self.waited + 1 >= self.patience and self.is_better(metrics) is False
+
+    def after_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Counts an evaluation; one without the metric does not count."""
+        better = self.is_better(metrics)
+        if better is None:
+            return
+        if better:
+            self.step, self.value, self.waited = step, metrics[self.metric.name], 0
             return
         self.waited += 1
         if self.stops:

@@ -52,12 +52,14 @@ def test_a_run_that_gets_no_better_ends_with_its_best_checkpoint(tmp_path):
         "0.2",
     ]
     common += ["--schedule.name", "constant", "--evaluation.best", "loss", "--evaluation.patience", "2"]
-    common += ["--checkpoint.keep-last", "1"]
+    common += ["--checkpoint.keep-last", "1", "--evaluation.evaluator", "{name = 'scores', every = 0}"]
     whole = train(load_config(recipe, [*common, "--run-dir", str(tmp_path / "whole")]))
     validation = [(record["loss"], record["step"]) for record in records(tmp_path / "whole", "validation")]
     _, best = min(validation)
     assert whole.finished
     assert whole.step == best + 4 < 40
+    with_scores = [record["step"] for record in records(tmp_path / "whole", "validation") if "f1" in record]
+    assert with_scores == [whole.step]  # which are for the end of a run, also of one that ends early
     kept = [path.name for path in sorted((tmp_path / "whole" / "checkpoints").iterdir())]
     assert kept == [f"step-{step:08d}" for step in (best, whole.step)]
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
