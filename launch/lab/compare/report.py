@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -311,8 +311,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             lines += one.lines(tasks_of(comparison))
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
-    if without := [f"{title} ({run.why})" for title, run in runs if run.why]:
-        lines.append(f"Without a number: {', '.join(without)}.")
+    if without := list(_without_a_number(results)):
+        lines.append(f"Without a number: {'; '.join(without)}.")
     lacking: dict[str, list[str]] = {}
     for one in scores:
         titles = [title for title, run in runs if run.values and len(run.values.get(one.key, ())) < one.runs]
@@ -320,6 +320,17 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             lacking.setdefault(", ".join(titles), []).append(one.task)
     lines += [f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items()]
     return "\n".join([*lines, *(["", table] if (table := tuning_table(comparison)) else [])])
+
+
+def _without_a_number(results: Sequence[EntryResult]) -> Iterator[str]:
+    """Yields which runs of an entry have no number, and why, as in "Hydra seeds 1, 2 (missing)"."""
+    for result in results:
+        seeds: dict[str, list[str]] = {}
+        for run in result.runs:
+            if run.why:
+                seeds.setdefault(run.why, []).append(str(run.seed))
+        for why, of in seeds.items():
+            yield f"{result.entry.name} seed{'s' * (len(of) > 1)} {', '.join(of)} ({why})"
 
 
 def published_lines(part: Part) -> list[str]:

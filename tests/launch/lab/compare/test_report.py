@@ -215,7 +215,7 @@ def test_what_is_missing_in_a_variant_is_marked_there(compared):
     )
     assert main(["compare", str(keep(comparison)), "--report"]) == 0
     summary, short, deep = write_report(comparison).split("## ")
-    assert "attention seed 0 (missing), attention seed 1 (missing)" in deep
+    assert "attention seeds 0, 1 (missing)" in deep
     assert "Without a number" not in short
     assert _cells(summary)[-1][:2] == ["attention", "2.1250 ± 0.1768"]  # the last, for want of a variant
     assert "Also in" not in summary + short + deep
