@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -90,6 +90,15 @@ class EntryResult:
     @property
     def is_finished(self) -> bool:
         return not any(run.why for run in self.runs)
+
+    @property
+    def without_a_number(self) -> list[str]:
+        """Returns which runs have no number, and why, as in "seeds 1, 2 (missing)"."""
+        seeds: dict[str, list[str]] = {}
+        for run in self.runs:
+            if run.why:
+                seeds.setdefault(run.why, []).append(str(run.seed))
+        return [f"seed{'s' * (len(of) > 1)} {', '.join(of)} ({why})" for why, of in seeds.items()]
 
     def count_words(self) -> str:
         """Returns how many runs are finished, as in "2" or "1 of 2"."""
@@ -311,7 +320,7 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             lines += one.lines(tasks_of(comparison))
     lines += [*speeds, *words_on_differences(comparison.entries)]
     runs = [(f"{result.entry.name} seed {run.seed}", run) for result in results for run in result.runs]
-    if without := list(_without_a_number(results)):
+    if without := [f"{result.entry.name} {words}" for result in results for words in result.without_a_number]:
         lines.append(f"Without a number: {'; '.join(without)}.")
     lacking: dict[str, list[str]] = {}
     for one in scores:
@@ -320,17 +329,6 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
             lacking.setdefault(", ".join(titles), []).append(one.task)
     lines += [f"Not fine-tuned on {', '.join(lacks)}: {who}." for who, lacks in lacking.items()]
     return "\n".join([*lines, *(["", table] if (table := tuning_table(comparison)) else [])])
-
-
-def _without_a_number(results: Sequence[EntryResult]) -> Iterator[str]:
-    """Yields which runs of an entry have no number, and why, as in "Hydra seeds 1, 2 (missing)"."""
-    for result in results:
-        seeds: dict[str, list[str]] = {}
-        for run in result.runs:
-            if run.why:
-                seeds.setdefault(run.why, []).append(str(run.seed))
-        for why, of in seeds.items():
-            yield f"{result.entry.name} seed{'s' * (len(of) > 1)} {', '.join(of)} ({why})"
 
 
 def published_lines(part: Part) -> list[str]:

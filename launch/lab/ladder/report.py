@@ -131,9 +131,8 @@ def _text(ladder: Ladder, families: Sequence[Family], gaps: Sequence[Gap]) -> st
     if tuned := tuning_table(tuned_part(ladder)):
         sections.append(tuned)
     results = [rung.result for one in families for rung in one.rungs.values()]
-    runs = [(f"{one.entry.title} seed {run.seed}", run.why) for one in results for run in one.runs]
-    if without := [f"{title} ({why})" for title, why in runs if why]:
-        sections.append(f"Without a number: {', '.join(without)}.")
+    if without := [f"{one.entry.title} {words}" for one in results for words in one.without_a_number]:
+        sections.append(f"Without a number: {'; '.join(without)}.")
     return "\n\n".join(filter(None, sections))
 
 

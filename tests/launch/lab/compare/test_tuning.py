@@ -143,7 +143,7 @@ def test_every_entry_is_tuned_by_itself_and_then_trained_with_fresh_seeds(
     said(code=75)
     assert {seed for *_, seed in machine.ran} == {0}
     half = said("--report")
-    assert "no mixer seed 1 (not tuned yet)" in half
+    assert "no mixer seeds 1, 2 (not tuned yet)" in half
     assert "| not yet " in half
     assert "0.000333: not finished, 0.001: 3.6094, 0.003: 4.7081, 0.009: 5.8067" in half
 
@@ -177,7 +177,7 @@ def test_an_entry_that_cannot_be_tuned_is_not_trained(recipe, dataset, machine, 
     assert sum(name == "Hydra" for name, *_ in machine.ran) == 3 + FURTHER
     text = capsys.readouterr().out
     assert "Not begun: no mixer." in text
-    assert "Hydra seed 1 (diverged at all values that were tried)" in text
+    assert "Hydra seeds 1, 2 (diverged at all values that were tried)" in text
     assert re.search(r"\| Hydra +\| none ", text)
     assert {name for name, _, seed in machine.ran if seed} == {"convolution only"}
 
