@@ -55,7 +55,7 @@ class EntryResult:
     speed: Mapping[str, Any]
     """Its row in speed.json; {} where it was not measured."""
     gain: list[float] = dataclasses.field(default_factory=list)
-    """Mean loss without mixers minus its own; [] of that control, and where either is missing."""
+    """Mean loss of `_without_mixers` minus its own; [] of that entry, and where either is missing."""
     over_di: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of a data-dependent matrix, NAME_dd: how much better than those with NAME_di its mean loss and means over tasks
     are; without what either lacks."""
@@ -166,9 +166,10 @@ def collect(comparison: Comparison) -> Part:
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
         for entry in comparison.entries
     ]
-    without = next((one.mean("loss") for one in results if one.entry.control == "no mixer"), None)
+    control = _without_mixers(comparison)
+    without = next((one.mean("loss") for one in results if one.entry is control), None)
     for one in results:
-        if None not in (without, own := one.mean("loss")) and one.entry.control != "no mixer":
+        if None not in (without, own := one.mean("loss")) and one.entry is not control:
             one.gain.append(without - own)
     by_mixer = {one.mixer: one for one in results}
     averages = [column.key for column in score_columns(downstream) if not column.task]
@@ -262,6 +263,12 @@ def write_report(comparison: Comparison) -> str:
     return write_tables(comparison.home / "report", text, files, is_empty=is_empty)
 
 
+def _without_mixers(comparison: Comparison) -> Entry | None:
+    """Returns the entry that gains are over: of those without mixers the one named so, else the first."""
+    found = [entry for entry in comparison.entries if entry.control == "no mixer"]
+    return min(found, key=lambda entry: entry.name != "no mixer", default=None)
+
+
 def begun(comparison: Comparison) -> tuple[Comparison, list[str]]:
     """Returns the comparison without the entries of which nothing has begun in any variant and the variants in which
     nothing has begun of any entry, and the names of these. All stay where nothing has begun at all."""
@@ -314,6 +321,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     lines = [markdown(headings, rows), "", about]
     if part.accuracies:
         lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
+    if GAIN in columns and (control := _without_mixers(comparison)).name != "no mixer":
+        lines.append(f"Gains are over {control.name}.")
     lines += published_lines(part)
     for one in part.downstream:
         if any(column in columns for column in one.columns):

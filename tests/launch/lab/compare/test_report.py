@@ -96,6 +96,18 @@ def test_without_the_control_there_is_no_gain(compared):
     assert "gain over no mixer" not in text
 
 
+@pytest.mark.parametrize("has_both", [True, False])
+def test_gains_are_over_the_control_of_the_name_or_a_line_names_another(compared, has_both):
+    entries = '[[comparison.entry]]\nname = "told"\nmodel.layers = ["none"]\nmodel.position_embeddings = true\n'
+    entries += '[[comparison.entry]]\nname = "no mixer"\nmodel.layers = ["none"]\n' if has_both else ""
+    losses = LOSSES | {"told": 2.25}
+    text = write_report(compared(CONTROLLED + entries, lambda entry, seed: {"loss": losses[entry]}))
+    header, *rows = _cells(text)
+    gains = {row[0]: row[header.index("gain over no mixer (nats)")] for row in rows}
+    assert (gains["attention"], gains["told (control)"]) == (("0.500", "0.250") if has_both else ("0.250", ""))
+    assert ("Gains are over told." in text) is not has_both
+
+
 def test_what_data_dependence_bought_stands_beside_the_loss(compared):
     """For matrices of one class; Cauchy's has no other to be compared with, and quasiseparable_dd's no finished run."""
 
