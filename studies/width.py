@@ -180,12 +180,13 @@ class Study:
         ):
             if base == width:
                 continue
-            means = []
+            means, steps = [], self.steps or 200
+            made_on = f"{WAYS[base]} muP, {steps} steps of {self.data}"
             for rate in self.rates:
-                keys = [f"{mixer}, width {width}, rate {rate:g}, {WAYS[base]} muP, seed {seed}" for seed in self.seeds]
+                keys = [f"{mixer}, width {width}, rate {rate:g}, {made_on}, seed {seed}" for seed in self.seeds]
                 for key, seed in zip(keys, self.seeds, strict=True):
                     if key not in losses:
-                        config = quickstart(mixer, base, width, rate, seed, self.data, self.steps or 200)
+                        config = quickstart(mixer, base, width, rate, seed, self.data, steps)
                         losses[key] = run(config)["loss"]
                         write_atomic(path, json.dumps(losses, indent=1) + "\n")
                 means.append(statistics.mean(math.inf if losses[key] is None else losses[key] for key in keys))
