@@ -55,7 +55,7 @@ class EntryResult:
     speed: Mapping[str, Any]
     """Its row in speed.json; {} where it was not measured."""
     gain: list[float] = dataclasses.field(default_factory=list)
-    """Mean loss of `_without_mixers` minus its own; [] of that entry, and where either is missing."""
+    """Mean loss of `Part.without_mixers` minus its own; [] of that entry, and where either is missing."""
     over_di: dict[str, float] = dataclasses.field(default_factory=dict)
     """Of a data-dependent matrix, NAME_dd: how much better than those with NAME_di its mean loss and means over tasks
     are; without what either lacks."""
@@ -137,10 +137,16 @@ class Part:
         return fmean(value for result in self.results for value in result.values("chance_accuracy"))
 
     @property
+    def without_mixers(self) -> Entry | None:
+        """Returns the entry that gains are over: of those without mixers the one named so, else the first."""
+        found = [entry for entry in self.comparison.entries if entry.control == "no mixer"]
+        return min(found, key=lambda entry: entry.name != "no mixer", default=None)
+
+    @property
     def gains(self) -> list[ScoreColumn]:
         """Returns the columns of the gains over no mixer and of data-dependent over data-independent matrices of one
         class, where these are among the entries."""
-        columns = [GAIN] if any(entry.control == "no mixer" for entry in self.comparison.entries) else []
+        columns = [GAIN] if self.without_mixers else []
         return [*columns, *([GAIN_OVER_DI] if any("loss" in one.over_di for one in self.results) else [])]
 
     @functools.cached_property
@@ -166,7 +172,8 @@ def collect(comparison: Comparison) -> Part:
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
         for entry in comparison.entries
     ]
-    control = _without_mixers(comparison)
+    part = Part(comparison=comparison, downstream=downstream, results=results)
+    control = part.without_mixers
     without = next((one.mean("loss") for one in results if one.entry is control), None)
     for one in results:
         if None not in (without, own := one.mean("loss")) and one.entry is not control:
@@ -178,7 +185,6 @@ def collect(comparison: Comparison) -> Part:
         for metric in ("loss", *averages) if fixed else ():
             if None not in (before := fixed.mean(metric), own := one.mean(metric)):
                 one.over_di[metric] = before - own if metric == "loss" else own - before
-    part = Part(comparison=comparison, downstream=downstream, results=results)
     accuracies = part.accuracies.values()
 
     def place(result: EntryResult) -> tuple[float, ...]:
@@ -263,12 +269,6 @@ def write_report(comparison: Comparison) -> str:
     return write_tables(comparison.home / "report", text, files, is_empty=is_empty)
 
 
-def _without_mixers(comparison: Comparison) -> Entry | None:
-    """Returns the entry that gains are over: of those without mixers the one named so, else the first."""
-    found = [entry for entry in comparison.entries if entry.control == "no mixer"]
-    return min(found, key=lambda entry: entry.name != "no mixer", default=None)
-
-
 def begun(comparison: Comparison) -> tuple[Comparison, list[str]]:
     """Returns the comparison without the entries of which nothing has begun in any variant and the variants in which
     nothing has begun of any entry, and the names of these. All stay where nothing has begun at all."""
@@ -321,8 +321,8 @@ def table_text(part: Part, *, is_first: bool = True) -> str:
     lines = [markdown(headings, rows), "", about]
     if part.accuracies:
         lines.append(f"Accuracy at multiples of the training length; chance {100 * part.chance:.1f} %.")
-    if GAIN in columns and (control := _without_mixers(comparison)).name != "no mixer":
-        lines.append(f"Gains are over {control.name}.")
+    if GAIN in columns and part.without_mixers.name != "no mixer":
+        lines.append(f"Gains are over {part.without_mixers.name}.")
     lines += published_lines(part)
     for one in part.downstream:
         if any(column in columns for column in one.columns):
