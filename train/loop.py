@@ -494,6 +494,7 @@ class Trainer:
             return False
         if self.engine.rank == 0:
             summary = {"step": self.state.step, self.task.unit: self.state.tokens, "validation": self.metrics}
+            summary["data"] = {"train": self.loader.contents, "validation": self.validation.contents}
             best = {} if (best := self.best.state_dict()) is None else {"best": best}
             self.run.write_summary({**summary, "unigram_entropy": self.unigram_entropy, **best})
         return True

@@ -15,6 +15,8 @@ A one-pass loader (evaluation) reads the split once, in order: its last global b
 without labels, so that every rank has the same number of micro-batches and every token counts once.
 """
 
+import hashlib
+import json
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +30,9 @@ from matmix.data.config import DataConfig
 from matmix.data.loading.batch import Batch
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
 from matmix.data.loading.rows import Cursor, Failure, Numbers, Opened, Reading
+
+_CONTENTS = "data", "manifest", "examples", "classes", "tokenizer"
+"""What of a fingerprint is the data itself; the rest says how it is read."""
 
 
 @dataclass
@@ -110,6 +115,13 @@ class Loader:
     @property
     def samples_per_epoch(self) -> int | None:
         return self.dataset.samples_per_epoch
+
+    @property
+    def contents(self) -> str:
+        """A digest of what the data holds, wherever it lies and however it is read; that of nothing where samples are
+        generated."""
+        held = {key: self.fingerprint[key] for key in _CONTENTS if key in self.fingerprint}
+        return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def micro_batches_per_step(self) -> int:

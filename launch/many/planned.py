@@ -1,6 +1,9 @@
 """One of the runs that are trained side by side: whether it is finished, or lies there with other settings."""
 
+import contextlib
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,17 +66,56 @@ def config_at(run: RunDirectory) -> RunConfig | None:
         return None
 
 
+def by_data(tasks: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
+    """Returns the runs that read the same data in the same way, together."""
+    groups: dict[str, list[PlannedRun]] = {}
+    for task in tasks:
+        groups.setdefault(repr(task.config.data), []).append(task)
+    return list(groups.values())
+
+
 def check_data(tasks: Sequence[PlannedRun]) -> None:
-    """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself."""
-    missing = []
-    for config in {repr(task.config.data): task.config for task in tasks if not task.is_finished()}.values():
+    """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself;
+    ValueError (one line) where the data are not those that a finished one was trained on."""
+    missing, is_found = [], False
+    for group in by_data([task for task in tasks if not task.is_finished()]):
+        config = group[0].config
+        known = [(task, data) for task in tasks if task.config.data == config.data and (data := data_of(task))]
+        if is_found and not known:
+            continue
+        here = {}
         try:
-            make_loader(config, "train", 0, 1).close()
-            return
+            for split in ("train", "validation") if known else ("train",):
+                with contextlib.closing(make_loader(config, split, 0, 1)) as loader:
+                    here[split] = loader.contents
         except FileNotFoundError as error:
             missing.append(error)
-    if missing:
+            continue
+        is_found = True
+        for task, there in known:
+            if splits := " and ".join(split for split, contents in here.items() if there.get(split) != contents):
+                raise ValueError(
+                    f"{task.title}: {task.run.where} was trained on other data than lie there now ({splits} split), "
+                    "and runs of a table are trained alike; put the old data back, or give another --run-dir"
+                )
+    if missing and not is_found:
         raise missing[0]
+
+
+def data_of(task: PlannedRun) -> dict[str, str] | None:
+    """Returns a digest of the contents of each split that a finished run was trained on; None where it is not known."""
+    summary = task.run.read_summary() or {}
+    return data if isinstance(data := summary.get("data"), dict) else None
+
+
+def on_other_data(tasks: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Returns the finished runs whose data held something else than those of most others that read the same."""
+    others = []
+    for group in by_data(tasks):
+        known = [(task, json.dumps(data, sort_keys=True)) for task in group if (data := data_of(task)) is not None]
+        [(usual, _)] = Counter(data for _, data in known).most_common(1) or [("", 0)]
+        others += [task for task, data in known if data != usual]
+    return others
 
 
 # How a run is watched, saved and spread over devices, and where its data are read: the loss does not depend on these.

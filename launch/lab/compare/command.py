@@ -103,7 +103,7 @@ class Compare:
         if self.dry_run:
             print(plan)
             return EXIT_OK
-        planned.check_data([*first, *tasks])
+        planned.check_data([*tuning.tuning_tasks(comparison, self.only, every=True), *tasks])
         return runs.train_and_tell(lambda: self._train(comparison, plan, then), lambda: report.write_report(comparison))
 
     def _train(self, comparison: Comparison, plan: str, then: list[Finetuned]) -> Ended:

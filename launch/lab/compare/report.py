@@ -16,7 +16,7 @@ from matmix.launch.lab.compare.published import agreement, agreement_words
 from matmix.launch.lab.compare.speed import current_rows, speed_words
 from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table
 from matmix.launch.lab.compare.width import changed_headdims, words_on_differences
-from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, why_open
+from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, on_other_data, why_open
 from matmix.launch.many.runs import training_records
 from matmix.launch.many.scores import ScoreColumn, csv_of, markdown, spread, write_tables
 from matmix.model.build import headdims
@@ -30,6 +30,7 @@ LOSS = ScoreColumn("loss", "validation loss", digits=4, scale=1)
 GAIN = ScoreColumn("gain_over_no_mixer", "gain over no mixer (nats)", digits=3, scale=1)
 OVER_DI = "over_di/"
 GAIN_OVER_DI = ScoreColumn(f"{OVER_DI}loss", "gain over DI (nats)", digits=3, scale=1)
+OTHER_DATA = "trained on other data than most of the runs"
 SPEEDS = ("tokens_per_second", "peak_bytes")
 
 
@@ -162,8 +163,11 @@ def collect(comparison: Comparison) -> Part:
     The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
     speeds, downstream = current_rows(comparison), kept_downstream(comparison.home)
     runs: dict[str, list[RunResult]] = {}
-    for task in tasks_of(comparison):
-        runs.setdefault(task.entry, []).append(read_run(task, downstream))
+    tasks = tasks_of(comparison)
+    others = on_other_data(tasks)
+    for task in tasks:
+        run = RunResult(seed=task.seed, why=OTHER_DATA) if task in others else read_run(task, downstream)
+        runs.setdefault(task.entry, []).append(run)
     for entry in comparison.entries:
         if not entry.is_ready:
             why = "not tuned yet" if None in entry.tried.values() else "diverged at all values that were tried"

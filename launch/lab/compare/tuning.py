@@ -155,10 +155,11 @@ def _has_diverged(task: PlannedRun) -> bool:
 # -- the tuning runs --------------------------------------------------------------------------------------------------
 
 
-def tuning_tasks(comparison: Comparison, only: Sequence[str] = ()) -> list[PlannedRun]:
-    """Lists the tuning runs that are known to be needed and not finished; comparison: as `tuned` returns it."""
-    entries = entries_of(comparison, only)
-    return [_task(comparison, entry, point) for entry in entries for point, loss in entry.tried.items() if loss is None]
+def tuning_tasks(comparison: Comparison, only: Sequence[str] = (), *, every: bool = False) -> list[PlannedRun]:
+    """Lists the tuning runs that are known to be needed and not finished; comparison: as `tuned` returns it. every:
+    lists those that are finished too."""
+    tried = [(entry, point, loss) for entry in entries_of(comparison, only) for point, loss in entry.tried.items()]
+    return [_task(comparison, entry, point) for entry, point, loss in tried if every or loss is None]
 
 
 def tune(comparison: Comparison, only: Sequence[str], parallel: int) -> tuple[Comparison, runs.Ended]:

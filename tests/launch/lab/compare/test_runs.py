@@ -227,6 +227,28 @@ def test_without_its_data_a_comparison_does_not_start(recipe, tmp_path, monkeypa
     check_data(tasks_of(matched(read_comparison(str(tmp_path / "mine.toml"), words))))  # what is finished needs none
 
 
+def test_runs_on_other_data_are_refused_and_not_averaged(recipe, dataset, tmp_path, capsys):
+    """Data that was prepared again, in the same place: no setting differs."""
+    words = ["--data.path", dataset, "--run-dir", str(tmp_path / "home")]
+    path = recipe(TINY + ENTRIES.replace("[0, 1]", "[0, 1, 2]"))
+    tasks = tasks_of(matched(read_comparison(path, words)))
+    trained = [task for task in tasks if task.entry == "attention"]
+    for task in trained:
+        train(task.config)
+    check_data(tasks)
+    summary = json.loads((trained[1].run.path / "summary.json").read_text())
+    assert set(summary["data"]) == {"train", "validation"}
+    summary["data"]["validation"] = "of other data"
+    (trained[1].run.path / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ValueError, match=r"attention, seed 1: .* was trained on other data .*\(validation split\)"):
+        check_data(tasks)
+    capsys.readouterr()
+    assert main(["compare", path, *words, "--report"]) == 0
+    text = capsys.readouterr().out
+    assert "attention seed 1 (trained on other data than most of the runs)" in text
+    assert "| 2 of 3 |" in text
+
+
 def test_runs_may_be_restricted_to_entries_and_variants(recipe, tmp_path, capsys):
     words = ["--model.vocab-size", "64", "--run-dir", str(tmp_path / "home"), "--comparison.tolerance", "0.2"]
     comparison = matched(read_comparison(recipe(TINY + ENTRIES + VARIANTS), words))
