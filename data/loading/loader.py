@@ -31,7 +31,7 @@ from matmix.data.loading.batch import Batch
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
 from matmix.data.loading.rows import Cursor, Failure, Numbers, Opened, Reading
 
-_CONTENTS = "data", "manifest", "examples", "classes", "tokenizer"
+_CONTENTS = "data", "manifest", "examples", "classes"
 """What of a fingerprint is the data itself; the rest says how it is read."""
 
 

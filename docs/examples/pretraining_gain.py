@@ -6,9 +6,9 @@ tenth.jsonl and train.jsonl: first with each rate and a seed of its own, scored 
 best rate and other seeds, scored on TEXTS/test.jsonl. Beside them stand the most frequent label and logistic regression
 on TF-IDF. The same command again goes on where it was stopped.
 
-    DIR/LABELS/NAME/tune/RATE, seed-N     fine-tuned runs; seed-N/test.json holds the scores on the test file
-    DIR/settings.json                     what they were made with; with other settings nothing is done
-    DIR/table.md                          accuracy in percent, mean and sample standard deviation over the seeds
+    DIR/LABELS/NAME/RATE/seed-N   fine-tuned runs; test.json there holds the scores on the test file
+    DIR/settings.json             what they were made with; with other settings nothing is done
+    DIR/table.md                  accuracy in percent, mean and sample standard deviation over the seeds
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
-from matmix.use.finetuning import read_task
+from matmix.use.finetuning import finetuning_config
 from matmix.use.opening import open_model
 
 SCRATCH = "from scratch"
@@ -75,6 +75,8 @@ class Gain:
             return dataclasses.replace(self, epochs=EPOCHS).run()
         if len(self.rates) < 2 or sorted(set(self.rates)) != list(self.rates):
             raise ValueError(f"--rates are {self.rates}: give two or more, the lowest first")
+        if self.tune_seed in self.seeds:
+            raise ValueError(f"--tune-seed {self.tune_seed} is among the seeds that the table counts: give another")
         if unknown := [name for name in self.only if name not in {*self.runs, SCRATCH, *self.epochs}]:
             raise ValueError(f"--only {unknown[0]}: there are {', '.join([*self.runs, SCRATCH, *self.epochs])}")
         self._keep_settings()
@@ -110,7 +112,7 @@ class Gain:
         rates = sorted({*given, *self._tried(labels, name)})
         while True:
             for rate in rates:
-                self._train(labels, name, rate, self.tune_seed, self._tuning(labels, name) / f"{rate:g}")
+                self._train(labels, name, rate, self.tune_seed)
             best = self._best(labels, name)
             if best == rates[0] and len(rates) < len(given) + MOST:
                 rates.insert(0, _rounded(rates[0] / ratio))
@@ -119,14 +121,15 @@ class Gain:
             else:
                 break
         for seed in self.seeds:
-            run = self._train(labels, name, best, seed, self.out / labels / name / f"seed-{seed}")
+            run = self._train(labels, name, best, seed)
             if not (run / "test.json").exists():
                 _matmix("evaluate", run, self.texts / "test.jsonl", "--out", run / "test.json")
 
-    def _tuning(self, labels: str, name: str) -> Path:
-        return self.out / labels / name / "tune"
+    def _run(self, labels: str, name: str, rate: float, seed: int) -> Path:
+        return self.out / labels / name / f"{rate:g}" / f"seed-{seed}"
 
-    def _train(self, labels: str, name: str, rate: float, seed: int, run: Path) -> Path:
+    def _train(self, labels: str, name: str, rate: float, seed: int) -> Path:
+        run = self._run(labels, name, rate, seed)
         if (run / "summary.json").exists():
             return run
         start = [self.runs[name]] if name in self.runs else [next(iter(self.runs.values())), "--from-scratch"]
@@ -145,10 +148,10 @@ class Gain:
         return run
 
     def _tried(self, labels: str, name: str) -> dict[float, float]:
-        """Rate -> accuracy on the validation file."""
+        """Rate -> accuracy on the validation file, with the seed by which rates are chosen."""
         found = {
-            float(path.parent.name): parse_json(path.read_bytes(), path)["validation"]["accuracy"]
-            for path in self._tuning(labels, name).glob("*/summary.json")
+            float(path.parent.parent.name): parse_json(path.read_bytes(), path)["validation"]["accuracy"]
+            for path in (self.out / labels / name).glob(f"*/seed-{self.tune_seed}/summary.json")
         }
         return dict(sorted(found.items()))
 
@@ -171,7 +174,10 @@ class Gain:
         return "\n".join(lines) + "\n"
 
     def _cell(self, labels: str, name: str) -> str:
-        files = [self.out / labels / name / f"seed-{seed}" / "test.json" for seed in self.seeds]
+        if not self._tried(labels, name):
+            return "-"
+        best = self._best(labels, name)
+        files = [self._run(labels, name, best, seed) / "test.json" for seed in self.seeds]
         scores = [100 * parse_json(path.read_bytes(), path)["accuracy"] for path in files if path.exists()]
         if not scores:
             return "-"
@@ -204,8 +210,8 @@ class Gain:
 
     @functools.cached_property
     def _length(self) -> int:
-        values, _ = read_task(self.task, [])
-        return int(self.settings.get("data.seqlen", values["data"]["seqlen"]))
+        words = [word for key, value in self.settings.items() for word in (f"--{key.replace('_', '-')}", value)]
+        return finetuning_config(next(iter(self.runs.values())), self.task, words).data.seqlen
 
 
 def _rounded(rate: float) -> float:

@@ -76,30 +76,38 @@ def by_data(tasks: Sequence[PlannedRun]) -> list[list[PlannedRun]]:
 
 def check_data(tasks: Sequence[PlannedRun]) -> None:
     """Raises FileNotFoundError (one line) where no run that is not finished has its data: each would fail by itself;
-    ValueError (one line) where the data are not those that a finished one was trained on."""
-    missing, is_found = [], False
-    for group in by_data([task for task in tasks if not task.is_finished()]):
-        config = group[0].config
-        known = [(task, data) for task in tasks if task.config.data == config.data and (data := data_of(task))]
-        if is_found and not known:
-            continue
-        here = {}
+    and as `check_same_data`."""
+    missing = []
+    for config in {repr(task.config.data): task.config for task in tasks if not task.is_finished()}.values():
         try:
-            for split in ("train", "validation") if known else ("train",):
-                with contextlib.closing(make_loader(config, split, 0, 1)) as loader:
-                    here[split] = loader.contents
+            make_loader(config, "train", 0, 1).close()
+            break
         except FileNotFoundError as error:
             missing.append(error)
+    else:
+        if missing:
+            raise missing[0]
+    check_same_data(tasks)
+
+
+def check_same_data(tasks: Sequence[PlannedRun]) -> None:
+    """Raises ValueError (one line) where data that a run is yet to be trained on are here, and hold something else than
+    those that a finished one was trained on."""
+    for group in by_data(tasks):
+        known = [(task, data) for task in group if (data := data_of(task))]
+        if not known or all(task.is_finished() for task in group):
             continue
-        is_found = True
+        here = {}
+        with contextlib.suppress(FileNotFoundError):  # it is said where the run is trained
+            for split in ("train", "validation"):
+                with contextlib.closing(make_loader(group[0].config, split, 0, 1)) as loader:
+                    here[split] = loader.contents
         for task, there in known:
             if splits := " and ".join(split for split, contents in here.items() if there.get(split) != contents):
                 raise ValueError(
                     f"{task.title}: {task.run.where} was trained on other data than lie there now ({splits} split), "
                     "and runs of a table are trained alike; put the old data back, or give another --run-dir"
                 )
-    if missing and not is_found:
-        raise missing[0]
 
 
 def data_of(task: PlannedRun) -> dict[str, str] | None:

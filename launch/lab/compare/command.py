@@ -87,23 +87,25 @@ class Compare:
             print(report.write_report(comparison))
             return EXIT_OK
         ready = config.tasks_of(comparison, self.only, ready=True)
-        planned.check_directories([*first, *ready], " (--report leaves this run out)")
+        planned.check_directories([*first, *ready], tuning.advice(comparison))
         asked = {"settings": self.glue_settings, "tasks": self.glue_tasks, "seeds": self.glue_seeds}
         glue = GlueSettings(**asked, options=tuple(options))
         then = downstream.read_downstream(self.finetune, comparison, glue)
         asked_for = dataclasses.replace(comparison, entries=tuple(config.entries_of(comparison, self.only)))
         plan = "\n".join([report.plan_text(asked_for), *([downstream.plan_text(then, tasks)] if then else [])])
+        every = [*tuning.tuning_tasks(comparison, self.only, every=True), *tasks]
         if self.slurm:
+            planned.check_same_data(every)
             if then:
                 raise ValueError("--finetune trains on this host: give it without --slurm, when the runs are done")
             return array.submit(
-                comparison.home, first or tasks, self.profile, self.slurm_options, typed,
+                comparison.home, [*first, *ready], self.profile, self.slurm_options, typed,
                 plan=plan, keep=lambda: config.keep_recipe(comparison), dry_run=self.dry_run, again=bool(first),
             )  # fmt: skip
         if self.dry_run:
             print(plan)
             return EXIT_OK
-        planned.check_data([*tuning.tuning_tasks(comparison, self.only, every=True), *tasks])
+        planned.check_data(every)
         return runs.train_and_tell(lambda: self._train(comparison, plan, then), lambda: report.write_report(comparison))
 
     def _train(self, comparison: Comparison, plan: str, then: list[Finetuned]) -> Ended:
@@ -117,7 +119,7 @@ class Compare:
             one.keep()
         comparison, ended = tuning.tune(comparison, self.only, self.parallel)
         tasks = config.tasks_of(comparison, self.only, ready=True)
-        planned.check_directories(tasks)
+        planned.check_directories(tasks, tuning.advice(comparison))
         if not ended.stopped:
             ended = ended.then(runs.run_tasks(tasks, self.parallel))
         if then and not ended.stopped:

@@ -310,7 +310,7 @@ class Comparison:
 
 
 @errors_in_one_line()
-def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
+def read_comparison(recipe: str, overrides: Sequence[str] = (), *, runs: Path = Path("runs")) -> Comparison:
     """A comparison from a recipe (path or bundled name) or its folder, and overrides for all entries, such as
     ``--steps 100``. Raises FileNotFoundError for a missing recipe and ValueError (one line) for what is wrong in it."""
     path = _find(recipe)
@@ -349,7 +349,7 @@ def read_comparison(recipe: str, overrides: Sequence[str] = ()) -> Comparison:
             entries = _entries(own, settings)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    run_dir = entries[0].config.run_dir or f"runs/{path.stem}"
+    run_dir = entries[0].config.run_dir or str(runs / path.stem)
     require(not is_url(run_dir), f"--run-dir {run_dir}: a comparison lies in a folder of this machine")
     settings = _tuned_as_before(settings, Path(run_dir))
     return Comparison(home=Path(run_dir), settings=settings, entries=entries, recipe=values)

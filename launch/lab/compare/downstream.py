@@ -19,7 +19,15 @@ from matmix.launch.glue.plan import GlueRun, GlueSettings, Plan, as_begun, check
 from matmix.launch.glue.tasks import TASKS, named
 from matmix.launch.lab.compare.config import FINETUNED, Comparison
 from matmix.launch.many import runs
-from matmix.launch.many.planned import PlannedRun, check_directories, config_at, of_seed, words_on_settings
+from matmix.launch.many.planned import (
+    PlannedRun,
+    check_directories,
+    check_same_data,
+    config_at,
+    of_seed,
+    on_other_data,
+    words_on_settings,
+)
 from matmix.launch.many.scores import ScoreColumn, Scores, read_scores
 from matmix.model.config import ModelConfig
 from matmix.train.arguments import read_table
@@ -84,6 +92,8 @@ class FinetunedRecipe(Finetuned):
     """Those of the recipe."""
     metric: Metric
     """The first of the task."""
+    others: Sequence[PlannedRun] = ()
+    """Fine-tunings on other examples than those of most, which have no numbers in the table."""
 
     @classmethod
     def read(cls, recipe: Path, name: str, home: Path) -> FinetunedRecipe:
@@ -112,6 +122,11 @@ class FinetunedRecipe(Finetuned):
             if not Path(path).exists():
                 raise FileNotFoundError(f"--finetune {self.name}: examples not found: {path}")
 
+    def among(self, pretrained: Sequence[PlannedRun]) -> FinetunedRecipe:
+        """Returns the task with what of the fine-tunings of these runs is on other examples."""
+        there = [task for one in pretrained if (task := self._there(one)) is not None]
+        return dataclasses.replace(self, others=on_other_data(there))
+
     def key(self, metric: Metric) -> str:
         """Returns the name of its metric among those of a pretrained run."""
         return f"{FINETUNED}/{self.name}/{metric.name}"
@@ -133,9 +148,10 @@ class FinetunedRecipe(Finetuned):
         best = self.values.get("evaluation", {}).get("best", "")
         which = f"best evaluation by {best}" if best else "last evaluation"
         line = f"{self.name}: {self.metric.title} of the fine-tuned runs in their {which}"
+        left_out = [f"{self.name}: {task.title} was fine-tuned on other examples than most." for task in self.others]
         evaluations = (metrics for task in pretrained for metrics in self._read(task).evaluations)
         control = control_words(self.metric, next(evaluations, {}))
-        return [f"{line}; control without a model {control}." if control else f"{line}."]
+        return [f"{line}; control without a model {control}." if control else f"{line}.", *left_out]
 
     def plan_words(self) -> tuple[str, int]:
         """Says in a plan what is fine-tuned, and how many runs each pretrained one has."""
@@ -154,11 +170,17 @@ class FinetunedRecipe(Finetuned):
         return {self.key(metric): scores.values(metric.name) for metric in scores.known}
 
     def _read(self, pretrained: PlannedRun) -> Scores:
+        task = self._there(pretrained)
+        return read_scores([] if task is None or task in self.others else [task])
+
+    def _there(self, pretrained: PlannedRun) -> PlannedRun | None:
         config = config_at(RunDirectory(self.folder_of(pretrained)))
-        return read_scores([] if config is None else [dataclasses.replace(pretrained, config=config)])
+        return None if config is None else dataclasses.replace(pretrained, config=config)
 
 
 NAME = "glue"
+_MORE = "tasks", "seeds"
+"""Settings of which every command may add some."""
 PREFIX = f"{NAME}:"
 """Before the folder of the download, in place of a recipe."""
 _OPTION = "--glue."
@@ -188,18 +210,41 @@ class FinetunedGlue(Finetuned):
 
     def kept(self) -> FinetunedGlue:
         """Returns the same tasks with the settings that were written down. Raises ValueError (one line)."""
+        settings = self.kept_settings()
+        tasks = self.settings.tasks or settings.tasks
+        return dataclasses.replace(self, settings=dataclasses.replace(settings, tasks=tasks))
+
+    def kept_settings(self) -> GlueSettings:
+        """Returns the settings as they were written down. Raises ValueError (one line)."""
         path = self.folder / self.file
         settings = read_table(GlueSettings, read_toml(path), str(path))
         try:
             named(settings.tasks)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        tasks = self.settings.tasks or settings.tasks
-        return dataclasses.replace(self, settings=dataclasses.replace(settings, tasks=tasks))
+        return settings
 
     @property
     def values(self) -> dict[str, Any]:
         return dataclasses.asdict(self.settings)
+
+    def keep(self) -> None:
+        """Writes down the tasks and the seeds together with those that were written down before."""
+        both = {}
+        if (self.folder / self.file).is_file():
+            there = self.kept_settings()
+            both = {
+                name: tuple(dict.fromkeys((*getattr(there, name), *getattr(self.settings, name)))) for name in _MORE
+            }
+        Finetuned.keep(dataclasses.replace(self, settings=dataclasses.replace(self.settings, **both)))
+
+    def check(self, comparison: Comparison) -> None:
+        super().check(comparison)
+        there = self.kept_settings().seeds if (self.folder / self.file).is_file() else self.settings.seeds
+        if bool(there) != bool(self.settings.seeds):
+            before = f"--glue-seeds {' '.join(map(str, there))}" if there else "no --glue-seeds"
+            others = f"{self.folder} was fine-tuned with {before}, and runs of a table are trained alike"
+            raise ValueError(f"--finetune {self.name}: {others}; give these, or another --run-dir")
 
     def planned(self, model: ModelConfig, words: str) -> list[RunConfig]:
         tasks = named(self.settings.tasks)
@@ -300,10 +345,10 @@ def read_downstream(words: Sequence[str], comparison: Comparison, glue: GlueSett
     return tasks
 
 
-def kept_downstream(home: Path) -> list[Finetuned]:
-    """Reads what runs of the comparison in `home` were fine-tuned on, by name, GLUE last."""
+def kept_downstream(home: Path, pretrained: Sequence[PlannedRun]) -> list[Finetuned]:
+    """Reads what runs of the comparison in `home` were fine-tuned on, by name, GLUE last. pretrained: its runs."""
     recipes = sorted((home / FINETUNED).glob(f"*/{FinetunedRecipe.file}"))
-    tasks = [FinetunedRecipe.read(recipe, recipe.parent.name, home) for recipe in recipes]
+    tasks = [FinetunedRecipe.read(recipe, recipe.parent.name, home).among(pretrained) for recipe in recipes]
     glue = FinetunedGlue(settings=GlueSettings(), home=home)
     return [*tasks, glue.kept()] if (glue.folder / glue.file).is_file() else tasks
 
@@ -314,6 +359,7 @@ def train_downstream(downstream: Sequence[Finetuned], pretrained: Sequence[Plann
     tasks = [task for one in downstream if isinstance(one, FinetunedRecipe) for task in one.tasks(pretrained)]
     plans = [plan for one in downstream if isinstance(one, FinetunedGlue) for plan in one.plans(pretrained)]
     check_directories([*tasks, *(run for plan in plans for run in plan.runs)])
+    check_same_data(tasks)
     ended = runs.run_tasks(tasks, parallel)
     if plans and not ended.stopped:
         ended = ended.then(results.train(plans, parallel))

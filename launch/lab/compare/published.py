@@ -35,17 +35,16 @@ def agreement(published: Mapping[str, float], values: Mapping[str, Sequence[floa
         return None
     from scipy.stats import kendalltau
 
-    in_order, apart = [], []
-    for a, b in pairs:
-        in_order.append((published[a] - published[b]) * (known[a].mean - known[b].mean) > 0)
-        apart.append(_are_apart(known[a], known[b]))
+    products = [(published[a] - published[b]) * (known[a].mean - known[b].mean) for a, b in pairs]
+    in_order = [product > 0 for product in products]
+    apart = [_are_apart(known[a], known[b]) for a, b in pairs]
     scores, means = [published[name] for name in known], [one.mean for one in known.values()]
     test = kendalltau(scores, means, alternative="greater")  # exact where no two are equal
-    # Without a number all results are equal.
-    tau, chance = (test.statistic, test.pvalue) if math.isfinite(test.statistic) else (0.0, 1.0)
+    tau = (sum(in_order) - sum(product < 0 for product in products)) / len(pairs)
+    chance = test.pvalue if math.isfinite(test.pvalue) else 1.0  # all results are equal
     count = None if set(apart) == {None} else apart.count(True)
     both = sum(ordered for ordered, far in zip(in_order, apart, strict=True) if far)
-    return Agreement(len(known), len(pairs), sum(in_order), float(tau), float(chance), count, both)
+    return Agreement(len(known), len(pairs), sum(in_order), tau, float(chance), count, both)
 
 
 def _are_apart(a: Spread, b: Spread) -> bool | None:

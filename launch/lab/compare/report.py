@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -14,7 +14,7 @@ from matmix.launch.lab.compare.config import Comparison, Control, Entry, tasks_o
 from matmix.launch.lab.compare.downstream import Finetuned, kept_downstream, score_columns, scores_of
 from matmix.launch.lab.compare.published import agreement, agreement_words
 from matmix.launch.lab.compare.speed import current_rows, speed_words
-from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table
+from matmix.launch.lab.compare.tuning import plan_words, tuned, tuning_table, why_not_tuned
 from matmix.launch.lab.compare.width import changed_headdims, words_on_differences
 from matmix.launch.many.planned import OTHER_SETTINGS, PlannedRun, on_other_data, why_open
 from matmix.launch.many.runs import training_records
@@ -158,19 +158,20 @@ class Part:
         return dict(sorted(bins.items(), key=lambda item: int(item[0].partition("-")[0])))
 
 
-def collect(comparison: Comparison) -> Part:
+def collect(comparison: Comparison, others: Collection[PlannedRun] | None = None) -> Part:
     """Reads all entries of a comparison, or of one of its variants: the best first, those without a finished run last.
-    The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss."""
-    speeds, downstream = current_rows(comparison), kept_downstream(comparison.home)
+    The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss. others:
+    runs that were trained on other data, which have no numbers here; None = those that differ from most of these."""
     runs: dict[str, list[RunResult]] = {}
     tasks = tasks_of(comparison)
-    others = on_other_data(tasks)
+    speeds, downstream = current_rows(comparison), kept_downstream(comparison.home, tasks)
+    others = on_other_data(tasks) if others is None else others
     for task in tasks:
         run = RunResult(seed=task.seed, why=OTHER_DATA) if task in others else read_run(task, downstream)
         runs.setdefault(task.entry, []).append(run)
     for entry in comparison.entries:
         if not entry.is_ready:
-            why = "not tuned yet" if None in entry.tried.values() else "diverged at all values that were tried"
+            why = why_not_tuned(comparison, entry)
             runs[entry.title] = [RunResult(seed=seed, why=why) for seed in comparison.settings.seeds]
     results = [
         EntryResult(entry=entry, runs=runs[entry.title], speed=speeds.get(entry.name, {}))
@@ -264,7 +265,8 @@ def _plan_of_variant(entries: Sequence[Entry]) -> str:
 def write_report(comparison: Comparison) -> str:
     """Writes table and picture of what there is; returns the text to be shown."""
     comparison, idle = begun(tuned(comparison))
-    parts = [collect(part) for part in comparison.by_variant()]
+    others = on_other_data(tasks_of(comparison))
+    parts = [collect(part, others) for part in comparison.by_variant()]
     files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
     is_empty = not any(result.values("loss") for part in parts for result in part.results)
     text = _report_text(comparison, parts)
@@ -349,6 +351,8 @@ def published_lines(part: Part) -> list[str]:
     settings, metric = part.comparison.settings, part.comparison.settings.published_metric
     if not settings.published:
         return []
+    if part.metrics and metric not in part.metrics:
+        return [f"Published order: no run has a metric called {metric}, as comparison.published_metric is."]
     found = agreement(settings.published, {one.entry.name: one.values(metric) for one in part.results})
     task = part.comparison.entries[0].config.task()
     title = next((known.title for known in (task.loss_metric, *task.metrics) if known.name == metric), metric)

@@ -192,6 +192,21 @@ def plan_words(comparison: Comparison) -> list[str]:
     return [f"before them each entry is tuned by itself with seed {seed}, {lists}: {count:,} runs, {further}"]
 
 
+def advice(comparison: Comparison) -> str:
+    """Says what can be done about a run that was trained with other settings."""
+    tuned = "; where a wider grid chose another value for it, delete it" if comparison.settings.tune else ""
+    return f" (--report leaves this run out{tuned})"
+
+
+def why_not_tuned(comparison: Comparison, entry: Entry) -> str:
+    """Says of an entry that is not ready why it is not."""
+    waiting = [point for point, loss in entry.tried.items() if loss is None]
+    if not waiting:
+        return "diverged at all values that were tried"
+    others = next(filter(None, (other_settings(_task(comparison, entry, point)) for point in waiting)), "")
+    return f"tuned with other settings: {others}" if others else "not tuned yet"
+
+
 def tuning_table(comparison: Comparison) -> str:
     """Tabulates for each entry the values that were chosen and all that were tried; "" where nothing is tuned."""
     grid, seed = comparison.settings.tune, comparison.settings.tuned_with

@@ -58,6 +58,7 @@ class Ladder:
         return begin_alone()
 
     def run(self, rest: list[str], typed: list[str]) -> int:
+        from matmix.launch.lab.compare import tuning
         from matmix.launch.lab.compare.config import keep_recipe, tasks_of
         from matmix.launch.lab.ladder import rates, report
         from matmix.launch.lab.ladder.sizes import read_ladder
@@ -75,17 +76,19 @@ class Ladder:
             return EXIT_OK
         ready = tasks_of(ladder.comparison, self.only, ready=True)
         rates.check_rates(ladder)
-        planned.check_directories([*first, *ready], " (--report leaves this run out)")
+        planned.check_directories([*first, *ready], tuning.advice(ladder.comparison))
+        every = [*rates.tuning_tasks(ladder, self.only, every=True), *tasks]
         if self.slurm:
+            planned.check_same_data(every)
             return array.submit(
-                ladder.comparison.home, first or tasks, self.profile, self.slurm_options, typed,
+                ladder.comparison.home, [*first, *ready], self.profile, self.slurm_options, typed,
                 plan=report.plan_text(ladder), keep=lambda: keep_recipe(ladder.comparison), dry_run=self.dry_run,
                 again=bool(first),
             )  # fmt: skip
         if self.dry_run:
             print(report.plan_text(ladder, {} if self.no_speed else self._seconds(ladder), self.parallel))
             return EXIT_OK
-        planned.check_data([*first, *tasks])
+        planned.check_data(every)
         return runs.train_and_tell(lambda: self._train(ladder), lambda: report.write_report(ladder))
 
     def _given(self) -> dict[str, Any]:
@@ -109,6 +112,7 @@ class Ladder:
 
     def _train(self, ladder: LadderRuns) -> Ended:
         """Tunes and trains on this host, the smallest sizes first."""
+        from matmix.launch.lab.compare import tuning
         from matmix.launch.lab.compare.config import keep_recipe, tasks_of
         from matmix.launch.lab.ladder import rates, report
         from matmix.launch.many import planned, runs
@@ -117,5 +121,5 @@ class Ladder:
         keep_recipe(ladder.comparison)
         ladder, ended = rates.tune(ladder, self.only, self.parallel)
         tasks = tasks_of(ladder.comparison, self.only, ready=True)
-        planned.check_directories(tasks)
+        planned.check_directories(tasks, tuning.advice(ladder.comparison))
         return ended if ended.stopped else ended.then(runs.run_tasks(tasks, self.parallel))

@@ -32,9 +32,10 @@ def with_rates(ladder: Ladder) -> Ladder:
     return dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, entries=entries))
 
 
-def tuning_tasks(ladder: Ladder, only: Sequence[str] = ()) -> list[PlannedRun]:
-    """Lists the tuning runs that are known to be needed and not finished, of a ladder as `with_rates` returns it."""
-    return tuning.tuning_tasks(tuned_part(ladder), _entries(ladder, only))
+def tuning_tasks(ladder: Ladder, only: Sequence[str] = (), *, every: bool = False) -> list[PlannedRun]:
+    """Lists the tuning runs that are known to be needed and not finished, of a ladder as `with_rates` returns it;
+    every: lists those that are finished too."""
+    return tuning.tuning_tasks(tuned_part(ladder), _entries(ladder, only), every=every)
 
 
 def tune(ladder: Ladder, only: Sequence[str], parallel: int) -> tuple[Ladder, Ended]:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from scipy.stats import linregress
 
-from matmix.launch.lab.compare.config import Entry
+from matmix.launch.lab.compare.config import Entry, tasks_of
 from matmix.launch.lab.compare.report import EntryResult, Part, collect
 from matmix.launch.lab.ladder.law import Fit, fit_law
 from matmix.launch.lab.ladder.sizes import Ladder
+from matmix.launch.many.planned import on_other_data
 
 LEAST_SLOPE_POINTS = 3
 
@@ -99,7 +100,8 @@ class Gap:
 
 def families_of(ladder: Ladder) -> tuple[list[Part], list[Family]]:
     """Reads all runs: what `collect` says of each size, and the entries, in the order of the recipe, controls last."""
-    parts = [collect(part) for part in ladder.comparison.by_variant()]
+    others = on_other_data(tasks_of(ladder.comparison))
+    parts = [collect(part, others) for part in ladder.comparison.by_variant()]
     by_title = {result.entry.title: result for part in parts for result in part.results}
     families: dict[str, dict[str, Rung]] = {}
     for entry in ladder.comparison.entries:

@@ -27,6 +27,9 @@ _OWN_KEYS = {
     "comparison.parameters": "--sizes gives the parameters",
 }
 """What a ladder decides, and so cannot be given."""
+_SET_TOKENS = "steps", "epochs", "global_batch_size", "data.seqlen"
+_LENGTHS = "schedule.warmup", "schedule.decay", "schedule.steps"
+"""Steps, or shares of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +88,7 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     keys = [word[2:].split("=", 1)[0].replace("-", "_") for word in overrides if word.startswith("--")]
     for key, reason in _OWN_KEYS.items():
         require(key not in keys, f"--{key}: {reason}")
-    comparison = read_comparison(recipe, overrides)
+    comparison = read_comparison(recipe, overrides, runs=Path("runs", LADDER))
     table = {**comparison.recipe.get(LADDER, {}), **given}
     settings = read_table(LadderConfig, table, "[ladder]")
     first = comparison.entries[0].config
@@ -94,12 +97,15 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     require(
         first.task().unit == "tokens", f"{recipe}: a ladder counts tokens, of which {first.objective.name} has none"
     )
-    home = comparison.home if first.run_dir else Path("runs", LADDER, comparison.home.name)
+    for key, values in comparison.settings.tune.items():
+        require(key not in _SET_TOKENS, f"comparison.tune has {key}: all entries of a size read as many tokens")
+        lengths = key in _LENGTHS and any(value >= 1 for value in values)
+        require(not lengths, f"comparison.tune has {key} in steps, which are others at each size: give shares, below 1")
     own = tuple(with_facts(comparison.entries))
     ratios = {size: (count / _parameters_at(own[0].config.model)) ** (1 / 3) for size, count in settings.counts.items()}
     entries = (_at_size(entry, size, ratio, settings) for size, ratio in ratios.items() for entry in own)
     kept = {**comparison.recipe, LADDER: table}
-    comparison = dataclasses.replace(comparison, home=home, entries=tuple(entries), recipe=kept)
+    comparison = dataclasses.replace(comparison, entries=tuple(entries), recipe=kept)
     comparison = matched(comparison, settings.counts)
     parameters = {entry.title: _parameters_at(entry.config.model) for entry in comparison.entries}
     return Ladder(comparison=comparison, settings=settings, parameters=parameters)
@@ -125,7 +131,7 @@ def _at_size(entry: Entry, size: str, ratio: float, settings: LadderConfig) -> E
 def _with_steps(config: RunConfig, steps: int) -> RunConfig:
     """Returns a config with so many steps, of which warm-up and decay have the share that they have in the recipe."""
     schedule, own = config.schedule, config.steps
-    lengths = {key: getattr(schedule, key) for key in ("warmup", "decay", "steps")}
+    lengths = {key: getattr(schedule, key) for key in (name.removeprefix("schedule.") for name in _LENGTHS)}
     scaled = {key: round(value * steps / own) for key, value in lengths.items() if value >= 1}
     schedule = dataclasses.replace(schedule, **{key: max(1, value) for key, value in scaled.items()})
     return dataclasses.replace(config, steps=steps, epochs=0.0, schedule=schedule)

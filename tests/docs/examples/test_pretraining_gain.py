@@ -66,10 +66,21 @@ def test_what_is_there_is_not_trained_again(tmp_path, made):
 
 def test_a_grid_that_was_stopped_goes_on_where_it_was(tmp_path, made):
     assert script.main(arguments(tmp_path, "--only", "pretrained")) == 0
-    shutil.rmtree(tmp_path / "out" / "hundredth" / "pretrained" / "tune" / "0.027")  # 0.009, beyond the end, stays
+    shutil.rmtree(tmp_path / "out" / "hundredth" / "pretrained" / "0.027")  # 0.009, beyond the end, stays
     made.clear()
     assert script.main(arguments(tmp_path, "--only", "pretrained")) == 0
     assert [words[words.index("--optimizer.lr") + 1] for words in made] == ["0.027"]
+
+
+def test_seeds_at_other_rates_are_not_averaged(tmp_path, made, capsys):
+    """A grid that has another best value: its seeds are trained anew."""
+    assert script.main(arguments(tmp_path, "--only", "pretrained", "--rates", "0.001", "0.004")) == 0
+    made.clear()
+    assert script.main(arguments(tmp_path, "--only", "pretrained", "--rates", "0.003", "0.009")) == 0
+    trained = [words for words in made if words[0] == "finetune"]
+    tried = [(words[words.index("--optimizer.lr") + 1], words[words.index("--seed") + 1]) for words in trained]
+    assert tried == [("0.003", "0"), ("0.009", "0"), ("0.009", "1"), ("0.009", "2")]
+    assert "| pretrained | 65.0 ± 7.1 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,11 @@ def test_runs_with_other_settings_are_not_taken_for_these(tmp_path, made, capsys
 
 @pytest.mark.parametrize(
     ("more", "words"),
-    [(["--only", "other"], "--only other: there are pretrained"), (["--rates", "1e-3"], "give two or more")],
+    [
+        (["--only", "other"], "--only other: there are pretrained"),
+        (["--rates", "1e-3"], "give two or more"),
+        (["--tune-seed", "2"], "--tune-seed 2 is among the seeds"),
+    ],
 )
 def test_what_cannot_be_done_is_said_in_one_line(tmp_path, made, capsys, more, words):
     assert script.main(arguments(tmp_path, *more)) == 2
