@@ -122,6 +122,16 @@ def test_runs_that_are_left_out_have_no_scores_in_the_table(scored, tmp_path):
     assert printed_table(write_report(scored))["attention"]["topic: accuracy (%)"] == "50.0"
 
 
+def test_fine_tunings_on_other_examples_have_no_scores_in_the_table(scored):
+    other = scored.home / "finetune" / "topic" / "attention" / "seed-1" / "summary.json"
+    for path in other.parent.parent.parent.glob("*/seed-*/summary.json"):
+        data = {"train": "old" if path == other else "new", "validation": "same"}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "data": data}))
+    said = write_report(scored)
+    assert printed_table(said)["attention"]["topic: accuracy (%)"] == "50.0"
+    assert "topic: attention, seed 1 was fine-tuned on other examples than most." in said
+
+
 def test_a_task_of_the_same_name_keeps_its_settings(scored, task, capsys):
     """What is watched otherwise is no other setting."""
     path = task("topic")

@@ -119,6 +119,22 @@ def test_the_table_has_a_column_for_each_task_and_one_for_the_average(recipe, tm
     assert float(row["finetune/glue/MNLI/accuracy_mismatched_mean"]) == pytest.approx(0.91)
 
 
+def test_what_is_fine_tuned_later_takes_no_scores_away(recipe, tmp_path):
+    home = tmp_path / "home"
+    comparison = matched(read_comparison(recipe(TINY + ONE), ["--model.vocab-size", "64", "--run-dir", str(home)]))
+    first = FinetunedGlue(settings=GlueSettings(folder="GLUE", tasks=("RTE",), seeds=(0, 1)), home=home)
+    first.keep()
+    settings = dataclasses.replace(first.settings, tasks=("CoLA",), seeds=(1, 2))
+    more = FinetunedGlue(settings=settings, home=home)
+    more.check(comparison)
+    more.keep()
+    assert (more.kept().settings.tasks, more.kept_settings().tasks) == (("CoLA",), ("RTE", "CoLA"))
+    assert more.kept_settings().seeds == (0, 1, 2)
+    own = dataclasses.replace(more, settings=dataclasses.replace(settings, seeds=()))
+    with pytest.raises(ValueError, match=r"was fine-tuned with --glue-seeds 0 1 2, and runs of a table are trained"):
+        own.check(comparison)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -41,7 +41,7 @@ def test_pairs_within_their_spread_are_counted_apart():
 
 def test_ties_have_no_order():
     found = agreement({**SCORES, "b": 1.0}, _values(1, 2, 3, 3))
-    assert (found.pairs, found.in_order) == (5, 4)
+    assert (found.pairs, found.in_order, found.tau) == (5, 4, 0.8)  # one is neither in the order nor against it
     assert agreement(dict.fromkeys(SCORES, 1.0), _values(1, 2, 3, 4)) is None
     alike = agreement(SCORES, _values(1, 1, 1, 1))
     assert (alike.in_order, alike.tau, alike.chance, alike.apart) == (0, 0.0, 1.0, 0)

@@ -242,7 +242,8 @@ def test_runs_on_other_data_are_refused_and_not_averaged(recipe, dataset, tmp_pa
     (trained[1].run.path / "summary.json").write_text(json.dumps(summary))
     with pytest.raises(ValueError, match=r"attention, seed 1: .* was trained on other data .*\(validation split\)"):
         check_data(tasks)
-    capsys.readouterr()
+    assert main(["compare", path, *words, "--slurm", "--tasks-per-node", "1", "--dry-run"]) == 2
+    assert "was trained on other data" in capsys.readouterr().err
     assert main(["compare", path, *words, "--report"]) == 0
     text = capsys.readouterr().out
     assert "attention seed 1 (trained on other data than most of the runs)" in text

@@ -142,6 +142,7 @@ def test_every_entry_is_tuned_by_itself_and_then_trained_with_fresh_seeds(
     machine.left = 5
     said(code=75)
     assert {seed for *_, seed in machine.ran} == {0}
+    assert "tuned with other settings: steps: 4 there, 5 here" in said("--report", "--steps", "5")
     half = said("--report")
     assert "no mixer seeds 1, 2 (not tuned yet)" in half
     assert "| not yet " in half
@@ -180,6 +181,21 @@ def test_an_entry_that_cannot_be_tuned_is_not_trained(recipe, dataset, machine, 
     assert "Hydra seeds 1, 2 (diverged at all values that were tried)" in text
     assert re.search(r"\| Hydra +\| none ", text)
     assert {name for name, _, seed in machine.ran if seed} == {"convolution only"}
+    monkeypatch.setenv("MATMIX_CLUSTERS", str(tmp_path / "clusters.toml"))
+    (tmp_path / "clusters.toml").write_text("")
+    assert main([*command, "--slurm", "--tasks-per-node", "1", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert "no-mixer/tune" in script
+    assert "Hydra/seed-1" not in script
+
+
+def test_a_wider_grid_says_which_runs_it_would_make_anew(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "picture", lambda parts: b"")
+    command = ["compare", recipe(TINY + TUNED), "--data.path", dataset, "--run-dir", str(tmp_path / "home")]
+    assert main([*command, "--no-speed"]) == 0
+    grid = ["--comparison.tune", '{"optimizer.lr" = [1e-3, 2e-3, 3e-3, 4e-3, 9e-3]}']
+    assert main([*command, *grid, "--no-speed"]) == 2
+    assert "where a wider grid chose another value for it, delete it" in capsys.readouterr().err
 
 
 def test_other_seeds_are_tuned_by_the_runs_that_there_are(recipe, dataset, machine, tmp_path, monkeypatch, capsys):

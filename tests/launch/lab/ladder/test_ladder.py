@@ -12,6 +12,7 @@ from matmix.launch.cli import main
 from matmix.launch.lab.compare.config import tasks_of
 from matmix.launch.lab.ladder.rates import check_rates, tuning_tasks, with_rates
 from matmix.launch.lab.ladder.report import plan_text, write_report
+from matmix.launch.lab.ladder.results import families_of
 from matmix.launch.lab.ladder.sizes import LadderConfig, read_ladder
 
 MLPS = TINY.replace("mlp_ratio = 0.0", "mlp_ratio = 2.0")
@@ -159,6 +160,39 @@ def test_what_is_wrong_is_one_line(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             read_ladder(str(path), words, {"sizes": "4k"})
         assert "\n" not in str(error.value)
+    path.write_text(MLPS + FAMILY)
+    for tune, message in (
+        ('{"global_batch_size" = [1, 8]}', "global_batch_size: all entries of a size read as many tokens"),
+        ('{"schedule.warmup" = [0.1, 20]}', r"schedule\.warmup in steps, which are others at each size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_ladder(str(path), ["--model.vocab-size", "64", "--comparison.tune", tune], {"sizes": "4k"})
+
+
+def test_a_ladder_keeps_the_seed_it_was_tuned_with_and_not_that_of_a_comparison(tmp_path, monkeypatch):
+    """Both lie in folders of the recipe's name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(MLPS + TUNED)
+    for home, seed in (("runs/mine", 7), ("runs/ladder/mine", 5)):
+        (tmp_path / home).mkdir(parents=True)
+        kept = f"[comparison]\ntune_seed = {seed}\ntune = {{ 'optimizer.lr' = [1e-3] }}\n"
+        (tmp_path / home / "comparison.toml").write_text(kept)
+    ladder = read_ladder("mine.toml", ["--model.vocab-size", "64"], {"sizes": "4k"})
+    assert str(ladder.comparison.home) == "runs/ladder/mine"
+    assert ladder.comparison.settings.tuned_with == 5
+
+
+def test_sizes_on_other_data_are_left_out(ladder):
+    settings = dataclasses.replace(ladder.comparison.settings, tune={})
+    ladder = with_rates(
+        dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, settings=settings))
+    )
+    for task in tasks_of(ladder.comparison):
+        data = {"train": "old" if "0.004M" in task.entry else "new", "validation": "same"}
+        finish(task, {"loss": _law(task.entry)}, data=data)
+    families = families_of(ladder)[1]
+    assert {size for family in families for size, rung in family.rungs.items() if not rung.losses} == {"0.004M"}
+    assert "seed 1 (trained on other data than most of the runs)" in write_report(ladder)
 
 
 @pytest.mark.slow
