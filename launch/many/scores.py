@@ -16,7 +16,7 @@ from matmix.data.artifacts import read_json_lines
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.launch.many import runs
-from matmix.launch.many.planned import PlannedRun, check_directories, of_seed
+from matmix.launch.many.planned import PlannedRun, check_directories, check_same_data, of_seed
 from matmix.train.config import RunConfig
 from matmix.train.run.directory import RunDirectory
 from matmix.train.tasks.base import Metric
@@ -183,6 +183,7 @@ def tasks_of_seeds(config: RunConfig, seeds: Sequence[int]) -> list[PlannedRun]:
         raise ValueError(f"{home} is a run, and not a folder for the runs of several seeds: give another --run-dir")
     tasks = [PlannedRun(entry=home.name, seed=seed, config=of_seed(config, seed, home)) for seed in seeds]
     check_directories(tasks)
+    check_same_data(tasks)
     return tasks
 
 

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from failures import each
@@ -66,6 +67,12 @@ def test_each_seed_is_a_run_and_together_they_are_a_table(command, tmp_path, cap
     # Its numbers are not taken for those of other settings.
     assert main(["finetune", *words, "--seeds", "0", "1", "--optimizer.lr", "1e-2"]) == 2
     assert "optimizer.lr: 0.002 there, 0.01 here" in capsys.readouterr().err
+
+    # Nor for those of other examples in the same file.
+    write_jsonl(Path(words[3]), texts(9))
+    assert main(["finetune", *words, "--seeds", "0", "1", "2"]) == 2
+    write_jsonl(Path(words[3]), texts(21))
+    assert "was trained on other data than lie there now (train split)" in capsys.readouterr().err
 
 
 @each(
