@@ -4,7 +4,8 @@ pretraining buys with few and many labels, every learning rate tuned.
 Each pretrained run, and the model of the first one from random weights, is fine-tuned on TEXTS/hundredth.jsonl,
 tenth.jsonl and train.jsonl: first with each rate and a seed of its own, scored on TEXTS/validation.jsonl; then with the
 best rate and other seeds, scored on TEXTS/test.jsonl. Beside them stand the most frequent label and logistic regression
-on TF-IDF. The same command again goes on where it was stopped.
+on TF-IDF of words and pairs of words, or of one to six letters where texts have no words. The same command again goes
+on where it was stopped.
 
     DIR/LABELS/NAME/RATE/seed-N   fine-tuned runs; test.json there holds the scores on the test file
     DIR/settings.json             what they were made with; with other settings nothing is done
@@ -219,9 +220,12 @@ def _rounded(rate: float) -> float:
 
 
 def _tf_idf(train: list[dict[str, str]], test: list[dict[str, str]], read: Callable[[str], str]) -> float:
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), min_df=2, sublinear_tf=True, max_features=200_000)
+    texts = [read(row["text"]) for row in train]
+    has_words = any(" " in text for text in texts)  # DNA has none: all runs of one to six letters
+    terms = {"ngram_range": (1, 2)} if has_words else {"ngram_range": (1, 6), "analyzer": "char"}
+    vectorizer = TfidfVectorizer(**terms, min_df=2, sublinear_tf=True, max_features=200_000)
     model = make_pipeline(vectorizer, LogisticRegression(C=10.0, max_iter=200))
-    model.fit([read(row["text"]) for row in train], [row["label"] for row in train])
+    model.fit(texts, [row["label"] for row in train])
     return 100 * float(model.score([read(row["text"]) for row in test], [row["label"] for row in test]))
 
 

@@ -55,6 +55,11 @@ def test_rates_go_on_beyond_an_end_and_the_table_has_fresh_seeds(tmp_path, made,
     assert (tmp_path / "out" / "table.md").read_text() == table
 
 
+def test_texts_without_words_are_told_apart_by_their_letters():
+    rows = [{"text": text, "label": text[0]} for text in ("AACGT" * 9, "CCAGT" * 9, "AACTG" * 9, "CCATG" * 9)]
+    assert script._tf_idf(rows, rows, str) == 100.0
+
+
 def test_what_is_there_is_not_trained_again(tmp_path, made):
     assert script.main(arguments(tmp_path)) == 0
     assert sum("--from-scratch" in words for words in made) == 6
