@@ -239,8 +239,8 @@ class Mixer(Called):
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """d_model: width of inputs and outputs. config: an instance of `Config`. max_seqlen: longest document in
-        training; only mixers of a fixed length need it. output_std: standard deviation of the initial output
-        projection, `out_proj` unless `init_rules` says another."""
+        training; some mixers have parameters for each of its positions, others scale positions by it. output_std:
+        standard deviation of the initial output projection, `out_proj` unless `init_rules` says another."""
         super().__init__()
         self.d_model, self.config, self.causal, self.max_seqlen = d_model, config, causal, max_seqlen
         self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
