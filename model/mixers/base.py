@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import gated_norm, semiseparable_scan, semiseparable_step, short_conv, short_conv_step
-from matmix.kernels.checks import transformed
+from matmix.kernels.checks import check_cu_seqlens, transformed
 from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weight_of, weights_of
@@ -309,15 +309,23 @@ class Mixer(Called):
                 "takes any length"
             )
 
-    def check_input(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raises ValueError for another length than max_seqlen, or for packed documents; called first in `forward`."""
-        if cu_seqlens is not None:
+    def check_input(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> None:
+        """Raises ValueError (one line) for boundaries that do not bound x, or that a mixer of a fixed length is given,
+        and for documents of another length than the mixer takes, as far as it is known without reading boundaries."""
+        if cu_seqlens is None:
+            parts = 1 if self.context is None else self.context.size
+            self.check_seqlen(self.config, parts * x.shape[1], self.max_seqlen)
+        elif self.fixed_length:
             raise ValueError(
                 f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
                 'and takes no packed or padded documents; in training data.packing = "rows" makes whole rows, in '
                 f"inference cut or fill every text to {self.max_seqlen} tokens"
             )
-        self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
+        else:
+            part = self.context is not None
+            check_cu_seqlens(self.name or type(self).__name__, cu_seqlens, *x.shape[:2], x, part=part)
+            if max_seqlen is not None:
+                self.check_seqlen(self.config, max_seqlen, self.max_seqlen)
 
     @classmethod
     def why_no_context(cls, config: Any, causal: bool) -> str:

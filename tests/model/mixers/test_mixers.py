@@ -223,6 +223,18 @@ def test_packed_documents_are_mixed_one_by_one(make, name):
 
 
 @pytest.mark.parametrize("name", ANY_LENGTH)
+def test_boundaries_that_do_not_bound_the_row_are_refused_in_one_line(make, name):
+    mixer = make(name)
+    for batch, bounds, said in (
+        (2, [0, 3, 8], "cu_seqlens needs batch 1, got 2"),
+        (1, [0, 3, 6], "cu_seqlens runs from 0 to 6; it must run from 0 to 8"),
+        (1, [0, 5, 3, 8], "cu_seqlens decreases somewhere"),
+    ):
+        with pytest.raises(ValueError, match=f"^{mixer.name}: {said}[^\n]*$"):
+            mixer(_draw(batch, 8, dtype=torch.float32), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
 def test_padded_rows_equal_rows_alone(name, randomize):
     case = CASES[name]
     config = ModelConfig(
