@@ -300,6 +300,11 @@ class Mixer(Called):
             )
 
     @classmethod
+    def longest_document(cls, config: Any, max_seqlen: int) -> int | None:
+        """Returns the tokens of the longest document that the mixer takes; None = no limit."""
+        return max_seqlen if cls.fixed_length else None
+
+    @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
         if cls.fixed_length and seqlen != max_seqlen:
