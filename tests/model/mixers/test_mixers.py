@@ -1,5 +1,6 @@
 """Proofs that every registered mixer has to pass, in every form (tests/support/models/mixer_cases.py)."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -422,6 +423,7 @@ def test_transforms_of_torch_func_follow_a_layer(make, name):
         return torch.func.functional_call(mixer, given, (sample.unsqueeze(0),)).square().sum()
 
     found = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x)
+    copy.deepcopy(mixer)  # which takes no tensor of a transform that is over
     for number, sample in enumerate(x if parameters else ()):
         wanted = torch.autograd.grad(loss(parameters, sample), list(parameters.values()), materialize_grads=True)
         for gradients, expected in zip(found.values(), wanted, strict=True):
