@@ -270,7 +270,8 @@ class MRU(Mixer):
         if kept is None:
             before, last = shift_right(x, cu_seqlens, self.context), None
         else:
-            before, last = (kept, x) if x.dim() == 2 else tokens_before(x, kept, cu_seqlens, self.context)
+            # A copy: the buffer of x may be the next token's.
+            before, last = (kept, x.clone()) if x.dim() == 2 else tokens_before(x, kept, cu_seqlens, self.context)
         return torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype)), last
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
