@@ -49,7 +49,8 @@ class MLPMixer(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: MLPMixerConfig) -> None:
-        cls.require(config.token_mlp_ratio > 0, config, "token_mlp_ratio", "must be above 0")
+        fits = 0 < config.token_mlp_ratio < math.inf
+        cls.require(fits, config, "token_mlp_ratio", "must be above 0, and finite")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -491,6 +492,18 @@ MISTAKES = [
     ("nystroem", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),
     ("retnet", {"headdim": 5, "nheads": 1}, "headdim = 5: must be even"),
     ("retnet", {"headdim": 6}, "headdim = 6 does not divide d_model = 16"),
+    ("attention", {"headdim": 4, "rope_base": 0.0}, "rope_base = 0.0: must be above 0"),
+    ("local_attention", {"headdim": 4, "rope_base": -1.0}, "rope_base = -1.0: must be above 0"),
+    ("retnet", {"headdim": 4, "rope_base": math.nan}, "rope_base = nan: must be above 0"),
+    ("retnet", {"headdim": 4, "norm_eps": -1.0}, "norm_eps = -1.0: must be 0 or more"),
+    ("attention", {"headdim": 4, "dropout": 1.5}, "dropout = 1.5: must be at least 0 and below 1"),
+    ("local_attention", {"headdim": 4, "dropout": -1.0}, "dropout = -1.0: must be at least 0 and below 1"),
+    ("vandermonde_di", {"headdim": 8, "eps": math.inf}, "eps = inf: must be above 0, and finite"),
+    ("hyena", {"sine_frequency": math.nan}, "sine_frequency = nan: must be finite"),
+    ("ckconv", {"sine_frequency": math.inf}, "sine_frequency = inf: must be finite"),
+    ("mlp_mixer", {"token_mlp_ratio": math.inf}, "token_mlp_ratio = inf: must be above 0, and finite"),
+    ("hydra", {"headdim": 4, "dt_limit_high": -1.0}, r"dt_limit_high = -1.0: must be 0 \(none\) or more"),
+    ("hydra", {"headdim": 4, "dt_limit_high": math.nan}, "dt_limit_high = nan: must be 0"),
 ]
 
 
