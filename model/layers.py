@@ -59,6 +59,7 @@ def layer_class(name: str) -> type[Mixer]:
             raise ValueError(f"{name} has parameters for every position: give the length of all sequences, max_seqlen")
         config = _config(name, options)
         base.check(d_model, config)
+        base.check_scans(config, 1, False)
         longest = ModelConfig().max_seqlen if max_seqlen is None else max_seqlen
         base.__init__(self, d_model, config, causal=causal, max_seqlen=longest, output_std=output_std)
         initialize(self, int(torch.randint(2**62, ())) if seed is None else seed)

@@ -73,6 +73,7 @@ def test_layers_draw_their_weights_from_torch_s_generator_and_can_be_copied():
         ("hyena", {"max_seqlen": 0}, "hyena: max_seqlen = 0: must be 1 or more"),
         ("hydra", {"d_model": 0}, "hydra: d_model = 0: must be 1 or more"),
         ("hydra", {"headdim": 48}, "does not divide the inner width"),
+        ("lion_d", {"gate_sets": 2}, "gate_sets = 2: the second set is that of the second of two orders"),
     ],
 )
 def test_mistakes_are_one_line(name, options, said):
