@@ -23,9 +23,15 @@ class Called(nn.Module):
 
             @functools.wraps(forward)
             def run(self: nn.Module, *inputs: Any, method: str | None = None, **more: Any) -> Any:
-                return forward(self, *inputs, **more) if method is None else getattr(self, method)(*inputs, **more)
+                if method is not None:
+                    return getattr(self, method)(*inputs, **more)
+                self.check_input(*inputs, **more)
+                return forward(self, *inputs, **more)
 
             cls.forward = run
+
+    def check_input(self, *inputs: Any, **more: Any) -> None:
+        """Raises ValueError (one line) for what `forward` does not take; called before it, with the same."""
 
 
 def weights_of(module: nn.Module, *names: str) -> tuple[Tensor | None, ...]:

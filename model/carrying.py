@@ -30,6 +30,12 @@ def check_carry(config: ModelConfig) -> None:
                 f"data.carry: {name} has no state of fixed size that documents could go on from; leave it out, or take "
                 f"mixers that have: {', '.join(name for name, mixer in MIXERS.items() if mixer.carries)}"
             )
+        longest = MIXERS[name].longest_document(config.mixer_config(name), config.longest)
+        if longest is not None:
+            raise ValueError(
+                f"data.carry: {name} takes documents of {longest} tokens at most, and those that are carried have any "
+                "length; leave it out, or take another feature_map"
+            )
 
 
 def widened(state: Tensor) -> Tensor:

@@ -150,9 +150,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         shares = ("dropout", "embedding_dropout", "drop_path")
+        epsilons = ("norm_eps", "final_norm_eps", "embedding_norm_eps", "head_norm_eps")
         for names, fits, must in (
             (("d_model", "n_layers", "max_seqlen"), lambda x: x >= 1, "1 or more"),
-            (("vocab_size", "mlp_ratio", "mlp_rank", "mlp_blocks"), lambda x: x >= 0, "0 or more"),
+            (("vocab_size", "mlp_rank", "mlp_blocks"), lambda x: x >= 0, "0 or more"),
+            (("mlp_ratio", *epsilons), lambda x: 0 <= x < math.inf, "0 or more, and finite"),
             (("layer_scale", "logit_softcap"), lambda x: 0 <= x < math.inf, "0 (none) or more"),
             (("init_std",), lambda x: 0 <= x < math.inf, "0 (automatic) or more"),
             (shares, lambda x: 0 <= x < 1, "at least 0 and below 1"),

@@ -43,12 +43,15 @@ def decode(
             models that can (see `has_static_step`).
 
     Raises:
-        ValueError: a prompt has no tokens, or `static` is asked of a model that has no such step.
+        ValueError: a prompt has no tokens, text would be longer than a layer takes, or `static` is asked of a model
+            that has no such step.
         OverflowError: the states of an MRU stop being finite.
     """
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} has no tokens; every prompt needs one to start from")
+    # The last new token is not read.
+    model.config.check_seqlen(max(map(len, prompts), default=1) + max(max_new_tokens - 1, 0))
     device, batches = model.output_projection()[0].device, []
     if static is None:
         static = takes_graphs(device) and has_static_step(model)

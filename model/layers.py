@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from matmix.model.config import ModelConfig
 from matmix.model.initialization import INIT_STD, initialize
 from matmix.model.mixers import MIXERS, Mixer
 
@@ -26,7 +27,8 @@ def layer_class(name: str) -> type[Mixer]:
     Layer(d_model, *, causal=None, max_seqlen=None, seed=None, output_std=0.02, **options):
         d_model: width of inputs and outputs.
         causal: whether no output may depend on later tokens; None = only for a mixer that has no other form.
-        max_seqlen: the length of all sequences, which mixers with parameters for every position need.
+        max_seqlen: the length of all sequences, which mixers with parameters for every position need; some
+            others scale positions by it, or what they start from; None = that of `ModelConfig`.
         seed: of the weights; None = drawn from torch's default generator.
         output_std: standard deviation of the initial output projection.
         options: fields of the mixer's `Config`, such as d_state=16.
@@ -47,6 +49,9 @@ def layer_class(name: str) -> type[Mixer]:
         output_std: float = INIT_STD,
         **options: Any,
     ) -> None:
+        for argument, value in (("d_model", d_model), ("max_seqlen", max_seqlen)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {argument} = {value}: must be 1 or more")
         causal = not base.bidirectional_form if causal is None else causal
         if not (base.causal_form if causal else base.bidirectional_form):
             raise ValueError(f"{name} has no {'causal' if causal else 'bidirectional'} form: leave causal out")
@@ -54,7 +59,9 @@ def layer_class(name: str) -> type[Mixer]:
             raise ValueError(f"{name} has parameters for every position: give the length of all sequences, max_seqlen")
         config = _config(name, options)
         base.check(d_model, config)
-        base.__init__(self, d_model, config, causal=causal, max_seqlen=max_seqlen or 0, output_std=output_std)
+        base.check_scans(config, 1, False)
+        longest = ModelConfig().max_seqlen if max_seqlen is None else max_seqlen
+        base.__init__(self, d_model, config, causal=causal, max_seqlen=longest, output_std=output_std)
         initialize(self, int(torch.randint(2**62, ())) if seed is None else seed)
 
     doc = f"{base.__doc__}\n\nLayer(d_model, *, causal, max_seqlen, seed, output_std, **options): see `layer_class`."

@@ -37,10 +37,13 @@ def test_a_name_that_is_not_there_names_what_is(name, said):
     assert "\n" not in str(raised.value)
 
 
-def test_every_mixer_is_a_layer():
+@pytest.mark.parametrize("given", [{"max_seqlen": 16}, {}], ids=["max_seqlen", "any_length"])
+def test_every_mixer_is_a_layer(given):
     x = torch.randn(2, 16, 64)
-    for name in MIXERS:
-        layer = matmix.mixer(name, 64, max_seqlen=16)
+    layers = [(name, {}) for name, mixer in MIXERS.items() if given or not mixer.fixed_length]
+    cosformers = [(name, {"feature_map": "cosformer"}) for name in ("linear_attention", "lion_d")]
+    for name, options in layers + cosformers:
+        layer = matmix.mixer(name, 64, **given, **options)
         y = layer(x)
         assert y.shape == x.shape, name
         assert y.isfinite().all(), name
@@ -67,10 +70,13 @@ def test_layers_draw_their_weights_from_torch_s_generator_and_can_be_copied():
         ("hydra", {"causal": True}, "has no causal form"),
         ("mru", {"causal": False}, "has no bidirectional form"),
         ("toeplitz_di", {}, "give the length of all sequences, max_seqlen"),
+        ("hyena", {"max_seqlen": 0}, "hyena: max_seqlen = 0: must be 1 or more"),
+        ("hydra", {"d_model": 0}, "hydra: d_model = 0: must be 1 or more"),
         ("hydra", {"headdim": 48}, "does not divide the inner width"),
+        ("lion_d", {"gate_sets": 2}, "gate_sets = 2: the second set is that of the second of two orders"),
     ],
 )
 def test_mistakes_are_one_line(name, options, said):
     with pytest.raises(ValueError, match=said) as raised:
-        matmix.mixer(name, 64, **options)
+        matmix.mixer(name, **{"d_model": 64, **options})
     assert "\n" not in str(raised.value)

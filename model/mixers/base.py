@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from matmix.kernels import gated_norm, semiseparable_scan, semiseparable_step, short_conv, short_conv_step
-from matmix.kernels.checks import transformed
+from matmix.kernels.checks import check_cu_seqlens, transformed
 from matmix.kernels.context import Context
 from matmix.kernels.functions import outside_autocast, working
 from matmix.model.calls import Called, is_quantised, weight_of, weights_of
@@ -239,8 +239,8 @@ class Mixer(Called):
 
     def __init__(self, d_model: int, config: Any, *, causal: bool, max_seqlen: int, output_std: float) -> None:
         """d_model: width of inputs and outputs. config: an instance of `Config`. max_seqlen: longest document in
-        training; only mixers of a fixed length need it. output_std: standard deviation of the initial output
-        projection, `out_proj` unless `init_rules` says another."""
+        training; some mixers have parameters for each of its positions, others scale positions by it. output_std:
+        standard deviation of the initial output projection, `out_proj` unless `init_rules` says another."""
         super().__init__()
         self.d_model, self.config, self.causal, self.max_seqlen = d_model, config, causal, max_seqlen
         self.init_rules: dict[str, InitRule] = {"out_proj.weight": normal_init(output_std)}
@@ -300,6 +300,11 @@ class Mixer(Called):
             )
 
     @classmethod
+    def longest_document(cls, config: Any, max_seqlen: int) -> int | None:
+        """Returns the tokens of the longest document that the mixer takes; None = no limit."""
+        return max_seqlen if cls.fixed_length else None
+
+    @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
         """Raise a one-line ValueError when the mixer cannot take documents of `seqlen` tokens."""
         if cls.fixed_length and seqlen != max_seqlen:
@@ -309,15 +314,23 @@ class Mixer(Called):
                 "takes any length"
             )
 
-    def check_input(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raises ValueError for another length than max_seqlen, or for packed documents; called first in `forward`."""
-        if cu_seqlens is not None:
+    def check_input(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> None:
+        """Raises ValueError (one line) for boundaries that do not bound x, or that a mixer of a fixed length is given,
+        and for documents of another length than the mixer takes, as far as it is known without reading boundaries."""
+        if cu_seqlens is None:
+            parts = 1 if self.context is None else self.context.size
+            self.check_seqlen(self.config, parts * x.shape[1], self.max_seqlen)
+        elif self.fixed_length:
             raise ValueError(
                 f"{self.name or type(self).__name__} has parameters for sequences of exactly {self.max_seqlen} tokens "
                 'and takes no packed or padded documents; in training data.packing = "rows" makes whole rows, in '
                 f"inference cut or fill every text to {self.max_seqlen} tokens"
             )
-        self.check_seqlen(self.config, x.shape[1], self.max_seqlen)
+        else:
+            part = self.context is not None
+            check_cu_seqlens(self.name or type(self).__name__, cu_seqlens, *x.shape[:2], x, part=part)
+            if max_seqlen is not None:
+                self.check_seqlen(self.config, max_seqlen, self.max_seqlen)
 
     @classmethod
     def why_no_context(cls, config: Any, causal: bool) -> str:

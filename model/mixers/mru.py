@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from matmix.kernels import matrix_product_scan, mru_mixer, mru_mixer_is_fused, mru_step
+from matmix.kernels.checks import transformed
 from matmix.kernels.documents import shift_right
 from matmix.kernels.functions import working
 from matmix.kernels.matrix_product.spans import ORDERS
@@ -269,7 +270,8 @@ class MRU(Mixer):
         if kept is None:
             before, last = shift_right(x, cu_seqlens, self.context), None
         else:
-            before, last = (kept, x) if x.dim() == 2 else tokens_before(x, kept, cu_seqlens, self.context)
+            # A copy: the buffer of x may be the next token's.
+            before, last = (kept, x.clone()) if x.dim() == 2 else tokens_before(x, kept, cu_seqlens, self.context)
         return torch.lerp(x, before.to(x.dtype), self.shift_share.to(x.dtype)), last
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -325,7 +327,7 @@ class MRU(Mixer):
             context=self.context, columns=self.columns(initial_state), scan=self.config.scan,
         )  # fmt: skip
         states, final = (h[..., : self.order, : self.order] for h in padded)
-        self.log_norms = scan_log_norms(states, final, cu_seqlens, self.context)
+        self.note_norms(scan_log_norms(states, final, cu_seqlens, self.context))
         return states, final
 
     def columns(self, initial_state: Tensor | None) -> int:
@@ -372,10 +374,11 @@ class MRU(Mixer):
         its parts, and stores the norms of states for `monitor`."""
         inputs, w_up = self.inputs(source)
         if self.is_fused(inputs, w_up):
-            y, final, self.log_norms = mru_mixer(
+            y, final, norms = mru_mixer(
                 inputs, self.read_out(), w_up=w_up, construction=self.config.construction, initial_state=state,
                 return_final_state=True, return_log_norms=True, cu_seqlens=cu_seqlens, context=self.context,
             )  # fmt: skip
+            self.note_norms(norms)
             return self.finish(y, x, source), final
         states, final = self.mixed(self.from_chunks(inputs, w_up), cu_seqlens, state)
         return self.read(states, x, source), final
@@ -387,6 +390,10 @@ class MRU(Mixer):
         if self.decay_root is not None or self.config.scan != "chunked":
             return False
         return mru_mixer_is_fused(inputs, self.state_down, construction, w_up)
+
+    def note_norms(self, log_norms: Tensor) -> None:
+        """Keeps log-norms of states for `monitor`. A tensor of a transform would outlive it: then there are none."""
+        self.log_norms = None if transformed() else log_norms
 
     def monitor(self) -> dict[str, Tensor]:
         """Largest and mean log-norm of the states of the last forward; infinite or NaN after an overflow."""
@@ -437,14 +444,15 @@ class MRU(Mixer):
             with torch.autocast(matrices.device.type, enabled=False):
                 states = states.to(matrices.dtype) @ matrices
             y = self.read(states, x, source)
-        self.log_norms = summary(log_norms(states))
+        self.note_norms(summary(log_norms(states)))
         return y, states
 
     def watched(self) -> Tensor | None:
         return None if self.log_norms is None else self.log_norms[0]
 
     def refuse_overflow(self) -> None:
-        self.refuse(float(self.log_norms[0]))
+        if self.log_norms is not None:
+            self.refuse(float(self.log_norms[0]))
 
     def refuse(self, watched: float) -> None:
         """Raise OverflowError when the largest log-norm is so large that norms of states overflow, or NaN."""

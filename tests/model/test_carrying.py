@@ -8,7 +8,7 @@ import torch
 from every_mixer import language_model_of_all
 from torch.utils._pytree import tree_map, tree_map_only
 
-from matmix.model import ModelConfig, build_model, initialize
+from matmix.model import MixerOptions, ModelConfig, build_model, initialize
 from matmix.model.carrying import CarriedRows, check_carry
 from matmix.model.config import NO_MIXER
 from matmix.model.mixers import MIXERS
@@ -131,3 +131,6 @@ def test_models_that_cannot_carry_say_so():
         with pytest.raises(ValueError, match=rf"^data\.carry: {name} has no state of fixed size .*semiseparable.*$"):
             check_carry(ModelConfig(architecture="language_model", layers=("mru", name)))
     check_carry(ModelConfig(architecture="language_model", layers=tuple(CARRYING)))
+    cosformer = MixerOptions(linear_attention=MIXERS["linear_attention"].Config(feature_map="cosformer", reach=50))
+    with pytest.raises(ValueError, match=r"^data\.carry: linear_attention takes documents of 50 tokens at most, .*$"):
+        check_carry(ModelConfig(architecture="language_model", layers=("linear_attention",), mixers=cosformer))

@@ -119,6 +119,12 @@ def test_a_config_survives_json():
         ({"layers": ("nune",)}, ["did you mean 'none'"]),
         ({"d_model": 0}, ["model.d_model = 0"]),
         ({"dropout": 1.0}, ["model.dropout = 1.0"]),
+        ({"mlp_ratio": float("inf")}, ["model.mlp_ratio = inf", "finite"]),
+        *(
+            ({name: value}, [f"model.{name} = {value}", "0 or more"])
+            for name in ("norm_eps", "final_norm_eps", "embedding_norm_eps", "head_norm_eps")
+            for value in (-1.0, float("nan"))
+        ),
         ({"norm": "sandwich"}, ["'sandwich'", "pre, post"]),
         ({"layers": ("mru", "mlp"), "mlp_ratio": 0.0}, ["mlp_ratio is 0"]),
         ({"logit_softcap": -1.0}, ["model.logit_softcap = -1.0", "0 (none) or more"]),

@@ -10,6 +10,8 @@ from every_mixer import language_model_of_all
 
 from matmix.model import build_model
 from matmix.model.decoding import decode
+from matmix.model.interop.export.generation_state import continue_state, read_prompt
+from matmix.model.mixers import MIXERS
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8, 9, 7], [9, 3, 2, 3, 8]]
 LAYERS = {
@@ -95,3 +97,18 @@ def test_nothing_to_do_and_nothing_to_start_from(make):
     assert list(decode(model, PROMPTS[:2], lambda number, _: number, max_new_tokens=2)) == [{0: 0, 1: 1}] * 2
     with pytest.raises(ValueError, match=r"^prompt 1 has no tokens; every prompt needs one to start from$"):
         list(decode(model, [[1], []], lambda *_: 0, max_new_tokens=1))
+
+
+def test_a_text_ends_where_a_layer_does(make):
+    """Also where transformers generates it; the last token is not read."""
+    cosformer = MIXERS["linear_attention"].Config(headdim=8, feature_map="cosformer", reach=9)
+    config = make("recurrent").config
+    config = dataclasses.replace(config, mixers=dataclasses.replace(config.mixers, linear_attention=cosformer))
+    model, said = build_model(config).eval(), r"^model\.mixers\.linear_attention\.reach = 9: documents of 10 tokens .*$"
+    assert len(list(decode(model, PROMPTS, lambda *_: 0, max_new_tokens=3))) == 3
+    with pytest.raises(ValueError, match=said):
+        list(decode(model, PROMPTS, lambda *_: 0, max_new_tokens=4))
+    ids = torch.ones(1, 9, dtype=torch.int64)
+    _, state = read_prompt(model, ids, None, slice(8, 9))
+    with pytest.raises(ValueError, match=said):
+        continue_state(model, ids[:, :1], state, slice(0, 1))

@@ -148,6 +148,7 @@ def read_prompt(
     counts = mask.sum(1).tolist()
     if 0 in counts:
         raise ValueError(f"row {counts.index(0)} of attention_mask has no tokens; every prompt needs one")
+    model.config.check_seqlen(max(counts, default=1))
     tokens_first = mask.argsort(dim=1, descending=True, stable=True)
     # For each wanted column the number of tokens of its row up to there, as an index into the row's tokens.
     wanted = take_columns((mask.cumsum(1) - 1).clamp(min=0), columns)
@@ -164,7 +165,8 @@ def continue_state(
     model: LanguageModel, inputs: Tensor, carried: CarriedState, columns: Columns, streams: Streams = None
 ) -> tuple[Tensor, CarriedState]:
     """Returns logits (B, columns, vocab_size) and the state after inputs (B, n) more tokens, or their embeddings, none
-    of them padding. Streams are of the new tokens."""
+    of them padding. Streams are of the new tokens. Raises ValueError where the text is longer than a layer takes."""
+    model.config.check_seqlen(carried.seen + inputs.shape[1])
     new = torch.arange(inputs.shape[1], device=inputs.device)
     in_rows = isinstance(columns, Tensor) and columns.dim() == 2
     groups = [(rows, new, state, columns[rows] if in_rows else columns) for rows, state in carried.groups]

@@ -60,7 +60,6 @@ class Linformer(Mixer):
         return torch.einsum("rs,bshp->brhp", weights, layer(x).unflatten(-1, (self.nheads, -1)))
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        self.check_input(x, cu_seqlens)
         q = self.q_proj(x).unflatten(-1, (self.nheads, -1))
         y = attend(q, self.mixtures(self.k_proj, self.E, x), self.mixtures(self.v_proj, self.F, x))
         return self.out_proj(y.flatten(-2))

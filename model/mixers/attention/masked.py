@@ -333,10 +333,6 @@ class SmaToeplitz(MaskedAttention):
         transforms = 5 * math.log2(points) * points / seqlen
         return config.headdim**2 * (transforms + 3 * points / seqlen + 3)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        self.check_input(x, cu_seqlens)
-        return super().forward(x)
-
     def mask(self, x: Tensor) -> Tensor:
         position = torch.arange(x.shape[1], device=x.device)
         return self.alpha[:, (position[:, None] - position) + self.max_seqlen - 1].unsqueeze(0)

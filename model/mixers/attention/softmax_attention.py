@@ -3,6 +3,7 @@ Documents of a packed sequence attend within themselves. And attention to near t
 layers attend to all.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,6 +69,8 @@ class Attention(Mixer):
         cls.require(shared, config, "kv_heads", f"must divide the {heads} heads, or be 0 for one to each")
         turned = config.position == "none" or config.headdim % 2 == 0
         cls.require(turned, config, "headdim", f"must be even with position = {config.position!r}")
+        cls.require(0 < config.rope_base < math.inf, config, "rope_base", "must be above 0, and finite")
+        cls.require(0 <= config.dropout < 1, config, "dropout", "must be at least 0 and below 1")
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: AttentionConfig, seqlen: int, causal: bool) -> float:

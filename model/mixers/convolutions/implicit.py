@@ -1,6 +1,7 @@
 """Long convolutions whose filter is a small network's function of the offset."""
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class ImplicitConvolution(Mixer):
     def check(cls, d_model: int, config: Any) -> None:
         super().check(d_model, config)
         cls.require_least(config, filter_width=1, filter_layers=1, expand=1)
+        finite = math.isfinite(getattr(config, "sine_frequency", 0.0))
+        cls.require(finite, config, "sine_frequency", "must be finite")
 
     @staticmethod
     def filter_flops(channels: int, config: Any, causal: bool, features: int = 1) -> float:

@@ -162,12 +162,16 @@ class FeatureMixer(Mixer):
         cls.require(config.taylor_order % 2 == 0, config, "taylor_order", "must be even, as odd sums fall below 0")
 
     @classmethod
+    def longest_document(cls, config: Any, max_seqlen: int) -> int | None:
+        return (config.reach or max_seqlen) if config.feature_map == "cosformer" else None
+
+    @classmethod
     def check_seqlen(cls, config: Any, seqlen: int, max_seqlen: int) -> None:
-        reach = config.reach or max_seqlen
-        if config.feature_map == "cosformer" and seqlen > reach:
+        longest = cls.longest_document(config, max_seqlen)
+        if longest is not None and seqlen > longest:
             raise ValueError(
-                f"model.mixers.{cls.name}.reach = {reach}: documents of {seqlen} tokens are longer, and scores beyond "
-                "it are negative; raise it"
+                f"model.mixers.{cls.name}.reach = {longest}: documents of {seqlen} tokens are longer, and scores "
+                "beyond it are negative; train with a higher one, or take shorter documents"
             )
 
     def turns(self, length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor | float:
@@ -178,7 +182,7 @@ class FeatureMixer(Mixer):
 
     def turn(self, tokens: Tensor) -> Tensor:
         """The angles of numbers of tokens, in float64."""
-        return tokens.double() * (math.pi / 2 / (self.config.reach or self.max_seqlen))
+        return tokens.double() * (math.pi / 2 / self.longest_document(self.config, self.max_seqlen))
 
     @outside_autocast
     def features(self, q: Tensor, k: Tensor, angles: Tensor | float) -> tuple[Tensor, Tensor]:

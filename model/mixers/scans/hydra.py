@@ -49,6 +49,7 @@ class Hydra(BidirectionalScanBlock):
     @classmethod
     def check(cls, d_model: int, config: HydraConfig) -> None:
         super().check(d_model, config)
+        cls.require(config.dt_limit_high >= 0, config, "dt_limit_high", "must be 0 (none) or more")
         low, high = cls.dt_limits(config)
         otherwise = f"must not be above dt_limit_high = {config.dt_limit_high}, or every step size would be the same"
         cls.require(low < math.inf and low <= high, config, "dt_limit_low", otherwise)

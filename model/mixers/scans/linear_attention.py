@@ -108,6 +108,8 @@ class LinearAttention(FeatureMixer):
         self, x: Tensor, state: Tensor, cu_seqlens: Tensor | None = None, in_place: bool = False
     ) -> tuple[Tensor, Tensor]:
         token = x.dim() == 2
+        if not token:
+            self.check_input(x, cu_seqlens)
         q, k, v = self.project(x, 0.0 if token else self.turns(x.shape[1], cu_seqlens, x.device))
         options = {"cu_seqlens": cu_seqlens, "in_place": in_place, "context": self.context}
         given = state

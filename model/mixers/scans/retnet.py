@@ -4,6 +4,7 @@ size; also with the same decay in both directions.
 Parameters have the names of torchscale's MultiScaleRetention.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +63,8 @@ class RetNet(Mixer):
         cls.require_heads(d_model, config)
         cls.require_least(config, expand=1)
         cls.require(config.headdim % 2 == 0, config, "headdim", "must be even, as rotary positions turn pairs")
+        cls.require(0 < config.rope_base < math.inf, config, "rope_base", "must be above 0, and finite")
+        cls.require(0 <= config.norm_eps < math.inf, config, "norm_eps", "must be 0 or more, and finite")
 
     @classmethod
     def mixing_flops(cls, d_model: int, config: RetNetConfig, seqlen: int, causal: bool) -> float:

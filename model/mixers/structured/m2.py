@@ -67,7 +67,6 @@ class M2(Mixer):
         return self.n_kernel.mT * times(self.m1, x)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        self.check_input(x, cu_seqlens)
         return self.over_channels(times(self.m2, F.relu(self.hidden(x))))
 
     def over_channels(self, x: Tensor) -> Tensor:

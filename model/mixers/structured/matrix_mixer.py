@@ -202,11 +202,7 @@ class MatrixMixer(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         whole = self.context is None
-        if self.fixed_length:
-            self.check_input(x, cu_seqlens)
-        elif (
-            whole and cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV)
-        ):
+        if whole and cu_seqlens is not None and not (self.knows_documents and self.config.d_conv <= WIDEST_SHORT_CONV):
             return self.forward_by_document(x, cu_seqlens)
         z, v, inputs = self.parts(x, cu_seqlens)
         if whole or self.knows_documents:
@@ -229,7 +225,7 @@ class MatrixMixer(Mixer):
 
     def matrix(self, x: Tensor) -> Tensor:
         if self.fixed_length:
-            self.check_input(x, None)
+            self.check_input(x)
         _, v, inputs = self.parts(x, None)
         m = self.entries(v, inputs)
         return m + torch.eye(x.shape[1], dtype=m.dtype, device=m.device) if self.holds_identity else m

@@ -49,14 +49,14 @@ class MLPMixer(Mixer):
 
     @classmethod
     def check(cls, d_model: int, config: MLPMixerConfig) -> None:
-        cls.require(config.token_mlp_ratio > 0, config, "token_mlp_ratio", "must be above 0")
+        fits = 0 < config.token_mlp_ratio < math.inf
+        cls.require(fits, config, "token_mlp_ratio", "must be above 0, and finite")
 
     @classmethod
     def flops_per_token(cls, d_model: int, config: MLPMixerConfig, seqlen: int, causal: bool) -> float:
         return 2.0 * 2 * cls.hidden_width(d_model, config) * d_model
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        self.check_input(x, cu_seqlens)
         return self.down(F.gelu(self.up(x.mT))).mT
 
     def weights(self, x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Vandermonde(QueryKeyMixer):
     @classmethod
     def check(cls, d_model: int, config: VandermondeConfig) -> None:
         super().check(d_model, config)
-        cls.require(config.eps > 0, config, "eps", "must be above 0")
+        cls.require(0 < config.eps < math.inf, config, "eps", "must be above 0, and finite")
 
     @classmethod
     def matrix_flops(cls, d_inner: int, nheads: int, config: VandermondeConfig, seqlen: int) -> float:

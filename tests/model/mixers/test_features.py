@@ -85,8 +85,19 @@ def test_cosformers_state_goes_on_without_positions(randomize):
     torch.testing.assert_close(again.view(2, 3, 16), whole[:, 5:8])
     for t in range(5, 12):
         torch.testing.assert_close(mixer.step_in_place(x[:, t], state), whole[:, t])
-    with pytest.raises(ValueError, match="reach = 16: documents of 17 tokens"):
-        mixer.check_seqlen(mixer.config, 17, 16)
+
+
+def test_cosformer_refuses_documents_beyond_its_reach(randomize):
+    mixer, x = _attention(randomize, "cosformer"), torch.randn(1, 17, 16, dtype=torch.float64)
+    said = r"^model\.mixers\.linear_attention\.reach = 16: documents of 17 tokens [^\n]*$"
+    for call in (
+        lambda: mixer(x),
+        lambda: mixer(x, torch.tensor([0, 17], dtype=torch.int32), 17),
+        lambda: mixer.forward_with_state(x, mixer.initial_state(1)),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+    mixer(x, torch.tensor([0, 16, 17], dtype=torch.int32), 16)
 
 
 def test_nystroem_is_attention_where_every_span_is_of_equal_tokens(randomize):

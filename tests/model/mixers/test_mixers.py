@@ -1,6 +1,8 @@
 """Proofs that every registered mixer has to pass, in every form (tests/support/models/mixer_cases.py)."""
 
+import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -179,8 +181,9 @@ def test_steps_and_pieces_equal_the_parallel_form(make, name):
     state = mixer.initial_state(3)
     # Within a window positions count from another token, and angles are of float32.
     close = 1e-6 if hasattr(mixer.config, "window") else 1e-8
+    buffer = torch.empty_like(x[:, 0])  # which states must not keep
     for t in range(4):
-        y_t, state = mixer.step(x[:, t], state)
+        y_t, state = mixer.step(buffer.copy_(x[:, t]), state)
         _assert_close(y_t, y[:, t], close)
     kept = state
     y_rest, state = mixer.forward_with_state(x[:, 4:9], state)
@@ -220,6 +223,18 @@ def test_packed_documents_are_mixed_one_by_one(make, name):
     assert not torch.isclose(y[:, there], clean[:, there]).all(-1).any()
     assert torch.equal(y[:, :10], clean[:, :10])
     assert torch.equal(y[:, 26:], clean[:, 26:])
+
+
+@pytest.mark.parametrize("name", ANY_LENGTH)
+def test_boundaries_that_do_not_bound_the_row_are_refused_in_one_line(make, name):
+    mixer = make(name)
+    for batch, bounds, said in (
+        (2, [0, 3, 8], "cu_seqlens needs batch 1, got 2"),
+        (1, [0, 3, 6], "cu_seqlens runs from 0 to 6; it must run from 0 to 8"),
+        (1, [0, 5, 3, 8], "cu_seqlens decreases somewhere"),
+    ):
+        with pytest.raises(ValueError, match=f"^{mixer.name}: {said}[^\n]*$"):
+            mixer(_draw(batch, 8, dtype=torch.float32), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", ANY_LENGTH)
@@ -410,6 +425,7 @@ def test_transforms_of_torch_func_follow_a_layer(make, name):
         return torch.func.functional_call(mixer, given, (sample.unsqueeze(0),)).square().sum()
 
     found = torch.func.vmap(torch.func.grad(loss), (None, 0))(detached, x)
+    copy.deepcopy(mixer)  # which takes no tensor of a transform that is over
     for number, sample in enumerate(x if parameters else ()):
         wanted = torch.autograd.grad(loss(parameters, sample), list(parameters.values()), materialize_grads=True)
         for gradients, expected in zip(found.values(), wanted, strict=True):
@@ -476,6 +492,18 @@ MISTAKES = [
     ("nystroem", {"headdim": 4, "landmarks": 0}, "landmarks = 0: must be at least 1"),
     ("retnet", {"headdim": 5, "nheads": 1}, "headdim = 5: must be even"),
     ("retnet", {"headdim": 6}, "headdim = 6 does not divide d_model = 16"),
+    ("attention", {"headdim": 4, "rope_base": 0.0}, "rope_base = 0.0: must be above 0"),
+    ("local_attention", {"headdim": 4, "rope_base": -1.0}, "rope_base = -1.0: must be above 0"),
+    ("retnet", {"headdim": 4, "rope_base": math.nan}, "rope_base = nan: must be above 0"),
+    ("retnet", {"headdim": 4, "norm_eps": -1.0}, "norm_eps = -1.0: must be 0 or more"),
+    ("attention", {"headdim": 4, "dropout": 1.5}, "dropout = 1.5: must be at least 0 and below 1"),
+    ("local_attention", {"headdim": 4, "dropout": -1.0}, "dropout = -1.0: must be at least 0 and below 1"),
+    ("vandermonde_di", {"headdim": 8, "eps": math.inf}, "eps = inf: must be above 0, and finite"),
+    ("hyena", {"sine_frequency": math.nan}, "sine_frequency = nan: must be finite"),
+    ("ckconv", {"sine_frequency": math.inf}, "sine_frequency = inf: must be finite"),
+    ("mlp_mixer", {"token_mlp_ratio": math.inf}, "token_mlp_ratio = inf: must be above 0, and finite"),
+    ("hydra", {"headdim": 4, "dt_limit_high": -1.0}, r"dt_limit_high = -1.0: must be 0 \(none\) or more"),
+    ("hydra", {"headdim": 4, "dt_limit_high": math.nan}, "dt_limit_high = nan: must be 0"),
 ]
 
 
