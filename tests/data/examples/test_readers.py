@@ -69,13 +69,14 @@ def test_a_folder_has_a_folder_for_each_class(tmp_path):
         ("text\tlabel\n", "holds no examples"),
         ("text\tgrade\na\tb\n", 'has no column "label" .it has text, grade.'),
         ("text\tlabel\na\tb\na\n", "row 3: 1 fields instead of 2"),
+        ("text\tlabel\na\tb\nc\t \n", "row 3: no label"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(content, message, tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        read_rows(str(path), ExamplesConfig(), ("text", "label"))
+        read_rows(str(path), ExamplesConfig(), ("text", "label"), filled=("label",))
     assert "\n" not in str(error.value)
 
 
