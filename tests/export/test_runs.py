@@ -473,8 +473,11 @@ def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
         output_of(tmp_path)
     with pytest.raises(ValueError, match="is an encoder, which fills in words: put <mask>"):
         output_of(encoder, prompt="the king")
-    with pytest.raises(ValueError, match="temperature must be 0 or more"):
-        output_of(language_model, temperature=-1.0)
+    for temperature in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"temperature must be 0 or more and finite, got {temperature}"):
+            output_of(language_model, temperature=temperature)
+    with pytest.raises(ValueError, match="seed must be a number of at most 64 bits"):
+        output_of(language_model, seed=10**20)
     with pytest.raises(ValueError, match="top_p must be above 0"):
         output_of(language_model, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be 0 or more"):
