@@ -140,18 +140,36 @@ _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
 
 
 def _delimited(delimiter: str, path: Path, form: _Form) -> _Records:
-    """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one."""
+    """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one. Raises ValueError (one line) for a
+    quote that does not end with its field, which would swallow the rows after it."""
     csv.field_size_limit(sys.maxsize)
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
-    if (first := next(lines, None)) is None:
+    quotes = delimiter == ","
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting, strict=quotes)
+
+    def read() -> Iterator[list[str]]:
+        while True:
+            begin = lines.line_num + 1
+            try:
+                fields = next(lines, None)
+            except csv.Error as error:
+                raise ValueError(
+                    f"{path}, row {begin}: a quotation mark is not closed, or text follows it ({error}); double those "
+                    "that belong to the text"
+                ) from None
+            if fields is None:
+                return
+            yield fields
+
+    found = read()
+    if (first := next(found, None)) is None:
         raise ValueError(f"{path} is empty")
     names = first if form.header else [str(number) for number in range(len(first))]
 
     def records() -> Iterator[tuple[int, Mapping[str, Any] | None]]:
         if not form.header:
             yield lines.line_num, dict(zip(names, first, strict=True))
-        for fields in lines:
+        for fields in found:
             if len(fields) == len(names) or (form.more_fields and len(fields) > len(names)):
                 yield lines.line_num, dict(zip(names, fields, strict=False))
             elif fields and form.skip_malformed:

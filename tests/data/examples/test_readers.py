@@ -80,6 +80,14 @@ def test_bad_files_are_refused_in_one_line(content, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@each("rest", ['"c,d\ne,f\n', '"c"c,d\n', '"c,d\n"e",f\n'])
+def test_a_quote_that_does_not_end_with_its_field_swallows_no_rows(rest, tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text(f'text,label\n"a\nb",x\n{rest}')
+    with pytest.raises(ValueError, match=r"train\.csv, row 4: a quotation mark is not closed, or text follows it"):
+        read_rows(str(path), ExamplesConfig(), ("text", "label"))
+
+
 def test_malformed_lines_are_left_out_if_asked(tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text("text\tlabel\na\tb\na\nc\td\ne\tf\tg\n")
