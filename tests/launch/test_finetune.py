@@ -187,6 +187,14 @@ def test_mistakes_are_one_line(command, change, message, capsys):
     assert len(said.splitlines()) == 1
 
 
+def test_examples_of_one_class_teach_nothing(command, capsys):
+    write_jsonl(Path(command[3]), [{"text": "word1", "label": "pos"}] * 40)
+    assert main(["finetune", *command]) == 2
+    said = capsys.readouterr().err.strip()
+    assert f'{command[3]}: all 40 training examples have the label "pos": there is nothing to learn' in said
+    assert len(said.splitlines()) == 1
+
+
 @pytest.fixture(scope="module")
 def language_model(dataset, tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "lm"
