@@ -65,9 +65,11 @@ def test_a_run_becomes_an_export(kind, request, tmp_path, capsys):
     capsys.readouterr()
     out = export_run(run_dir, tmp_path / "out")
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 1
+    assert len(told) == 2
     assert "Exported step-0000000" in told[0]
     auto_class = AutoModelForCausalLM if kind == "language_model" else AutoModelForMaskedLM
+    call = f"{auto_class.__name__}.from_pretrained('{out}', trust_remote_code=True)"
+    assert told[1] == f"Next, in Python: {call}; {out}/README.md has the whole example."
     model = auto_class.from_pretrained(out, trust_remote_code=True)
     saved = weights(run_dir)
     assert {name.removeprefix("model.") for name, _ in model.named_parameters()} == set(saved)
