@@ -72,13 +72,14 @@ class Evaluate:
     """Images: which split of the dataset."""
 
     def run(self, rest: Sequence[str], typed: Sequence[str]) -> int:
-        from matmix.launch.scores import say_examples, say_images, say_texts
+        from matmix.launch.scores import check_files, say_examples, say_images, say_texts
         from matmix.use.opening import open_model
         from matmix.use.pictures import classifies_images, score_images
         from matmix.use.scoring import score_examples, score_texts, score_with_state, task_of
 
-        opened = open_model(self.source, step=self.step, weights=self.weights)
         files = {"out": self.out, "predictions": self.predictions, "confusion": self.confusion}
+        check_files(**files)
+        opened = open_model(self.source, step=self.step, weights=self.weights)
         if classifies_images(opened):
             self._refuse(("task", *OF_EXAMPLES, *OF_TEXTS), "classifies images")
             if len(self.texts) > 1:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from matmix.data.artifacts import shell_line
 from matmix.train.arguments import RunFolder
 from matmix.train.state import Weights
 
@@ -74,7 +75,8 @@ class Average:
 
         out = self.out or f"{self.source.rstrip('/')}-last-{self.last}"
         lines = average_run(self.source, out, last=self.last)
-        print("\n".join([*lines, f"The mean is the run {out}."]))
+        export = shell_line("matmix", "export", out, "--out", "DIR")
+        print("\n".join([*lines, f"The mean is the run {out}. Next: {export}"]))
         return 0
 
 

@@ -128,6 +128,8 @@ class Generate:
         for name, least in (("max_new_tokens", 0), ("num_samples", 1), ("batch_size", 1), ("steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be {least} or more, got {getattr(self, name)}")
+        if not -(2**63) <= self.seed <= 2**64 - self.num_samples:  # what torch takes, with the seeds of all samples
+            raise ValueError(f"seed must be a number of at most 64 bits, got {self.seed}")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError("at temperature 0 all samples of a prompt are the same: leave --num-samples out")
         if self.steps and self.stop:

@@ -1,6 +1,7 @@
 """Prints the scores of `matmix evaluate`, and writes them into files."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ from matmix.use.scoring import ExampleScores, Score
 
 _SHOWN = 10
 """Classes that are shown of many: those that are recognised least."""
+
+
+def check_files(**files: Path | None) -> None:
+    """Raises ValueError (one line) for a file, by its option, that cannot be written: before the work, not after it."""
+    for option, path in files.items():
+        if path is None:
+            continue
+        above = next(folder for folder in path.absolute().parents if folder.exists())
+        if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+            where = f"{path} is a folder" if path.is_dir() else f"{above} is no folder that can be written to"
+            raise ValueError(f"--{option} {path} cannot be written: {where}")
 
 
 def say_texts(where: str, score: Score, xz_bits_per_byte: float, out: Path | None) -> None:
@@ -32,7 +44,7 @@ def say_texts(where: str, score: Score, xz_bits_per_byte: float, out: Path | Non
     if out is not None:
         numbers = {name: value for name, (value, _) in rows.items()}
         counts = {"documents": score.texts, "tokens": score.tokens, "bytes": score.bytes, "words": score.words}
-        write_atomic(out, json.dumps({**numbers, **counts, "method": score.method}, indent=2) + "\n")
+        _save(out, json.dumps({**numbers, **counts, "method": score.method}, indent=2) + "\n")
 
 
 def say_examples(scores: ExampleScores, **files: Path | None) -> None:
@@ -84,8 +96,14 @@ def say_images(scores: ImageScores, **files: Path | None) -> None:
 def _write(files: Mapping[str, Path | None], numbers: Any, rows: Iterable[Any], drawn: Callable[[], tuple]) -> None:
     """Writes the files that are named. drawn: gives the arguments of `confusion_picture`."""
     if (out := files["out"]) is not None:
-        write_atomic(out, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
+        _save(out, json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
     if (predictions := files["predictions"]) is not None:
-        write_atomic(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        _save(predictions, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     if (confusion := files["confusion"]) is not None:
-        write_atomic(confusion, confusion_picture(*drawn()))
+        _save(confusion, confusion_picture(*drawn()))
+
+
+def _save(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, content)
+    print(f"Written: {path}")

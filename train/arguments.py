@@ -50,6 +50,10 @@ def field_names(cls: type, prefix: str = "") -> list[str]:
 def unknown_key(key: str, cls: type, where: str) -> ValueError:
     """Returns the error for a key that `cls` does not have, naming the nearest one that it has."""
     known = field_names(cls)
+    table, _, option = key.rpartition(".")
+    hint = functools.reduce(lambda of, part: key_types(of)[part], table.split("."), cls) if table in known else None
+    if hint == dict[str, Any]:
+        return ValueError(f"{where}: \"{table}\" is given as one table, as in '{{{option} = VALUE}}'")
     # The same last word in another table is a likelier slip than a similar spelling of the whole key.
     same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6) or same_leaf[:1]
@@ -82,6 +86,7 @@ def _message(box: str) -> str:
     body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
     said = itertools.takewhile(lambda line: line.strip("─-"), body)
     message = " ".join(" ".join(said).split()) or "arguments not understood"
+    message = message.replace("Failed to parse key-value pairs!", "takes pairs of words: NAME VALUE NAME VALUE ...")
     return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
 
 

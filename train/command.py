@@ -99,6 +99,7 @@ def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -
         return f"Stopped at {step} as stop_step says, saved. Without stop_step it goes on from there."
     from matmix.train.evaluators import make_evaluators
     from matmix.train.evaluators.base import TITLE, averaged_metrics, of_averaged
+    from matmix.train.guards.steps import ADVICE
 
     metrics = result.metrics
     done = "Finished" if result.steps_done else "Nothing to do, the run finished"
@@ -116,6 +117,9 @@ def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -
     if run.curves.is_file():
         lines.append(f"Curves: {run.where}/{run.curves.name}")
     if not is_last:
+        return "\n".join(lines)
+    if not math.isfinite(metrics.get("loss", 0.0)):
+        lines.append(f"The run has diverged: its validation loss is {metrics['loss']}. Train it anew: {ADVICE}.")
         return "\n".join(lines)
     export = shell_line("matmix", "export", config.run_dir, "--out", "DIR")
     if config.model.model_class.inputs == "images":

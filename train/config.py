@@ -178,6 +178,9 @@ class RampConfig:
 
     def __post_init__(self) -> None:
         require_at_least(self, "ramp.", tokens=1)
+        for name in ("global_batch_size", "seqlen"):
+            values = getattr(self, name)
+            require(min(values, default=1) >= 1, f"ramp.{name} must hold numbers from 1 on, got {list(values)}")
         lengths = {len(values) for values in (self.global_batch_size, self.seqlen, self.masking) if values}
         require(
             len(lengths) == 1,

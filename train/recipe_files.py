@@ -2,6 +2,7 @@
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ def bundled_comparisons() -> dict[str, Path]:
     return {name: path for name, path in _bundled().items() if "comparison" in read_toml(path)}
 
 
-def find_recipe(name_or_path: str) -> Path:
-    """Finds a recipe by its path or by a bundled recipe's name. Raises FileNotFoundError naming the nearest."""
+def find_recipe(name_or_path: str, tasks: Sequence[str] = ()) -> Path:
+    """Finds a recipe by its path or by a bundled recipe's name. tasks: names that could have been meant, too. Raises
+    FileNotFoundError naming the nearest."""
     path = Path(name_or_path)
     if path.is_file():
         return path
@@ -41,9 +43,11 @@ def find_recipe(name_or_path: str) -> Path:
     bundled = recipes.get(path.stem)  # also by the end of its path, as in train/recipes/lion.toml
     if bundled and bundled.with_suffix("").parts[-len(path.parts) :] == path.with_suffix("").parts:
         return bundled
-    near = difflib.get_close_matches(path.stem, recipes, n=1)
-    hint = f'did you mean "{near[0]}"?' if near else f"bundled recipes: {', '.join(recipes)}"
-    raise FileNotFoundError(f"recipe not found: {name_or_path} ({hint})")
+    near = difflib.get_close_matches(path.stem, [*tasks, *recipes], n=1)
+    known = {"tasks": tasks, "bundled recipes": recipes}
+    lists = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in known.items() if names)
+    hint = f'did you mean "{near[0]}"?' if near else lists
+    raise FileNotFoundError(f"{'task or ' if tasks else ''}recipe not found: {name_or_path} ({hint})")
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from matmix.data.tokenizer import Tokenizer
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import SUMS, check_target, export_model, exported_files, new_directory
+from matmix.model.interop.export.model_card import call_that_loads
 from matmix.train.checkpoint import manifest
 from matmix.train.checkpoint.lanes import SUBDIRECTORY as CARRIED
 from matmix.train.engine.full_state import FullState, layout_of_moments
@@ -55,6 +56,8 @@ def export_run(
     if (trained := opened.run) is None:
         raise ValueError(f"{opened.name} is no run: matmix export takes the weights of one")
     config = trained.config
+    # A task from outside is not imported: it has to be known already.
+    outputs = config.task().outputs(config.data) if config.objective.name in TASKS else Outputs()
     if onnx:
         print("Writing model.onnx as well, which takes a minute or more ...", flush=True)
     out = export_model(
@@ -66,8 +69,7 @@ def export_run(
         suffix=config.data.suffix,
         max_length=config.data.seqlen,
         notes=notes_on(trained, controls),
-        # A task from outside is not imported: it has to be known already.
-        outputs=config.task().outputs(config.data) if config.objective.name in TASKS else Outputs(),
+        outputs=outputs,
         images=image_inputs(config),
         onnx=onnx,
         **options,
@@ -82,6 +84,8 @@ def export_run(
             f"Its {'averaged' if other == 'ema' else 'raw'} weights had the lower validation loss, {losses[other]:.4f} "
             f"in place of {losses[trained.which]:.4f}: {shell_line('--weights', other)} takes those."
         )
+    load = call_that_loads(config.model, outputs, repr(str(out)))
+    print(f"Next, in Python: {load}; {out / 'README.md'} has the whole example.")
     return out
 
 

@@ -93,7 +93,9 @@ def planned_config(task: str, model: ModelConfig, words: str, overrides: Sequenc
 def read_task(task: str, overrides: Sequence[str]) -> tuple[dict[str, Any], type[Task]]:
     """Returns the values in the recipe of a task, and the task. Raises FileNotFoundError or ValueError (one line)."""
     usual = {"image_classification": _OF_IMAGES}.get(task, _OF_TASKS)
-    values = {"model": {}, "data": {}, "objective": {}, **read_toml(find_recipe(usual if task in TASKS else task))}
+    tasks = [name for name, kind in TASKS.items() if issubclass(kind, ExampleTask | ImageClassification)]
+    path = find_recipe(usual if task in TASKS else task, tasks)
+    values = {"model": {}, "data": {}, "objective": {}, **read_toml(path)}
     objective = values["objective"]
     if task in TASKS:
         objective["name"] = task

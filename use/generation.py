@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from matmix.data.artifacts import errors_in_one_line
 from matmix.model.decoding import decode
-from matmix.model.interop.export.unmasking import draw_token
+from matmix.model.interop.export.unmasking import check_temperature, draw_token
 from matmix.use.opening import TrainedModel
 
 MASK = "<mask>"
@@ -31,8 +31,7 @@ class Sampling:
     """Draw from the likeliest tokens that make up this share of the probability only."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        check_temperature(self.temperature)
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -29,6 +29,7 @@ class Answers(Examples):
     """
 
     needed = ("text", "pair")
+    blank_labels = True
     by_position = True
     outputs = 2
 

@@ -159,6 +159,8 @@ class Examples:
     optional: ClassVar[tuple[str, ...]] = ()
     labelled: ClassVar[bool] = True
     """True where examples to train on have a label."""
+    blank_labels: ClassVar[bool] = False
+    """True where a blank label says something, such as no class at all; elsewhere it is a missing one."""
     by_position: ClassVar[bool] = False
     """True where the model gives outputs for positions, not for documents."""
     names_in: ClassVar[Callable[[Any], Iterable[Any]] | None] = None
@@ -177,7 +179,7 @@ class Examples:
             needed = (*needed, "label")
         else:
             optional = (*optional, "label")
-        self.rows = read_rows(config.path(split), config, needed, optional)
+        self.rows = read_rows(config.path(split), config, needed, optional, filled=self._filled)
         if self.names_in is not None:
             self.classes = Classes(config.labels)
             if not config.labels:
@@ -200,8 +202,13 @@ class Examples:
             )
         rows = self.rows
         if self.split != "train":
-            rows = read_rows(self.config.path("train"), self.config, (*self.needed, "label"), self.optional)
+            needed = (*self.needed, "label")
+            rows = read_rows(self.config.path("train"), self.config, needed, self.optional, filled=self._filled)
         return list(rows.columns["label"])
+
+    @property
+    def _filled(self) -> tuple[str, ...]:
+        return () if self.blank_labels else ("label",)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -47,10 +47,20 @@ class Rows:
 
 
 @errors_in_one_line(csv.Error, pyarrow.ArrowException)
-def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional: Sequence[str] = ()) -> Rows:
+def read_rows(
+    path: str,
+    config: ExamplesConfig,
+    needed: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    filled: Sequence[str] = (),
+) -> Rows:
     """Returns the columns of the file that `config.columns` gives to the names in `needed`, and to those in `optional`
-    that it has. Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be
-    read, is empty or lacks a column. A warning says how many rows were left out as malformed, where that is allowed."""
+    that it has. filled: names of those in which a blank text is no value, but a missing one.
+
+    Raises FileNotFoundError where there is no such file, ValueError (one line) for one that cannot be read, is empty or
+    lacks a column. A warning says how many rows were left out as malformed, where that is allowed.
+    """
     names = {role: config.columns.get(role, role) for role in (*needed, *optional)}
     for role in config.columns:
         if role not in names:
@@ -58,7 +68,8 @@ def read_rows(path: str, config: ExamplesConfig, needed: Sequence[str], optional
     if not Path(path).exists():
         raise FileNotFoundError(f"examples not found: {path}")
     form = _Form(config.header, config.skip_malformed, config.more_fields)
-    return _read(Path(path), Path(path).stat().st_mtime_ns, tuple(names.items()), frozenset(needed), form)
+    changed = Path(path).stat().st_mtime_ns
+    return _read(Path(path), changed, tuple(names.items()), frozenset(needed), frozenset(filled), form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +82,14 @@ class _Form:
 
 
 @functools.lru_cache(maxsize=8)  # training reads a file for its rows, validation for its labels
-def _read(path: Path, changed: int, names: tuple[tuple[str, str], ...], needed: frozenset[str], form: _Form) -> Rows:
+def _read(
+    path: Path,
+    changed: int,
+    names: tuple[tuple[str, str], ...],
+    needed: frozenset[str],
+    filled: frozenset[str],
+    form: _Form,
+) -> Rows:
     """Reads a file. changed: when the file was, so that a newer one is read again."""
     kind = "" if path.is_dir() else path.suffix
     if kind not in _READERS:
@@ -97,6 +115,8 @@ def _read(path: Path, changed: int, names: tuple[tuple[str, str], ...], needed: 
         lines.append(line)
         for role, parts in parts_of.items():
             values = [record.get(part) for part in parts]
+            if role in filled:
+                values = [None if isinstance(value, str) and not value.strip() else value for value in values]
             if values[0] is None and role in needed:
                 raise ValueError(f"{path}, row {line}: no {parts[0]}")
             columns[role].append(values[0] if len(parts) == 1 else values)
@@ -120,18 +140,36 @@ _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
 
 
 def _delimited(delimiter: str, path: Path, form: _Form) -> _Records:
-    """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one."""
+    """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one. Raises ValueError (one line) for a
+    quote that does not end with its field, which would swallow the rows after it."""
     csv.field_size_limit(sys.maxsize)
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting)
-    if (first := next(lines, None)) is None:
+    quotes = delimiter == ","
+    quoting = csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE
+    lines = csv.reader(_text_lines(path), delimiter=delimiter, quoting=quoting, strict=quotes)
+
+    def read() -> Iterator[list[str]]:
+        while True:
+            begin = lines.line_num + 1
+            try:
+                fields = next(lines, None)
+            except csv.Error as error:
+                raise ValueError(
+                    f"{path}, row {begin}: a quotation mark is not closed, or text follows it ({error}); double those "
+                    "that belong to the text"
+                ) from None
+            if fields is None:
+                return
+            yield fields
+
+    found = read()
+    if (first := next(found, None)) is None:
         raise ValueError(f"{path} is empty")
     names = first if form.header else [str(number) for number in range(len(first))]
 
     def records() -> Iterator[tuple[int, Mapping[str, Any] | None]]:
         if not form.header:
             yield lines.line_num, dict(zip(names, first, strict=True))
-        for fields in lines:
+        for fields in found:
             if len(fields) == len(names) or (form.more_fields and len(fields) > len(names)):
                 yield lines.line_num, dict(zip(names, fields, strict=False))
             elif fields and form.skip_malformed:

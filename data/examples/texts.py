@@ -32,6 +32,7 @@ class ClassTexts(Texts):
 class MultiLabelTexts(Texts):
     """With any number of classes each, in a list or divided by commas: labels (1, classes), 0 or 1."""
 
+    blank_labels = True
     names_in = staticmethod(partial(as_list, separator=","))
 
     def label(self, row: int) -> np.ndarray:
@@ -64,7 +65,7 @@ class ValueTexts(Texts):
     def values(self, row: int) -> list[float] | None:
         """Returns the values of an example as the file has them; None where there are none."""
         cell = self.cell("label", row)
-        if cell is None:
+        if cell is None or (isinstance(cell, list) and all(value is None for value in cell)):
             return None
         where = self.rows.where(row)
         values = [read_number(value, where) for value in (cell if isinstance(cell, list) else [cell])]
@@ -93,8 +94,10 @@ class TextPairs(Examples):
     @property
     def similarities(self) -> list[float] | None:
         """The label of every pair, or None."""
-        labels = self.rows.columns.get("label")
-        return labels and [read_number(value, self.rows.where(number)) for number, value in enumerate(labels)]
+        labels = self.rows.columns.get("label", ())
+        if all(value is None for value in labels):
+            return None
+        return [read_number(value, self.rows.where(number)) for number, value in enumerate(labels)]
 
 
 class Choices(Examples):
@@ -130,6 +133,7 @@ class Words(Examples):
     """Words and their labels, in lists or divided by white space. The first token of a word predicts its class; labels
     are (words,), without those of words that were cut off or have no token."""
 
+    blank_labels = True  # those of no words
     by_position = True
     names_in = staticmethod(as_list)
 
@@ -155,7 +159,7 @@ class Words(Examples):
 
     def label(self, row: int) -> np.ndarray:
         count, cell = len(self._words(row)), self.cell("label", row)
-        if cell is None:
+        if cell is None or (self.split == "test" and cell == ""):
             return np.full(count, IGNORED, np.int64)
         labels = as_list(cell)
         if len(labels) != count:

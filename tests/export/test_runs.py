@@ -65,9 +65,11 @@ def test_a_run_becomes_an_export(kind, request, tmp_path, capsys):
     capsys.readouterr()
     out = export_run(run_dir, tmp_path / "out")
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 1
+    assert len(told) == 2
     assert "Exported step-0000000" in told[0]
     auto_class = AutoModelForCausalLM if kind == "language_model" else AutoModelForMaskedLM
+    call = f"{auto_class.__name__}.from_pretrained('{out}', trust_remote_code=True)"
+    assert told[1] == f"Next, in Python: {call}; {out}/README.md has the whole example."
     model = auto_class.from_pretrained(out, trust_remote_code=True)
     saved = weights(run_dir)
     assert {name.removeprefix("model.") for name, _ in model.named_parameters()} == set(saved)
@@ -473,8 +475,11 @@ def test_generate_mistakes(language_model, encoder, head_exports, tmp_path):
         output_of(tmp_path)
     with pytest.raises(ValueError, match="is an encoder, which fills in words: put <mask>"):
         output_of(encoder, prompt="the king")
-    with pytest.raises(ValueError, match="temperature must be 0 or more"):
-        output_of(language_model, temperature=-1.0)
+    for temperature in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"temperature must be 0 or more and finite, got {temperature}"):
+            output_of(language_model, temperature=temperature)
+    with pytest.raises(ValueError, match="seed must be a number of at most 64 bits"):
+        output_of(language_model, seed=10**20)
     with pytest.raises(ValueError, match="top_p must be above 0"):
         output_of(language_model, top_p=0.0)
     with pytest.raises(ValueError, match="top_k must be 0 or more"):

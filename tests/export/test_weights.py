@@ -100,6 +100,19 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
         write(tmp_path, stream(shapes))
 
 
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        (float("nan"), "float32", "layer.0 is not finite: the weights have diverged"),
+        (1e6, "float16", "layer.0 is not finite: it leaves the range of float16"),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(tmp_path, value, dtype, message):
+    tensors = [("layer.0", torch.full(SHAPES["layer.0"], value)), *list(stream())[1:]]
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, tensors, dtype=dtype)
+
+
 def test_bad_options(tmp_path):
     with pytest.raises(ValueError, match="dtype 'int8': choose one of float32"):
         write(tmp_path, stream(), dtype="int8")

@@ -148,6 +148,11 @@ def test_prepare(case, tmp_path, capsys):
         (["checkpoints"], ["RUN", "convert"]),
         (["train", "debug_mru", "--data.seqlen", "abc"], ["--data.seqlen takes an integer, got 'abc'"]),
         (["train", "debug_mru", "--optimizer.lr", "fast"], ["--optimizer.lr takes a number, got 'fast'"]),
+        (["evaluate", "run", "a.csv", "--columns", "text"], ["--columns: takes pairs of words: NAME VALUE"]),
+        (
+            ["train", "debug_mru", "--objective.options.class-weights", "1", "2"],
+            ['"objective.options" is given as one table', "'{class_weights = VALUE}'"],
+        ),
         (["prepare", "https://host.invalid/a/b.jsonl", "--out", "o"], ["https://host.invalid/a/b.jsonl is a URL"]),
         (["prepare", "bundled:shakespeare", "--out", "o", "--tokenizer", "gpt2"], ["gpt2", "no file or folder", "hub"]),
         (["train", "."], [". is a folder without config.toml"]),

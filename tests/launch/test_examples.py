@@ -35,7 +35,7 @@ def tuned(dataset, tmp_path_factory) -> Path:
 
 def test_scores_of_a_file_are_those_of_training_and_of_its_predictions(tuned, tmp_path, capsys):
     """Also where the last batch is not full."""
-    files = {name: tmp_path / f"{name}.{end}" for name, end in (("out", "json"), ("predictions", "jsonl"))}
+    files = {name: tmp_path / "new" / f"{name}.{end}" for name, end in (("out", "json"), ("predictions", "jsonl"))}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
     picture = ["--confusion", str(tmp_path / "picture.png")]
     assert main(["evaluate", str(tuned), str(tuned.parent / "validation.jsonl"), *options, *picture]) == 0
@@ -53,6 +53,7 @@ def test_scores_of_a_file_are_those_of_training_and_of_its_predictions(tuned, tm
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     said = capsys.readouterr().out
     assert "37 examples in" in said
+    assert said.splitlines()[-3:] == [f"Written: {path}" for path in (*files.values(), tmp_path / "picture.png")]
     same = Counter(row["label"] for row in rows).most_common(1)[0][1] / 37
     assert found["control_accuracy"] == wanted["control_accuracy"] == same
     assert f"Control without a model: accuracy {same:.1%} (the most frequent class), F1" in said
@@ -82,6 +83,8 @@ def test_examples_without_labels_are_predicted(tuned, tmp_path, capsys):
         (["a.jsonl", "--split", "test"], "is no image classifier; leave out --split"),
         (["a.jsonl", "b.jsonl"], "give one file"),
         (["no.jsonl"], "not found: no.jsonl"),
+        (["no.jsonl", "--predictions", f"{__file__}/p.jsonl"], "/p.jsonl cannot be written: "),
+        (["no.jsonl", "--confusion", str(Path(__file__).parent)], "is a folder"),
     ],
 )
 def test_mistakes_are_one_line(tuned, capsys, words, why):

@@ -172,7 +172,9 @@ def test_bundled_recipes_fit_an_encoder(task):
         ({1: "causal_lm"}, '"causal_lm" trains architecture language_model or encoder_decoder, and'),
         ({1: "causal_lm"}, "has architecture encoder: matmix finetune takes sequence_classification, multi_label, "),
         ({1: "causal_lm"}, "goes on with masked_lm"),
-        ({1: "sequence_clasification"}, "recipe not found: sequence_clasification"),
+        ({1: "sequence_clasification"}, 'not found: sequence_clasification (did you mean "sequence_classification"?)'),
+        ({1: "glue_rta"}, 'task or recipe not found: glue_rta (did you mean "glue_rte"?)'),
+        ({1: "foo"}, "not found: foo (tasks: image_classification, sequence_classification, multi_label, "),
         ({0: "no/run"}, "no run or export at no/run"),
         ({3: "no.jsonl"}, "examples not found: no.jsonl"),
     ],
@@ -182,6 +184,14 @@ def test_mistakes_are_one_line(command, change, message, capsys):
     assert main(["finetune", *words]) == 2
     said = capsys.readouterr().err.strip()
     assert message in said
+    assert len(said.splitlines()) == 1
+
+
+def test_examples_of_one_class_teach_nothing(command, capsys):
+    write_jsonl(Path(command[3]), [{"text": "word1", "label": "pos"}] * 40)
+    assert main(["finetune", *command]) == 2
+    said = capsys.readouterr().err.strip()
+    assert f'{command[3]}: all 40 training examples have the label "pos": there is nothing to learn' in said
     assert len(said.splitlines()) == 1
 
 

@@ -186,6 +186,8 @@ def test_a_ramp_reads_the_text_once_and_is_resumed_in_the_middle(recipe, tmp_pat
             RAMP.replace("192", "9999"),
             r"ramp ends beyond the run: its 9,999 tokens take at least \d+ of the 12 steps; low",
         ),
+        (RAMP.replace("[8, 16]", "[8, 0]"), r"ramp\.seqlen must hold numbers from 1 on, got \[8, 0\]"),
+        ("[ramp]\ntokens = 8\nglobal_batch_size = [0, -2]", r"ramp\.global_batch_size must .*, got \[0, -2\]"),
         (RAMP.replace("[8, 16]", "[8]"), r"ramp needs .* of the same length if several are given$"),
         (RAMP.replace("[8, 16]", "[12, 16]"), r"data\.window = 32 must be a multiple of data\.seqlen = 12"),
         (RAMP + "[[phase]]\n", r"has both \[ramp\] and \[\[phase\]\]: keep one of them$"),

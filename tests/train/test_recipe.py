@@ -48,6 +48,9 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
     assert load_config(recipe(""), [flag, "0.5"]).optimizer.weight_decay == 0.5
 
 
+RATES = ("lr", "eps", "embedding_lr", "weight_decay")
+
+
 @each(
     "text, words",
     [
@@ -56,6 +59,7 @@ def test_keys_may_be_written_with_underscores_or_hyphens(recipe, underscored):
         ("[optimzer]\nlr = 1", ['unknown key "optimzer"', '"optimizer"']),
         ("lr = 1", ['unknown key "lr"', '"optimizer.lr"']),
         ("[optimizer]\nlr = 'fast'", ['"optimizer.lr"', "float", "'fast'"]),
+        *((f"[optimizer]\n{name} = inf", [f"optimizer.{name} must be", "finite, got inf"]) for name in RATES),
         ("steps = 2.5", ['"steps"', "int", "2.5"]),
         ("optimizer = 3", ['"optimizer" is a table']),
         ("[model]\nlayers = 'mru'", ['"model.layers" is a list', "write layers = ['mru']"]),

@@ -35,7 +35,8 @@ def test_the_mean_of_the_last_checkpoints_is_exact_and_a_run(run, tmp_path, caps
         assert torch.equal(tensor, expected[name]), name
     assert not torch.equal(found["embeddings.word.weight"], states[-1]["embeddings.word.weight"])
 
-    head, *rows, _ = (re.split("  +", line) for line in capsys.readouterr().out.splitlines())
+    head, *rows, [last] = (re.split("  +", line) for line in capsys.readouterr().out.splitlines())
+    assert last == f"The mean is the run {averaged}. Next: matmix export {averaged} --out DIR"
     (validation,) = records(run, "validation")
     opened = open_model(averaged)
     evaluation = opened.run.manifest["extra"]["evaluation"]

@@ -19,9 +19,8 @@ from matmix.train.process.distributed import gather_objects
 
 logger = logging.getLogger(__name__)
 
-_ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
-
-
+ADVICE = "try a lower optimizer.lr, a longer schedule.warmup or engine.precision = fp32"
+"""What to do where a loss is not finite."""
 DIVERGED = "steps in a row had a NaN or infinite loss or gradient"
 """In the reason of a run that ended for that."""
 
@@ -56,7 +55,7 @@ class NanGuard:
         """Warns of a validation loss that is NaN or infinite."""
         if not math.isfinite(metrics.get("loss", 0.0)):
             mixers = (block.mixer for block in run.engine.module.blocks if block.mixer is not None)
-            advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), _ADVICE)
+            advice = next(filter(None, (mixer.overflow_advice() for mixer in mixers)), ADVICE)
             logger.warning(
                 f"the validation loss of step {run.state.step} is {metrics['loss']}: on some of that text the "
                 f"model leaves the range of floats; {advice}"
@@ -73,14 +72,14 @@ def find_overflow(run: RunView) -> tuple[str, str]:
         if math.isnan(value) or value >= mixer.monitor_limits.get(short, math.inf):
             break
     else:
-        return "", _ADVICE
+        return "", ADVICE
     kind, _ = run.config.model.layer_kinds()[int(index)]
     construction = getattr(mixer.config, "construction", None)
     kind = f"{kind}, construction {construction}" if construction else kind
     happened = "left the range of float32"
     if math.isfinite(value):
         happened = f"grew to a log-norm of {value:.3g}, where their squares leave the range of float32"
-    return f"the states of layer {index} ({kind}) {happened}", mixer.overflow_advice() or _ADVICE
+    return f"the states of layer {index} ({kind}) {happened}", mixer.overflow_advice() or ADVICE
 
 
 class SpikeGuard:

@@ -94,12 +94,13 @@ class OptimizerConfig:
     the command line as in '{match = "*.in_proj.weight", lr = 0.1, clip = 8.0}'."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr}")
+        for name in ("lr", "eps", "embedding_lr"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"optimizer.{name} must be positive and finite, got {value}")
         sound = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
         require(sound, f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
-        require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps}")
         require_at_least(self, "optimizer.", weight_decay=0, max_grad_norm=0, mup_base_width=0)
-        require(self.embedding_lr > 0, f"optimizer.embedding_lr must be positive, got {self.embedding_lr}")
+        require(self.weight_decay < math.inf, f"optimizer.weight_decay must be finite, got {self.weight_decay}")
         require(0 < self.layer_decay <= 1, f"optimizer.layer_decay must lie in (0, 1], got {self.layer_decay}")
 
 

@@ -109,7 +109,7 @@ class TextPreparation(base.Preparation):
                 look(scratch, [Position(), Position(len(self.sources))], 1, lambda: False)
             self.read, files = cleaning.decided(self.read, folder, self.look)
         if not is_part:
-            self.fraction = usable_fraction(self.fraction, self.sources, self.read)
+            self.fraction = usable_fraction(self.fraction, self.sources, self.read, self.config.max_malformed)
         paths = (folder / "tokenizer" / name for name in ("tokenizer.model", "tokenizer.json"))
         path = next((path for path in paths if path.is_file()), None)
         known = Tokenizer.load(path) if path else self.given
@@ -235,18 +235,21 @@ def tokenize(tokenizer: Tokenizer, dtype: str, fraction: float, one_in: int, rea
     return documents
 
 
-def usable_fraction(fraction: float, sources: Sequence[TextSource], read: Reader) -> float:
+def usable_fraction(fraction: float, sources: Sequence[TextSource], read: Reader, max_malformed: float = 0.0) -> float:
     """Returns the validation fraction, or, for a text so short that its hashes give the validation split nothing, one
     that gives it the document of the smallest hash. Reads until both splits have a document. Raises ValueError (one
-    line) where one of them would get none."""
+    line) where one of them would get none, which is told of more than this share of malformed records first."""
     if not fraction:
         return fraction
-    smallest, largest, documents = base.HASHES, -1, 0
+    smallest, largest, documents, met = base.HASHES, -1, 0, Progress()
     for number, chunk in enumerate(base.read_chunks(sources)):
         if number == _CHUNKS:
             return fraction
         for document in read(chunk):
-            if document and not isinstance(document, Malformed):
+            met.records += 1
+            if isinstance(document, Malformed):
+                met.add_malformed(chunk.source.name, [document])
+            elif document:
                 raw = document.encode("utf-8") if isinstance(document, str) else bytes(document)
                 documents, value = documents + 1, base.hash_of(raw)
                 smallest, largest = min(smallest, value), max(largest, value)
@@ -254,13 +257,15 @@ def usable_fraction(fraction: float, sources: Sequence[TextSource], read: Reader
             return fraction
     if not documents:
         return fraction  # refused elsewhere, with the malformed records
+    check_broken(TextPreparation, met, max_malformed)
     if smallest == largest:
         one = "one document" if documents == 1 else f"{documents:,} equal documents"
+        takes_units = any("text_documents" in source.takes for source in sources)
+        paragraphs = " or --text-documents paragraph" if takes_units else ""
         where = sources[0].name if len(sources) == 1 else f"the text of {len(sources)} files"
         raise ValueError(
             f"{where} is {one}, of which training and validation cannot both have some: cut it into documents with "
-            "--max-document-chars 4000 or --text-documents paragraph, or do without a validation split "
-            "(--validation-fraction 0)"
+            f"--max-document-chars 4000{paragraphs}, or do without a validation split (--validation-fraction 0)"
         )
     if largest < int(fraction * base.HASHES):
         raise empty_split(TextPreparation, "train", documents, fraction)

@@ -17,6 +17,7 @@ from matmix.data.storage.storage import Storage
 from matmix.data.tokenizer import Tokenizer
 from matmix.model import build_model
 from matmix.model.backbone import Backbone
+from matmix.model.config import ModelConfig
 from matmix.model.images.config import ImageConfig, ImageInputs
 from matmix.model.initialization import initialize
 from matmix.train.config import RunConfig
@@ -79,6 +80,7 @@ def trained(
     """Opens the model of a run or an export, to read a text or the picture in a file. Raises FileNotFoundError or
     ValueError (one line)."""
     opened = open_model(source, step=step, device="cpu", weights=weights)
+    _check_reads(f"{source} holds", opened.config, file)
     if file is None:
         read = _encode(opened.model, opened.reader, text, max_tokens)
     else:
@@ -130,6 +132,14 @@ def where_of(source: str) -> str:
     return str(path.relative_to(here)) if path != here else here.name
 
 
+def _check_reads(words: str, config: ModelConfig, file: str | None) -> None:
+    """Raises ValueError (one line) for a model that cannot read the text, or the picture in a file; words: where it
+    comes from."""
+    if config.model_class.inputs != ("tokens" if file is None else "images"):
+        instead = "reads no text; give an --image" if file is None else "reads no pictures; give a --text"
+        raise ValueError(f"{words} a model of architecture {config.architecture!r}, which {instead}")
+
+
 def fresh(
     source: str, text: str | None, max_tokens: int | None, overrides: Sequence[str], file: str | None = None
 ) -> Subject:
@@ -140,10 +150,7 @@ def fresh(
     except FileNotFoundError as error:
         raise FileNotFoundError(f"no run at {source}, and {error}") from None
     config = load_config(source, list(overrides))
-    reads = config.model.model_class.inputs
-    if reads != ("tokens" if file is None else "images"):
-        instead = "reads no text; give an --image" if file is None else "reads no pictures; give a --text"
-        raise ValueError(f"{source} trains a {config.model.architecture}, which {instead}")
+    _check_reads(f"{source} trains", config.model, file)
     reader = None if file else _dataset_reader(config)
     needed = (config.model.vocab_size or BYTES) if reader is None else reader.tokenizer.vocab_size
     model = build_model(config.model if file else with_vocabulary(config.model, needed)).eval()

@@ -83,11 +83,19 @@ def _head(config: ModelConfig, outputs: Outputs) -> str:
     return f"It has {count}, computed from {source}{': ' * bool(outputs.labels)}{', '.join(outputs.labels)}."
 
 
+def call_that_loads(config: ModelConfig, outputs: Outputs, folder: str) -> str:
+    """Returns the call that loads an export; folder: as Python writes it."""
+    if config.architecture not in FORMS:
+        return f"read_export({folder})"
+    return f"{main_class(config, outputs)}.from_pretrained({folder}, trust_remote_code=True)"
+
+
 def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outputs: Outputs) -> str:
     """Tells how the model is loaded, and what that needs."""
     folder, trust = '"PATH/TO/THIS/DIRECTORY"', "trust_remote_code=True"
+    call = call_that_loads(config, outputs, folder)
     if config.architecture not in FORMS:
-        code = ["from matmix.model.interop import read_export", "", f"model = read_export({folder}).eval()"]
+        code = ["from matmix.model.interop import read_export", "", f"model = {call}.eval()"]
         needs = f"Reading it needs matmix and the module that registers its architecture, `{config.architecture}`."
         return "\n".join(["```python", *code, "```", "", needs])
     main = main_class(config, outputs)
@@ -95,7 +103,7 @@ def _loading(config: ModelConfig, has_tokenizer: bool, has_processor: bool, outp
     code += [
         f"from transformers import {main}{', AutoTokenizer' * has_tokenizer}{', AutoImageProcessor' * has_processor}",
         "",
-        f"model = {main}.from_pretrained({folder}, {trust})",
+        f"model = {call}",
     ]
     if has_tokenizer:
         code.append(f"tokenizer = AutoTokenizer.from_pretrained({folder}, {trust})")

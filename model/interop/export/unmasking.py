@@ -1,5 +1,6 @@
 """Fills in the masks of a text, some at each look at it: how an encoder writes that masked diffusion has trained."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,9 +9,16 @@ from torch import Tensor
 ORDERS = ("random", "confidence")
 
 
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError (one line) for what logits cannot be divided by."""
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be 0 or more and finite, got {temperature}")
+
+
 def draw_token(logits: Tensor, generator: torch.Generator, temperature: float, top_k: int, top_p: float) -> int:
     """Draws a token from logits (vocab_size,), which may be -inf; the generator lives on the CPU. Temperature comes
     first (0 = always the likeliest), then top_k (0 = all), then top_p, which always leaves the likeliest token."""
+    check_temperature(temperature)
     logits = logits.float().cpu()
     if temperature == 0:
         return int(logits.argmax())

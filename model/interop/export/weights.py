@@ -25,8 +25,8 @@ def write_weights(
     Memory stays bounded by one file. A tensor larger than `max_shard_bytes` has a file of its own.
 
     tensors: names and tensors in any order; expected: those that there must be, whose names get a prefix; dtype: one of
-    `DTYPES`, for floating-point tensors. Raises ValueError naming the first name that is missing, unknown, or of
-    another shape, and OSError (one line) where the disk is full.
+    `DTYPES`, for floating-point tensors. Raises ValueError naming the first name that is missing, unknown, of another
+    shape, or not finite, and OSError (one line) where the disk is full.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
@@ -52,6 +52,9 @@ def write_weights(
         converted = tensor.detach().to("cpu", kept).contiguous()
         if converted.untyped_storage().nbytes() > nbytes:
             converted = converted.clone()  # not a part of something larger, which would stay in memory
+        if not converted.isfinite().all():
+            why = f"it leaves the range of {dtype}" if tensor.isfinite().all() else "the weights have diverged"
+            raise ValueError(f"{name} is not finite: {why}")
         pending[prefix + name] = converted
         size, total = size + nbytes, total + nbytes
     if missing:

@@ -136,6 +136,20 @@ def test_test_examples_may_lack_labels(tmp_path):
     assert np.isnan(_open(ValueTexts, tmp_path, [{"text": "word1", "label": 1}], "test", test=test)[0].labels).all()
 
 
+def test_a_blank_label_is_a_missing_one_but_where_it_says_something(tmp_path):
+    blank = [{"text": "word1", "pair": "word2", "label": " "}]
+    test = write_jsonl(tmp_path / "test.jsonl", blank)
+    for kind, label in ((ClassTexts, "1"), (ValueTexts, "1")):
+        good = [{"text": "word1", "label": label}]
+        for rows, split in ((good + blank, "train"), (good, "validation")):
+            with pytest.raises(ValueError, match=r"(a.jsonl, row 2|test.jsonl, row 1): no label"):
+                _open(kind, tmp_path, rows, split, validation=test)
+        labels = _open(kind, tmp_path, good, "test", test=test)[0].labels.astype(float)
+        assert np.isnan(labels).all() or labels.tolist() == [IGNORED]
+    assert _open(MultiLabelTexts, tmp_path, [*blank, {"text": "word1", "label": "a"}])[0].labels.tolist() == [[0]]
+    assert _open(Answers, tmp_path, [{**blank[0], "label": ""}])[0].labels.tolist() == [[0, 0]]
+
+
 def test_examples_are_made_once_until_their_file_changes(tmp_path):
     rows = [{"text": "word1", "label": "1"}]
     first = _open(ClassTexts, tmp_path, rows)

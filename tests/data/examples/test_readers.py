@@ -69,14 +69,23 @@ def test_a_folder_has_a_folder_for_each_class(tmp_path):
         ("text\tlabel\n", "holds no examples"),
         ("text\tgrade\na\tb\n", 'has no column "label" .it has text, grade.'),
         ("text\tlabel\na\tb\na\n", "row 3: 1 fields instead of 2"),
+        ("text\tlabel\na\tb\nc\t \n", "row 3: no label"),
     ],
 )
 def test_bad_files_are_refused_in_one_line(content, message, tmp_path):
     path = tmp_path / "train.tsv"
     path.write_text(content)
     with pytest.raises(ValueError, match=message) as error:
-        read_rows(str(path), ExamplesConfig(), ("text", "label"))
+        read_rows(str(path), ExamplesConfig(), ("text", "label"), filled=("label",))
     assert "\n" not in str(error.value)
+
+
+@each("rest", ['"c,d\ne,f\n', '"c"c,d\n', '"c,d\n"e",f\n'])
+def test_a_quote_that_does_not_end_with_its_field_swallows_no_rows(rest, tmp_path):
+    path = tmp_path / "train.csv"
+    path.write_text(f'text,label\n"a\nb",x\n{rest}')
+    with pytest.raises(ValueError, match=r"train\.csv, row 4: a quotation mark is not closed, or text follows it"):
+        read_rows(str(path), ExamplesConfig(), ("text", "label"))
 
 
 def test_malformed_lines_are_left_out_if_asked(tmp_path):

@@ -235,7 +235,9 @@ def test_one_document_is_refused_before_a_tokenizer_is_trained(tmp_path, monkeyp
     (tmp_path / "book.txt").write_text("\n\n".join(TEXTS))
     fails(options(tmp_path, "book.txt"), r"book\.txt is one document.*--max-document-chars 4000")
     (tmp_path / "twice.jsonl").write_text(2 * (json.dumps({"text": TEXTS[0]}) + "\n"))
-    fails(options(tmp_path, "twice.jsonl"), "is 2 equal documents")
+    fails(options(tmp_path, "twice.jsonl"), r"is 2 equal documents.*--max-document-chars 4000, or do without")
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"text": TEXTS[0]}) + "\n" + 5 * "not JSON\n")
+    fails(options(tmp_path, "bad.jsonl"), r"5 of 6 lines are malformed \(.*bad\.jsonl")
 
 
 @pytest.mark.parametrize("fraction", [0.1, 1e-6])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +265,13 @@ def closing_words(run_dir, metrics):
     flags = {"steps_done": 8, "step": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
     config = load_config("debug_mru", ["--run-dir", str(run_dir)])
     return _closing_words(config, Result(**flags, metrics=metrics, unigram_entropy=3.0)).splitlines()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_run_that_diverged_says_so_in_place_of_what_comes_next(loss, tmp_path):
+    lines = closing_words(tmp_path, {"loss": loss, "bits_per_byte": loss})
+    assert lines[-1].startswith(f"The run has diverged: its validation loss is {loss}. Train it anew: try a lower ")
+    assert not any("Next: " in line for line in lines)
 
 
 def test_a_run_ends_with_what_context_bought(tmp_path):

@@ -45,6 +45,12 @@ def test_of_two_classes_f1_is_that_of_the_second_for_all():
     assert found == {"accuracy": 0.75, "f1": pytest.approx(2 / 5), "matthews": 0.0}
 
 
+def test_examples_of_one_class_are_scored_without_a_warning(recwarn):
+    found = control("sequence_classification", np.eye(2)[[0, 0, 0]], np.zeros(3, int))
+    assert (found["accuracy"], found["matthews"]) == (1.0, 0.0)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_no_other_answer_that_is_the_same_for_all_has_better_labels():
     labels = (np.random.default_rng(1).random((40, 4)) < [0.7, 0.4, 0.3, 0.05]).astype(float)
     found = control("multi_label", np.zeros((40, 4)), labels)

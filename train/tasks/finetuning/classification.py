@@ -9,9 +9,11 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from matmix.data.examples.base import Examples
+from matmix.data.config import DataConfig
+from matmix.data.examples.base import Examples, name_of
 from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts
 from matmix.data.loading.batch import Batch
+from matmix.data.loading.loader import Loader
 from matmix.model.architecture import Outputs
 from matmix.train.tasks.base import Loss, Metric, Predicted
 from matmix.train.tasks.finetuning import base
@@ -37,6 +39,18 @@ class SequenceClassification(base.ExampleTask):
         base.CALIBRATION,
     )
 
+    def make_loader(self, data: DataConfig, *, split: str, **options: Any) -> Loader:
+        """Raises ValueError (one line) for training examples that all have the same label."""
+        loader = super().make_loader(data, split=split, **options)
+        if split == "train":
+            labels = loader.facts.examples.training_labels
+            if len(found := {name_of(label) for label in labels}) == 1:
+                raise ValueError(
+                    f'{data.examples.train}: all {len(labels):,} training examples have the label "{found.pop()}": '
+                    "there is nothing to learn"
+                )
+        return loader
+
     def cost(self, outputs: Tensor, batch: Batch) -> Loss:
         return base.class_cost(outputs, batch.labels, self.options)
 
@@ -49,11 +63,12 @@ class SequenceClassification(base.ExampleTask):
 
         values, labels = base.with_labels(predicted)
         predictions = values.argmax(1)
+        one = len(np.union1d(labels, predictions)) == 1  # scikit-learn's correlation is 0 too, and warns
         several = {"average": "macro", "labels": range(values.shape[1])} if values.shape[1] > 2 else {}
         return {
             "accuracy": float(metrics.accuracy_score(labels, predictions)),
             "f1": float(metrics.f1_score(labels, predictions, zero_division=0, **several)),
-            "matthews": float(metrics.matthews_corrcoef(labels, predictions)),
+            "matthews": 0.0 if one else float(metrics.matthews_corrcoef(labels, predictions)),
             "calibration_error": base.calibration_error(values, labels),
         }
 

@@ -96,7 +96,7 @@ class TokenClassification(ExampleTask):
             classes[kept] = predicted.values[begin:end]
             label = examples.cell("label", number)
             row = {"words": words, "predicted": names[classes].tolist()}
-            yield number, {**row, "label": None if label is None else [name_of(one) for one in as_list(label)]}
+            yield number, {**row, "label": None if label in (None, "") else [name_of(one) for one in as_list(label)]}
 
     def example_batch(self, inputs: Tensor) -> Batch:
         batch = super().example_batch(inputs)

@@ -282,6 +282,7 @@ def test_wide_letters_take_the_place_of_two():
         (["no/such/run", "--text", "a"], "no run at no/such/run"),
         (["RUN", "--text", "a", "--layers", "0", "2"], "has no layer 2; its layers are 0 to 1"),
         (["RUN", "--text", "a", "--step", "7"], "no checkpoint of step 7; there are: 1, 2"),
+        (["RUN", "--image", "a.png"], "reads no pictures; give a --text"),
         (["RUN", "--text", "a", "--max-tokens", "2"], "max_tokens must be 3 or more"),
         (["RUN", "--text", "a", "--max-heads", "0"], "max_heads must be 1 or more"),
         (["RUN", "--text", "a", "--model.layers", "mru"], "nothing can be changed: --model.layers mru"),

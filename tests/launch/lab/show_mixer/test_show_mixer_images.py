@@ -172,7 +172,7 @@ def test_the_class_token_takes_from_the_picture(recipe, photo):
     "words, said",
     [
         (["RUN"], "--image FILE"),
-        (["RUN", "--text", "a"], "reads no text; matmix classify takes pictures"),
+        (["RUN", "--text", "a"], "'image_classifier', which reads no text; give an --image"),
         (["RUN", "--text", "a", "--image", "PHOTO"], "give one of them"),
         (["RUN", "--image", "nowhere.png"], "there is no picture at nowhere.png"),
         (["RUN", "--image", "PHOTO", "--patch", "2,0"], "2 x 2 patches; rows and columns are 0 to 1"),
