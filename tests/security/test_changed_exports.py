@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from failures import each
+from small_models import random_model
 
 from matmix.launch.cli import main
-from matmix.model import build_model
 from matmix.model.config import ModelConfig
 from matmix.model.interop.export.directory import export_model, write_sums
 
@@ -18,7 +18,7 @@ from matmix.model.interop.export.directory import export_model, write_sums
 @pytest.fixture(scope="module")
 def export(tmp_path_factory) -> Path:
     config = ModelConfig(vocab_size=64, d_model=16, layers=("mru",), n_layers=1)
-    return export_model(config, build_model(config).state_dict(), None, tmp_path_factory.mktemp("exports") / "export")
+    return export_model(config, random_model(config).state_dict(), None, tmp_path_factory.mktemp("exports") / "export")
 
 
 @pytest.fixture

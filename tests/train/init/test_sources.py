@@ -9,8 +9,8 @@ import torch
 from paths import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import save_file
+from small_models import random_model
 
-from matmix.model import build_model
 from matmix.model.config import ModelConfig
 from matmix.model.interop import read_checkpoint
 from matmix.model.interop.export.directory import export_model
@@ -59,7 +59,7 @@ def write_torch(folder: Path) -> Path:
 
 def write_export(folder: Path) -> Path:
     config = ModelConfig(architecture="encoder", vocab_size=ROWS, d_model=WIDTH, n_layers=1, layers=("none",))
-    export_model(config, build_model(config).state_dict(), None, folder / "export", dtype="bfloat16")
+    export_model(config, random_model(config).state_dict(), None, folder / "export", dtype="bfloat16")
     return folder / "export" / "model.safetensors"
 
 
