@@ -21,7 +21,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import tyro
@@ -144,8 +144,7 @@ class Gain:
             "evaluation.every": 1_000_000,  # at the end alone
             **self.settings,
         }
-        words = [word for key, value in fields.items() for word in (f"--{key.replace('_', '-')}", value)]
-        _matmix("finetune", start[0], self.task, *start[1:], *words)
+        _matmix("finetune", start[0], self.task, *start[1:], *_options(fields))
         return run
 
     def _tried(self, labels: str, name: str) -> dict[float, float]:
@@ -211,8 +210,12 @@ class Gain:
 
     @functools.cached_property
     def _length(self) -> int:
-        words = [word for key, value in self.settings.items() for word in (f"--{key.replace('_', '-')}", value)]
-        return finetuning_config(next(iter(self.runs.values())), self.task, words).data.seqlen
+        return finetuning_config(next(iter(self.runs.values())), self.task, _options(self.settings)).data.seqlen
+
+
+def _options(fields: Mapping[str, object]) -> list[str]:
+    """Returns fields of a recipe as options of a command."""
+    return [word for key, value in fields.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 
 
 def _rounded(rate: float) -> float:

@@ -215,8 +215,10 @@ class FinetunedGlue(Finetuned):
         return dataclasses.replace(self, settings=dataclasses.replace(settings, tasks=tasks))
 
     def kept_settings(self) -> GlueSettings:
-        """Returns the settings as they were written down. Raises ValueError (one line)."""
+        """Returns the settings as they were written down, its own where none were. Raises ValueError (one line)."""
         path = self.folder / self.file
+        if not path.is_file():
+            return self.settings
         settings = read_table(GlueSettings, read_toml(path), str(path))
         try:
             named(settings.tasks)
@@ -230,17 +232,13 @@ class FinetunedGlue(Finetuned):
 
     def keep(self) -> None:
         """Writes down the tasks and the seeds together with those that were written down before."""
-        both = {}
-        if (self.folder / self.file).is_file():
-            there = self.kept_settings()
-            both = {
-                name: tuple(dict.fromkeys((*getattr(there, name), *getattr(self.settings, name)))) for name in _MORE
-            }
+        there = self.kept_settings()
+        both = {name: tuple(dict.fromkeys((*getattr(there, name), *getattr(self.settings, name)))) for name in _MORE}
         Finetuned.keep(dataclasses.replace(self, settings=dataclasses.replace(self.settings, **both)))
 
     def check(self, comparison: Comparison) -> None:
         super().check(comparison)
-        there = self.kept_settings().seeds if (self.folder / self.file).is_file() else self.settings.seeds
+        there = self.kept_settings().seeds
         if bool(there) != bool(self.settings.seeds):
             before = f"--glue-seeds {' '.join(map(str, there))}" if there else "no --glue-seeds"
             others = f"{self.folder} was fine-tuned with {before}, and runs of a table are trained alike"

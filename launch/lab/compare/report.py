@@ -158,14 +158,13 @@ class Part:
         return dict(sorted(bins.items(), key=lambda item: int(item[0].partition("-")[0])))
 
 
-def collect(comparison: Comparison, others: Collection[PlannedRun] | None = None) -> Part:
+def collect(comparison: Comparison, others: Collection[PlannedRun] = ()) -> Part:
     """Reads all entries of a comparison, or of one of its variants: the best first, those without a finished run last.
     The best: on generated tasks by accuracy, at the training length and then at longer ones; else by loss. others:
-    runs that were trained on other data, which have no numbers here; None = those that differ from most of these."""
+    runs that were trained on other data than most, which have no numbers here."""
     runs: dict[str, list[RunResult]] = {}
     tasks = tasks_of(comparison)
     speeds, downstream = current_rows(comparison), kept_downstream(comparison.home, tasks)
-    others = on_other_data(tasks) if others is None else others
     for task in tasks:
         run = RunResult(seed=task.seed, why=OTHER_DATA) if task in others else read_run(task, downstream)
         runs.setdefault(task.entry, []).append(run)

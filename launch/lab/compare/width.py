@@ -54,12 +54,13 @@ def with_facts(entries: Sequence[Entry]) -> Iterator[Entry]:
             # Of images nothing is taken from the data but the steps of `epochs`, and the number of classes.
             kind = config.model.model_class
             counts = config.epochs or (kind.takes_head and not config.model.head.outputs)
-            needed, key = config.model.vocab_size == 0 and (kind.inputs != "images" or counts), repr(config.data)
-            if (needed or config.epochs) and key not in loaders:
-                with contextlib.nullcontext() if needed else contextlib.suppress(FileNotFoundError):  # as in a report
-                    loaders[key] = opened.enter_context(contextlib.closing(make_loader(config, "train", 0, 1)))
-            if (needed or config.epochs) and key in loaders:
-                config = with_data_facts(config, loaders[key])
+            needed = config.model.vocab_size == 0 and (kind.inputs != "images" or counts)
+            if needed or config.epochs:
+                key, missing = repr(config.data), () if needed else (FileNotFoundError,)
+                with contextlib.suppress(*missing):  # a report does without
+                    if key not in loaders:
+                        loaders[key] = opened.enter_context(contextlib.closing(make_loader(config, "train", 0, 1)))
+                    config = with_data_facts(config, loaders[key])
             yield dataclasses.replace(entry, config=config)
 
 

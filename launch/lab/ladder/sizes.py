@@ -28,8 +28,8 @@ _OWN_KEYS = {
 }
 """What a ladder decides, and so cannot be given."""
 _SET_TOKENS = "steps", "epochs", "global_batch_size", "data.seqlen"
-_LENGTHS = "schedule.warmup", "schedule.decay", "schedule.steps"
-"""Steps, or shares of them."""
+_LENGTHS = "warmup", "decay", "steps"
+"""Of the schedule: steps, or shares of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +99,7 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     )
     for key, values in comparison.settings.tune.items():
         require(key not in _SET_TOKENS, f"comparison.tune has {key}: all entries of a size read as many tokens")
-        lengths = key in _LENGTHS and any(value >= 1 for value in values)
+        lengths = key in [f"schedule.{name}" for name in _LENGTHS] and any(value >= 1 for value in values)
         require(not lengths, f"comparison.tune has {key} in steps, which are others at each size: give shares, below 1")
     own = tuple(with_facts(comparison.entries))
     ratios = {size: (count / _parameters_at(own[0].config.model)) ** (1 / 3) for size, count in settings.counts.items()}
@@ -131,7 +131,7 @@ def _at_size(entry: Entry, size: str, ratio: float, settings: LadderConfig) -> E
 def _with_steps(config: RunConfig, steps: int) -> RunConfig:
     """Returns a config with so many steps, of which warm-up and decay have the share that they have in the recipe."""
     schedule, own = config.schedule, config.steps
-    lengths = {key: getattr(schedule, key) for key in (name.removeprefix("schedule.") for name in _LENGTHS)}
+    lengths = {key: getattr(schedule, key) for key in _LENGTHS}
     scaled = {key: round(value * steps / own) for key, value in lengths.items() if value >= 1}
     schedule = dataclasses.replace(schedule, **{key: max(1, value) for key, value in scaled.items()})
     return dataclasses.replace(config, steps=steps, epochs=0.0, schedule=schedule)

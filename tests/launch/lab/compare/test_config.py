@@ -406,3 +406,14 @@ def test_for_one_seed_all_entries_see_the_same_batches(recipe, dataset):
     for seed in (0, 1):
         assert torch.equal(batches[names[0], seed], batches[names[1], seed])
     assert not torch.equal(batches[names[0], 0], batches[names[0], 1])
+
+
+def test_epochs_are_counted_also_where_the_vocabulary_is_given(recipe, dataset):
+    """Without the data, as a report may be, there is nothing to count."""
+    path = recipe(TINY.replace("steps = 4", "epochs = 2.0") + ENTRIES)
+    words = ["--comparison.tolerance", "0.3", "--model.vocab-size", "320", "--data.path"]
+    steps = {entry.config.steps for entry in matched(read_comparison(path, [*words, dataset])).entries}
+    assert steps == {
+        entry.config.steps for entry in matched(read_comparison(path, [*words[:3], "0", words[4], dataset])).entries
+    }
+    assert steps != {entry.config.steps for entry in matched(read_comparison(path, [*words, "absent"])).entries}
