@@ -1,6 +1,5 @@
 """Builds a model from its configuration, counts its parameters, and finds the configuration at another width."""
 
-import contextlib
 import dataclasses
 import math
 
@@ -18,10 +17,15 @@ HEADDIM_FACTOR = 1.5
 
 def build_model(config: ModelConfig, *, device: str | torch.device = "cpu") -> Backbone:
     """Builds the model of a configuration in float32 without initial values: call `initialize` on it, or load weights.
-    With device="meta" nothing is allocated, whatever the size.
+    Until then its parameters are NaN, so that what forgets it shows. With device="meta" nothing is allocated, whatever
+    the size.
     """
-    with torch.device(device), NoDraws() if torch.device(device).type == "meta" else contextlib.nullcontext():
-        return config.model_class(config)
+    with torch.device(device), NoDraws(), torch.no_grad():
+        model = config.model_class(config)
+        if torch.device(device).type != "meta":
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+    return model
 
 
 def count_parameters(config: ModelConfig) -> int:

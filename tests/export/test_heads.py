@@ -9,7 +9,7 @@ import pytest
 import torch
 from failures import each
 from safetensors.torch import load_file
-from small_models import HEADS, with_head
+from small_models import HEADS, random_model, with_head
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +21,6 @@ from transformers import (
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForSequenceClassificationLoss
 
 from matmix.data.examples.base import Encoder
-from matmix.model import build_model
 from matmix.model.architecture import Outputs
 from matmix.model.interop import read_export
 from matmix.model.interop.export.directory import export_model
@@ -130,7 +129,7 @@ def test_an_export_says_what_its_outputs_are(head_exports):
     config = with_head("token_classifier", outputs=3)
     with pytest.raises(ValueError, match="there are 2 names of labels for a model with 3 outputs"):
         export_model(
-            config, build_model(config).state_dict(), None, head_exports / "none", outputs=Outputs(labels=("a", "b"))
+            config, random_model(config).state_dict(), None, head_exports / "none", outputs=Outputs(labels=("a", "b"))
         )
     assert not (head_exports / "none").exists()
 

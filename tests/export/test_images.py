@@ -12,6 +12,7 @@ from bare_site import make_bare_site
 from failures import each
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from small_models import random_model
 from test_round_trip import OTHER_PYTHON, run_check
 
 from matmix.data.config import ImagesConfig
@@ -124,7 +125,7 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path, inputs, words):
         architecture="image_classifier", layers=("none",), d_model=8, n_layers=1, image=ImageConfig(size=16, patch=4)
     )
     with pytest.raises(ValueError, match=words):
-        export_model(config, build_model(config).state_dict(), None, tmp_path / "out", images=ImageInputs(**inputs))
+        export_model(config, random_model(config).state_dict(), None, tmp_path / "out", images=ImageInputs(**inputs))
     assert not (tmp_path / "out").exists()
 
 
