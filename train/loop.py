@@ -37,6 +37,7 @@ from matmix.train.optim.groups import changed_rules, make_optimizer, parameter_g
 from matmix.train.optim.width import initial_factors
 from matmix.train.process import logs, stop
 from matmix.train.process.distributed import Distributed, FolderGroup, agree, barrier, from_rank_zero, gather_objects
+from matmix.train.process.freed_memory import keep_freed_memory
 from matmix.train.process.health import check_health
 from matmix.train.recipe import config_to_dict
 from matmix.train.run.directory import LOG, Change, Moved, MovedError, RunDirectory, check_tokenizer
@@ -61,6 +62,8 @@ class Trainer:
         run: RunDirectory | None = None,
     ) -> None:
         rank = distributed.rank
+        if distributed.device.type == "cpu":
+            keep_freed_memory()
         self.mesh = make_mesh(config.engine, distributed)
         data = self.mesh.data_rank, self.mesh.data_size
         self.run = run or RunDirectory(config.run_dir)
