@@ -309,4 +309,4 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
             logits, state = model(ids), copy.initial_state(len(ids))
             for t in range(4):
                 step, state = copy.step(ids[:, t], state)
-                torch.testing.assert_close(step, logits[:, t], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(step, logits[:, t], rtol=1e-4, atol=5e-5)  # through every mixer
