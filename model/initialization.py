@@ -119,8 +119,8 @@ def copy_into_parameter(parameter: Tensor, values: Tensor) -> None:
 
 
 class NoDraws(TorchFunctionMode):
-    """Where torch's modules would draw their initial values. For tensors without memory, which have none, it would
-    import its compiler first, for a second."""
+    """Where torch's modules would draw their initial values, which `initialize` or loaded weights replace. For tensors
+    without memory torch would import its compiler first, for a second."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

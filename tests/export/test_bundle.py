@@ -302,6 +302,7 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
     model = build_model(config).eval()
     initialize(model, seed=0)
     copy.load_state_dict(model.state_dict())
+    copy, model = copy.double(), model.double()  # in float32 rounding through every mixer comes near the bounds
     ids = torch.randint(29, (2, SEQLEN))
     with torch.no_grad():
         torch.testing.assert_close(copy(ids), model(ids), rtol=1e-4, atol=1e-5)
@@ -309,4 +310,4 @@ def test_every_mixer_can_be_bundled(architecture, installed, monkeypatch):
             logits, state = model(ids), copy.initial_state(len(ids))
             for t in range(4):
                 step, state = copy.step(ids[:, t], state)
-                torch.testing.assert_close(step, logits[:, t], rtol=1e-4, atol=5e-5)  # through every mixer
+                torch.testing.assert_close(step, logits[:, t], rtol=1e-4, atol=1e-5)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps its own settings")
+
 CODE = """
 import resource
 import torch
@@ -31,14 +33,12 @@ def run(**environment: str) -> tuple[int, int, int]:
     return first, kept, last
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's settings")
 def test_what_is_freed_is_used_again():
     given_back, kept, after = run()
     assert kept == 1
     assert given_back > 10 * after + 10  # pages of two tensors of 48 MB, each of 4 KB or more
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's settings")
 def test_what_the_environment_says_holds():
     given_back, kept, after = run(MALLOC_TRIM_THRESHOLD_="131072")
     assert kept == 0
