@@ -220,11 +220,11 @@ def plan_text(comparison: Comparison) -> str:
     """Returns lines that tell what would be trained: widths, parameters, cost."""
     parts, seeds = comparison.by_variant(), comparison.settings.seeds
     sections = [_plan_of_variant(part.entries) for part in parts]
-    counts = [_count(len(parts[0].entries), "entry", "entries")]
+    counts = [counted(len(parts[0].entries), "entry", "entries")]
     if parts[0].entries[0].variant:
-        counts.append(_count(len(parts), "variant", "variants"))
+        counts.append(counted(len(parts), "variant", "variants"))
         sections = [f"{part.entries[0].variant}:\n{text}" for part, text in zip(parts, sections, strict=True)]
-    counts.append(f"{_count(len(seeds), 'seed', 'seeds')} ({', '.join(map(str, seeds))})")
+    counts.append(seeds_words(seeds))
     lines = [" x ".join(counts), *plan_words(comparison), _cost_words(comparison), f"runs in {comparison.home}"]
     return "\n\n".join([*sections, "\n".join(lines)])
 
@@ -239,7 +239,7 @@ def _cost_words(comparison: Comparison) -> str:
         units, flops = units + count, flops + 3 * count * task.flops(config.model, config.data.seqlen)
     unit = comparison.entries[0].config.task().unit
     runs, least = each * len(comparison.entries), "at least " if grid else ""
-    return f"in all {least}{_count(runs, 'run', 'runs')}: {short_number(units)} {unit}, {short_number(flops)} FLOPs"
+    return f"in all {least}{counted(runs, 'run', 'runs')}: {short_number(units)} {unit}, {short_number(flops)} FLOPs"
 
 
 def _plan_of_variant(entries: Sequence[Entry]) -> str:
@@ -257,7 +257,7 @@ def _plan_of_variant(entries: Sequence[Entry]) -> str:
     batch = f"{config.global_batch_size:,} {task.unit}"
     if task.unit == "tokens":
         batch = f"{config.global_batch_size:,} sequences of {config.data.seqlen:,} tokens"
-    steps = f"{_count(config.steps, 'step', 'steps')} of {batch} each, {short_number(units)} {task.unit} a run"
+    steps = f"{counted(config.steps, 'step', 'steps')} of {batch} each, {short_number(units)} {task.unit} a run"
     return "\n".join([markdown(headings, rows), "", steps, *words_on_differences(entries)])
 
 
@@ -419,8 +419,12 @@ def _headdims(model: ModelConfig) -> str:
     return ", ".join(str(headdim) for headdim in headdims(model).values())
 
 
-def _count(number: int, one: str, several: str) -> str:
+def counted(number: int, one: str, several: str) -> str:
     return f"{number:,} {one if number == 1 else several}"
+
+
+def seeds_words(seeds: Sequence[int]) -> str:
+    return f"{counted(len(seeds), 'seed', 'seeds')} ({', '.join(map(str, seeds))})"
 
 
 # -- picture ----------------------------------------------------------------------------------------------------------

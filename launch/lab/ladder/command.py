@@ -82,11 +82,12 @@ class Ladder:
             planned.check_same_data(every)
             return array.submit(
                 ladder.comparison.home, [*first, *ready], self.profile, self.slurm_options, typed,
-                plan=report.plan_text(ladder), keep=lambda: keep_recipe(ladder.comparison), dry_run=self.dry_run,
-                again=bool(first),
+                plan=report.plan_text(ladder, self.only), keep=lambda: keep_recipe(ladder.comparison),
+                dry_run=self.dry_run, again=bool(first),
             )  # fmt: skip
         if self.dry_run:
-            print(report.plan_text(ladder, {} if self.no_speed else self._seconds(ladder), self.parallel))
+            seconds = {} if self.no_speed else self._seconds(ladder)
+            print(report.plan_text(ladder, self.only, seconds, self.parallel))
             return EXIT_OK
         planned.check_data(every)
         return runs.train_and_tell(lambda: self._train(ladder), lambda: report.write_report(ladder))
@@ -97,15 +98,16 @@ class Ladder:
         return {name: value for name, value in given.items() if value is not None}
 
     def _seconds(self, ladder: LadderRuns) -> dict[str, float]:
-        """Measures a training step of every entry at every size in this process; returns its seconds by title."""
+        """Measures a training step of all that is asked for in this process; returns its seconds by title."""
         import torch
 
         from matmix.launch.lab.compare.speed import timed_steps
+        from matmix.launch.lab.ladder.rates import planned
         from matmix.launch.many.runs import threads
 
         torch.set_num_threads(threads(self.parallel))
         found = {}
-        for entry in ladder.comparison.entries:
+        for entry in planned(ladder, self.only):
             times = timed_steps(entry.config, warm_up=1, steps=2, seconds=0)
             found[entry.title] = statistics.median(times) * entry.config.global_batch_size / entry.config.micro_batch(1)
         return found
@@ -117,7 +119,7 @@ class Ladder:
         from matmix.launch.lab.ladder import rates, report
         from matmix.launch.many import planned, runs
 
-        runs.say(f"{report.plan_text(ladder)}\n")
+        runs.say(f"{report.plan_text(ladder, self.only)}\n")
         keep_recipe(ladder.comparison)
         ladder, ended = rates.tune(ladder, self.only, self.parallel)
         tasks = tasks_of(ladder.comparison, self.only, ready=True)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from matmix.launch.lab.compare import tuning
-from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.config import Comparison, Entry, entries_of
 from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.planned import PlannedRun
 from matmix.launch.many.runs import Ended
@@ -15,11 +15,20 @@ from matmix.model.build import build_model
 from matmix.train.optim.groups import parameter_groups
 
 
-def tuned_part(ladder: Ladder) -> Comparison:
-    """Returns the sizes that are tuned, as a comparison."""
+def tuned_part(ladder: Ladder, only: Sequence[str] = ()) -> Comparison:
+    """Returns the sizes that are tuned, as a comparison. only: names of entries and of sizes; every entry among them is
+    tuned at all sizes that are."""
     sizes = list(ladder.settings.counts)[: ladder.settings.tune_sizes]
-    entries = tuple(entry for entry in ladder.comparison.entries if entry.variant in sizes)
+    named = entries_of(ladder.comparison, _entries(ladder, only))
+    entries = tuple(entry for entry in named if entry.variant in sizes)
     return dataclasses.replace(ladder.comparison, entries=entries)
+
+
+def planned(ladder: Ladder, only: Sequence[str]) -> list[Entry]:
+    """Returns the entries that are trained where `only` names entries and sizes, and those that only tune these."""
+    tuning = tuned_part(ladder, only).entries if ladder.comparison.settings.tune else ()
+    trained = entries_of(ladder.comparison, only)
+    return [entry for entry in ladder.comparison.entries if entry in trained or entry in tuning]
 
 
 def with_rates(ladder: Ladder) -> Ladder:
@@ -35,12 +44,12 @@ def with_rates(ladder: Ladder) -> Ladder:
 def tuning_tasks(ladder: Ladder, only: Sequence[str] = (), *, every: bool = False) -> list[PlannedRun]:
     """Lists the tuning runs that are known to be needed and not finished, of a ladder as `with_rates` returns it;
     every: lists those that are finished too."""
-    return tuning.tuning_tasks(tuned_part(ladder), _entries(ladder, only), every=every)
+    return tuning.tuning_tasks(tuned_part(ladder, only), every=every)
 
 
 def tune(ladder: Ladder, only: Sequence[str], parallel: int) -> tuple[Ladder, Ended]:
     """Trains what tunes the entries, as in a comparison; returns the ladder with what was chosen."""
-    _, ended = tuning.tune(tuned_part(ladder), _entries(ladder, only), parallel)
+    _, ended = tuning.tune(tuned_part(ladder, only), (), parallel)
     return with_rates(ladder), ended
 
 

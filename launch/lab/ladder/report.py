@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from matmix.launch.lab.compare.config import Entry
-from matmix.launch.lab.compare.report import LOSS
+from matmix.launch.lab.compare.config import Entry, entries_of
+from matmix.launch.lab.compare.report import LOSS, counted, seeds_words
 from matmix.launch.lab.compare.tuning import plan_words, tuning_table
 from matmix.launch.lab.ladder.law import DRAWS, HUBER, SHARE, Fit
 from matmix.launch.lab.ladder.picture import picture
-from matmix.launch.lab.ladder.rates import tuned_part, with_rates
+from matmix.launch.lab.ladder.rates import planned, tuned_part, with_rates
 from matmix.launch.lab.ladder.results import Family, Gap, Rung, families_of, gaps_of
 from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.scores import csv_of, markdown, spread, write_tables
@@ -27,26 +27,30 @@ BEYOND = 10
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def plan_text(ladder: Ladder, seconds: Mapping[str, float] | None = None, parallel: int = 1) -> str:
-    """Returns lines that tell what would be trained at each size. seconds: by the title of an entry, of a training step
-    here, as was measured."""
+def plan_text(
+    ladder: Ladder, only: Sequence[str] = (), seconds: Mapping[str, float] | None = None, parallel: int = 1
+) -> str:
+    """Returns lines that tell what would be trained at each size. only: names of entries and of sizes; what these take
+    their rates from is told too. seconds: by the title of an entry, of a training step here, as was measured."""
     comparison, seeds = ladder.comparison, ladder.comparison.settings.seeds
+    trained, tuning = entries_of(comparison, only), tuned_part(ladder, only)
     rows, headings = [], [*_HEADINGS, "FLOPs", *(["time"] if seconds else [])]
     tries = math.prod(map(len, comparison.settings.tune.values())) if comparison.settings.tune else 0
-    first = {entry.title for entry in tuned_part(ladder).entries}
     runs, flops, time = 0, 0.0, 0.0
-    for entry in comparison.entries:
-        own, its_runs = cost(entry), len(seeds) + (tries if entry.title in first else 0)
+    for entry in planned(ladder, only):
+        own = cost(entry)
+        its_runs = (len(seeds) if entry in trained else 0) + (tries if entry in tuning.entries else 0)
         runs, flops = runs + its_runs, flops + its_runs * own
         rows.append([*_size_cells(ladder, entry), short_number(own)])
         if seconds:
             took = seconds[entry.title] * entry.config.steps
             time += its_runs * took
             rows[-1].append(duration(took))
-    count, least = len(comparison.entries) // len(ladder.settings.counts), "at least " if tries else ""
+    names, sizes = (len({getattr(entry, kind) for entry in trained}) for kind in ("name", "variant"))
+    least = "at least " if tries else ""
     lines = [
-        f"{count} entries x {len(ladder.settings.counts)} sizes x {_seeds_words(seeds)}",
-        *plan_words(tuned_part(ladder)),
+        " x ".join([counted(names, "entry", "entries"), counted(sizes, "size", "sizes"), seeds_words(seeds)]),
+        *plan_words(tuning),
         *words_on_settings(ladder),
         f"in all {least}{runs:,} runs: {short_number(flops)} FLOPs",
     ]
@@ -54,10 +58,6 @@ def plan_text(ladder: Ladder, seconds: Mapping[str, float] | None = None, parall
         total = f"{least}about {duration(time / parallel)} here, {parallel} at a time"
         lines.append(f"{total}, by a training step of each that was measured now")
     return "\n\n".join([markdown(headings, rows), "\n".join([*lines, f"runs in {comparison.home}"])])
-
-
-def _seeds_words(seeds: Sequence[int]) -> str:
-    return f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''} ({', '.join(map(str, seeds))})"
 
 
 def cost(entry: Entry) -> float:

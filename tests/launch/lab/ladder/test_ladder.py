@@ -74,7 +74,7 @@ def test_depth_width_tokens_and_warm_up_grow_with_the_size(ladder):
 def test_rates_are_tuned_at_the_smallest_size_and_follow_the_width(ladder):
     ladder = with_rates(ladder)
     assert not any(entry.is_ready for entry in ladder.comparison.entries)
-    plan = plan_text(ladder, {entry.title: 0.5 for entry in ladder.comparison.entries}, 2)
+    plan = plan_text(ladder, (), {entry.title: 0.5 for entry in ladder.comparison.entries}, 2)
     assert "4 entries x 4 sizes x 1 seed (1)" in plan
     assert "in all at least 28 runs" in plan
     assert "tuned for each entry by itself, at 0.004M; larger sizes take it over by muP" in plan
@@ -88,6 +88,14 @@ def test_rates_are_tuned_at_the_smallest_size_and_follow_the_width(ladder):
     assert bases == [0, *[first.d_model] * 3]
     each = dataclasses.replace(ladder, settings=dataclasses.replace(ladder.settings, tune_sizes=2))
     assert len(tuning_tasks(with_rates(each))) == 4 * 3  # the smallest size is done
+
+
+def test_a_plan_tells_what_is_asked_for_and_what_tunes_it(ladder):
+    plan = plan_text(with_rates(ladder), ["attention", "0.032M"])
+    assert "1 entry x 1 size x 1 seed (1)" in plan
+    assert "in all at least 4 runs" in plan  # three of them tune, at the smallest size
+    assert [line.split("|")[1].strip() for line in plan.splitlines() if "| attention" in line] == ["0.004M", "0.032M"]
+    assert "Hydra" not in plan
 
 
 def test_rates_that_cannot_follow_the_width_are_refused(ladder):
