@@ -4,10 +4,12 @@ import dataclasses
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from failures import each
 from mixer_cases import small_config
+from nightly import nightly
 from storages import Storages
 
 from matmix.benchmarks.memory import ENGINES, MODES, compare
@@ -16,7 +18,8 @@ from matmix.model.mixers import MIXERS
 from matmix.model.mixers.scans.hydra import HydraConfig
 from matmix.train.activation import checkpoint_activations
 from matmix.train.config import RunConfig
-from matmix.train.estimate import simulate_step, step_memory
+from matmix.train.estimate import SIMULATED, simulate_step, step_memory
+from matmix.train.estimate.layers import Record, deepened, shallow
 from matmix.train.estimate.plan import make_plan, print_plan
 from matmix.train.recipe import load_config
 
@@ -145,6 +148,34 @@ def test_larger_batches_follow_from_smaller_ones():
         exact, extended = simulate_step(config, size), step_memory(config, size)
         assert extended.kept == pytest.approx(exact.kept, rel=0.02)
         assert sum(extended.peak()) == pytest.approx(sum(exact.peak()), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("mode", "layers", "depth"),
+    [
+        ("none", ["attention"], 5),
+        ("full", ["attention"], 5),
+        ("selective", ["attention", "none"], 9),
+        nightly("none", ["hydra", "attention"], 9),
+        nightly("offload", ["hydra"], 6),
+        nightly("selective", ["mru"], 9),
+    ],
+)
+def test_deep_models_follow_from_shallow_ones(mode, layers, depth):
+    """To the byte, but for a few scalars that the MRU leaves to the sum of its penalties."""
+    config = small(activation_checkpointing=mode)
+    model = dataclasses.replace(config.model, layers=tuple(layers), n_layers=depth, causal_mixers=layers == ["mru"])
+    config = dataclasses.replace(config, model=model)
+    few, _, _ = shallow(config, 2 if mode == "selective" else 1)
+    assert few.model.n_layers < depth
+    exact, extended = simulate_step(config, SIMULATED), step_memory(config, SIMULATED)
+    for name in ("kept", "timeline", "computed", "on_host"):
+        assert np.abs(getattr(exact, name) - getattr(extended, name)).max() <= (100 if layers == ["mru"] else 0)
+
+
+def test_layers_that_do_not_repeat_are_all_run():
+    record = Record(np.array([[1], [2], [4], [7], [11], [8], [6], [3], [2]]), 5, 11, dict(enumerate(range(5))), {})
+    assert deepened(dataclasses.replace(record, backward={3: 5, 2: 6, 1: 7}), 1, 2) is None
 
 
 def test_mixers_of_a_fixed_length_are_planned_and_shown(capsys):
