@@ -18,7 +18,7 @@ from matmix.train.estimate.context import context_bytes
 from matmix.train.init.start import planned_start
 from matmix.train.loaders import make_loader, with_outputs, with_steps
 from matmix.train.loaders import with_vocabulary as sized_for
-from matmix.train.optim.base import StepCost
+from matmix.train.optim.base import Optimizer, StepCost
 from matmix.train.optim.groups import make_optimizer, parameter_groups, rule_words, short_names
 from matmix.train.run.remote import has_begun
 from matmix.train.words import short_number
@@ -131,36 +131,50 @@ def weights_of(model: nn.Module) -> tuple[Weight, ...]:
     )
 
 
+_last_built: dict[str, tuple[nn.Module, Optimizer, Sizes]] = {}
+
+
+def _built(config: RunConfig) -> tuple[nn.Module, Optimizer, Sizes]:
+    """Builds the model and its optimizer, on the meta device, and counts both. The last ones are kept: `matmix plan`
+    asks for the same on many meshes."""
+    key = repr((config.model, config.optimizer, config.positions, config.ema))
+    if key not in _last_built:
+        model = build_model(config.model, device="meta")
+        optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
+        parameters = dict(model.named_parameters())
+        groups = list(optimizer.named_parameters())
+        cut = {name: optimizer.part_of(group).cut for name, _, group in groups}
+        kept = [
+            (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape or entry in cut[name])
+            for name, state in optimizer.entries(parameters).items()
+            for entry, tensor in state.items()
+            if tensor.dim()
+        ]
+        owned = sum(optimizer.part_of(group).sent_bytes * parameter.numel() for _, parameter, group in groups)
+        sizes = Sizes(
+            weights=weights_of(model),
+            n_blocks=len(model.blocks),
+            moments=sum(size for size, _ in kept),
+            whole_moments=sum(size for size, is_cut in kept if not is_cut),
+            accumulation=1,
+            to_owners=owned / FLOAT,
+        )
+        _last_built.clear()
+        _last_built[key] = model, optimizer, sizes
+    return _last_built[key]
+
+
 def make_plan(config: RunConfig, ranks: int, *, mode: Mode | None = None) -> Plan:
     """Plans `config` on `ranks` processes, which must divide the batch; mode: of checkpointing activations."""
     config = with_vocabulary(config)
-    model = build_model(config.model, device="meta")
     task, data_size = config.task(), config.data_size(ranks)
     micro = config.micro_batch(data_size)
     accumulation = config.global_batch_size // (micro * data_size)
-    optimizer = make_optimizer(model, config.optimizer, config.positions, config.ema)
+    model, optimizer, sizes = _built(config)
+    sizes = dataclasses.replace(sizes, accumulation=accumulation)
     check_optimizer(config.engine, optimizer)
     if config.engine.fp8:
         float8_maps(model)  # raises where there is none
-    parameters = dict(model.named_parameters())
-    cut = {name: optimizer.part_of(group).cut for name, _, group in optimizer.named_parameters()}
-    kept = [
-        (tensor.nbytes / FLOAT, tensor.shape == parameters[name].shape or entry in cut[name])
-        for name, state in optimizer.entries(parameters).items()
-        for entry, tensor in state.items()
-        if tensor.dim()
-    ]
-    sizes = Sizes(
-        weights=weights_of(model),
-        n_blocks=len(model.blocks),
-        moments=sum(size for size, _ in kept),
-        whole_moments=sum(size for size, is_cut in kept if not is_cut),
-        accumulation=accumulation,
-        to_owners=sum(
-            optimizer.part_of(group).sent_bytes * parameter.numel() / FLOAT
-            for _, parameter, group in optimizer.named_parameters()
-        ),
-    )
     held = held_on_rank(config.engine, ranks, sizes)
     gathers = ranks > 1 and config.engine.sends_rounded
     memory = step_memory(part_of_rows(config), micro, mode=mode, gathers=gathers)
