@@ -42,6 +42,11 @@ def convolution(width: int, causal: bool) -> Case:
     return Case("short_conv", inputs, packed([27, 1, 1, 1, 4, 26]), options, wanted)
 
 
+def fewest() -> dict[str, Case]:
+    """What a Hydra encoder runs."""
+    return {"hydra": scan_layer("over three ranks"), "convolution of 7": convolution(7, causal=False)}
+
+
 def few() -> dict[str, Case]:
     """The forms of models."""
     lion, hydra = lion_layer("single tokens"), scan_layer("over three ranks")
@@ -72,7 +77,8 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("cases", "ranks", "dtype"),
     [
-        (few, 2, torch.bfloat16),
+        (fewest, 2, torch.bfloat16),
+        nightly(few, 2, torch.bfloat16),
         nightly(once, 3, torch.float32),
         nightly(layers, 3, torch.float32),
         nightly(few, 2, torch.float32),

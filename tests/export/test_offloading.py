@@ -7,6 +7,7 @@ from bare_offloading import check_offloading
 from transformers import AutoModelForCausalLM
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_offloaded_layers_give_what_they_give_in_memory(exports):
     check_offloading(exports)
