@@ -126,12 +126,13 @@ def simulate_step(config: RunConfig, batch: int, *, mode: Mode | None = None, ga
     model.vocab_size set. mode: checkpointing, None = as the config says. gathers: weights are as ranks gather them for
     each other; else autocast makes its own copies of them, which count. What fused ops allocate and free inside
     themselves is not seen. The ops are those of a CPU: on a GPU fused kernels keep less."""
-    return _step_memory(_record(config, batch, mode or checkpointing_mode(config), gathers=gathers))
+    record = _record(config, batch, mode or checkpointing_mode(config), gathers=gathers)
+    return _step_memory(record.sums, record.kept)
 
 
-def _step_memory(record: Record) -> StepMemory:
-    on_host, computed = map(int, record.sums[-1, 2:])
-    return StepMemory(record.kept, record.sums[:, :2], computed, on_host)
+def _step_memory(sums: np.ndarray, kept: int) -> StepMemory:
+    on_host, computed = map(int, sums[-1, 2:])
+    return StepMemory(kept, sums[:, :2], computed, on_host)
 
 
 def _record(config: RunConfig, batch: int, mode: Mode, *, gathers: bool) -> Record:
@@ -157,11 +158,12 @@ def _record(config: RunConfig, batch: int, mode: Mode, *, gathers: bool) -> Reco
 def _from_few_layers(config: RunConfig, batch: int, mode: Mode, *, gathers: bool) -> StepMemory:
     """Returns what `simulate_step` would, from a model with fewer layers where these repeat."""
     few, period, missing = shallow(config, config.engine.selective_every if mode == "selective" else 1)
-    record = None
     # An encoder and a decoder have n_layers each, and do not repeat as one.
     if missing and len(build_model(few.model, device="meta").blocks) == few.model.n_layers:
-        record = deepened(_record(few, batch, mode, gathers=gathers), period, missing)
-    return _step_memory(record) if record else simulate_step(config, batch, mode=mode, gathers=gathers)
+        longer = deepened(_record(few, batch, mode, gathers=gathers), period, missing)
+        if longer is not None:
+            return _step_memory(*longer)
+    return simulate_step(config, batch, mode=mode, gathers=gathers)
 
 
 _simulated: dict[str, StepMemory] = {}
@@ -197,6 +199,5 @@ def step_memory(config: RunConfig, batch: int, *, mode: Mode | None = None, gath
         # Ops that loop over sequences make a longer record for more of them: only the greatest values can be compared.
         rest = extended(half.timeline[:, 0].max(), whole.timeline[:, 0].max())
         timeline = np.array([[rest, half.peak()[0]]])
-    sizes = (int(extended(getattr(half, name), getattr(whole, name))) for name in ("kept", "on_host"))
-    kept, on_host = sizes
+    kept, on_host = int(extended(half.kept, whole.kept)), int(extended(half.on_host, whole.on_host))
     return StepMemory(kept, timeline, whole.computed, on_host)

@@ -35,9 +35,9 @@ class Record:
     """Layer -> the op with which its first gradient is complete."""
 
 
-def deepened(record: Record, period: int, missing: int) -> Record | None:
-    """Inserts `missing` periods of layers into the record of a model with few; None where two periods of that are not
-    alike, so that nothing is known of more."""
+def deepened(record: Record, period: int, missing: int) -> tuple[np.ndarray, int] | None:
+    """Returns `sums` and `kept` of a record with `missing` periods of layers more than that of a model with few; None
+    where two periods of that are not alike, so that nothing is known of more."""
     sums = record.sums
     first, second, third = (record.forward[count * period] for count in (1, 2, 3))
     there, inner, last = (record.backward[count * period] for count in (3, 2, 1))
@@ -55,8 +55,7 @@ def deepened(record: Record, period: int, missing: int) -> Record | None:
         *(sums[inner:last] + after + count * shrunk for count in range(missing)),
         sums[inner:] + after + missing * shrunk,
     ]
-    turn = record.turn + missing * (second - first)
-    return Record(np.concatenate(parts), turn, record.kept + int(after[0]), {}, {})
+    return np.concatenate(parts), record.kept + int(after[0])
 
 
 def _alike(sums: np.ndarray, first: int, second: int, third: int) -> bool:

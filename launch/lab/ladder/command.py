@@ -102,12 +102,12 @@ class Ladder:
         import torch
 
         from matmix.launch.lab.compare.speed import timed_steps
-        from matmix.launch.lab.ladder.rates import planned
+        from matmix.launch.lab.ladder.rates import asked_for
         from matmix.launch.many.runs import threads
 
         torch.set_num_threads(threads(self.parallel))
         found = {}
-        for entry in planned(ladder, self.only):
+        for entry in asked_for(ladder, self.only):
             times = timed_steps(entry.config, warm_up=1, steps=2, seconds=0)
             found[entry.title] = statistics.median(times) * entry.config.global_batch_size / entry.config.micro_batch(1)
         return found

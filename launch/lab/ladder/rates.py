@@ -24,7 +24,7 @@ def tuned_part(ladder: Ladder, only: Sequence[str] = ()) -> Comparison:
     return dataclasses.replace(ladder.comparison, entries=entries)
 
 
-def planned(ladder: Ladder, only: Sequence[str]) -> list[Entry]:
+def asked_for(ladder: Ladder, only: Sequence[str]) -> list[Entry]:
     """Returns the entries that are trained where `only` names entries and sizes, and those that only tune these."""
     tuning = tuned_part(ladder, only).entries if ladder.comparison.settings.tune else ()
     trained = entries_of(ladder.comparison, only)

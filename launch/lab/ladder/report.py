@@ -11,7 +11,7 @@ from matmix.launch.lab.compare.report import LOSS, counted, seeds_words
 from matmix.launch.lab.compare.tuning import plan_words, tuning_table
 from matmix.launch.lab.ladder.law import DRAWS, HUBER, SHARE, Fit
 from matmix.launch.lab.ladder.picture import picture
-from matmix.launch.lab.ladder.rates import planned, tuned_part, with_rates
+from matmix.launch.lab.ladder.rates import asked_for, tuned_part, with_rates
 from matmix.launch.lab.ladder.results import Family, Gap, Rung, families_of, gaps_of
 from matmix.launch.lab.ladder.sizes import Ladder
 from matmix.launch.many.scores import csv_of, markdown, spread, write_tables
@@ -37,7 +37,7 @@ def plan_text(
     rows, headings = [], [*_HEADINGS, "FLOPs", *(["time"] if seconds else [])]
     tries = math.prod(map(len, comparison.settings.tune.values())) if comparison.settings.tune else 0
     runs, flops, time = 0, 0.0, 0.0
-    for entry in planned(ladder, only):
+    for entry in asked_for(ladder, only):
         own = cost(entry)
         its_runs = (len(seeds) if entry in trained else 0) + (tries if entry in tuning.entries else 0)
         runs, flops = runs + its_runs, flops + its_runs * own
