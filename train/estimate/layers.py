@@ -37,10 +37,13 @@ class Record:
 
 def deepened(record: Record, period: int, missing: int) -> tuple[np.ndarray, int] | None:
     """Returns `sums` and `kept` of a record with `missing` periods of layers more than that of a model with few; None
-    where two periods of that are not alike, so that nothing is known of more."""
+    where two periods of that are not alike or not to be told apart, so that nothing is known of more."""
     sums = record.sums
-    first, second, third = (record.forward[count * period] for count in (1, 2, 3))
-    there, inner, last = (record.backward[count * period] for count in (3, 2, 1))
+    marks = [record.forward.get(count * period) for count in (1, 2, 3)]
+    marks += [record.backward.get(count * period) for count in (3, 2, 1)]
+    if None in marks:  # a layer without gradients of its own, as where layers share their weights
+        return None
+    first, second, third, there, inner, last = marks
     if not _alike(sums, first, second, third) or not _alike(sums, there, inner, last):
         return None
     grown, shrunk = sums[second] - sums[first], sums[last] - sums[inner]

@@ -176,6 +176,7 @@ def test_deep_models_follow_from_shallow_ones(mode, layers, depth):
 def test_layers_that_do_not_repeat_are_all_run():
     record = Record(np.array([[1], [2], [4], [7], [11], [8], [6], [3], [2]]), 5, 11, dict(enumerate(range(5))), {})
     assert deepened(dataclasses.replace(record, backward={3: 5, 2: 6, 1: 7}), 1, 2) is None
+    assert deepened(record, 1, 2) is None  # no layer has gradients of its own
 
 
 def test_mixers_of_a_fixed_length_are_planned_and_shown(capsys):
