@@ -232,7 +232,7 @@ class ComparisonConfig:
 
     def _check_tuning(self) -> None:
         seed = f"comparison.tune_seed should be an integer >= 0 that is not among the seeds, got {self.tune_seed}"
-        require(self.tuned_with >= 0 and self.tuned_with not in self.seeds, seed)
+        require(self.tuned_with >= 0 and not (self.tune and self.tuned_with in self.seeds), seed)
         for key, values in self.tune.items():
             if key not in field_names(RunConfig):
                 raise unknown_key(key, RunConfig, "comparison.tune")

@@ -88,7 +88,10 @@ def test_entries_and_the_command_line_may_have_rules(recipe, tmp_path):
         ("[comparison]\ntune.optimizer.lt = [1]\n[[comparison.entry]]\nname = 'a'", ["tune", '"optimizer.lr"']),
         ("[comparison]\ntune.seed = [1]\n[[comparison.entry]]\nname = 'a'", ["comparison.tune has seed", "seeds"]),
         ("[comparison]\ntune.steps = [3, 3]\n[[comparison.entry]]\nname = 'a'", ["values for steps", "twice"]),
-        ("[comparison]\ntune_seed = 2\n[[comparison.entry]]\nname = 'a'", ["tune_seed", "not among the seeds"]),
+        (
+            "[comparison]\ntune_seed = 2\ntune.optimizer.lr = [1]\n[[comparison.entry]]\nname = 'a'",
+            ["tune_seed", "not among the seeds"],
+        ),
         (
             "[comparison]\ntune.optimizer.lr = [1]\n[[comparison.entry]]\nname = 'a'\noptimizer.lr = 1",
             ['"a" sets optimizer.lr', "comparison.tune"],

@@ -224,6 +224,8 @@ def test_what_the_command_line_says_of_tuning(recipe):
     path, words = recipe(TINY + TUNED), ["--model.vocab-size", "64"]
     with pytest.raises(ValueError, match=r"--optimizer\.lr: comparison\.tune chooses it"):
         read_comparison(path, [*words, "--optimizer.lr", "0.1"])
+    none = ["--comparison.tune", "{}", "--comparison.tune-seed", "1", "--comparison.seeds", "0", "1"]
+    assert read_comparison(path, [*words, *none]).settings.seeds == (0, 1)  # the seed that would tune is free
     off = read_comparison(path, [*words, "--comparison.tune", "{}", "--optimizer.lr", "0.1"])
     assert tuned(matched(off)).entries[0].config.optimizer.lr == 0.1
     other = ["--comparison.tune", '{"optimizer.weight_decay" = [0, 0.1]}', "--comparison.tune-seed", "7"]
