@@ -7,7 +7,7 @@ from torch import Tensor
 
 from matmix.kernels.documents import shift_left, shift_right
 from matmix.kernels.functions import outside_autocast, working_dtype
-from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward
+from matmix.kernels.semiseparable.chunked.decay import SideDecay, side_decay_backward, widest_dtype
 from matmix.kernels.semiseparable.chunked.forward import (
     all_states,
     block_mask,
@@ -158,9 +158,9 @@ def cotangents(dout: Tensor, setup: ScanSetup, number: int, dfinal: Tensor | Non
 
 
 def side_sums(setup: ScanSetup, number: int, states: SidePasses | None, heads: int) -> SideSums:
-    side, decay = setup.sides[number], setup.decays[number]
+    side = setup.sides[number]
     shape = (*side.q.shape[:2], heads)
-    wide = decay.cumulate.dtype
+    wide = widest_dtype(side.q.device)
 
     def zeros(*shape: int, dtype: torch.dtype = setup.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=side.q.device)

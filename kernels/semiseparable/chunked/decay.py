@@ -4,12 +4,34 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from matmix.kernels.documents import ChunkLayout
 from matmix.kernels.semiseparable.form import LARGEST_LOG_DECAY, ScanSide
 
 SMALLEST_LOG_DECAY = -1000.0
 """exp of this is 0 in float64 too; a bound keeps sums finite when a decay of exactly 0 (log -inf) is given."""
+
+
+class RunningSums(NamedTuple):
+    """How sums over the tokens of a chunk run along with one direction of the scan."""
+
+    reverse: bool
+    earlier: Tensor | None
+    """(M, chunk, chunk) in the dense layout of packed documents: 1 where the column is a token of the row's document
+    that the direction meets before it. A product with it, not a difference of sums over the whole chunk, keeps the
+    rounding of a document's neighbours out of it."""
+
+    def over(self, x: Tensor, *, own: bool = True, back: bool = False) -> Tensor:
+        """(M, chunk, nheads) -> the same: at each token the sum over those before it in the direction, or, with `back`,
+        against it; `own`: and itself."""
+        if self.earlier is not None:
+            sums = (self.earlier.mT if back else self.earlier) @ x
+            return sums.add_(x) if own else sums
+        against = self.reverse != back
+        sums = (x.flip(1) if against else x).cumsum(1)
+        sums = sums if own else pad(sums[:, :-1], (0, 0, 1, 0))
+        return sums.flip(1) if against else sums
 
 
 class SideDecay(NamedTuple):
@@ -32,10 +54,7 @@ class SideDecay(NamedTuple):
     """(M, chunk, nheads): decay of what the column wrote until it leaves the chunk; 0 in another document."""
     total: Tensor
     """(M, nheads): decay of the entering state until it leaves; 0 where a document ends in between."""
-    cumulate: Tensor
-    """(M or 1, chunk, chunk) float64 or best available, 1 where the column's decay is part of the row's sum."""
-    strict: Tensor
-    """The same without the row's own decay."""
+    running: RunningSums
 
     def log_matrix(self, at: slice) -> Tensor:
         """(m, nheads, chunk, chunk) log-decay from column to row, without `growth`: at most 0 in the direction's
@@ -70,16 +89,12 @@ def side_decay(
     if log_decay.dim() == 1:
         log_decay = log_decay.expand(layout.rows if layout.gather is None else 1, layout.seqlen, heads)
     steps = layout.split(log_decay.to(wide)).clamp(SMALLEST_LOG_DECAY, LARGEST_LOG_DECAY)
-    cumulate = torch.ones(layout.chunk, layout.chunk, dtype=wide, device=device).tril()[None]
-    if reverse:
-        cumulate = cumulate.mT
+    earlier = None
     if same_document is not None:
-        cumulate = cumulate * same_document
-    # A product with a mask, not a cumulative sum: a document's sums then hold none of its neighbours'
-    # rounding.
-    strict = cumulate * (1 - torch.eye(layout.chunk, dtype=wide, device=device))
-    cols = cumulate @ steps
-    rows = strict @ steps if exclusive else cols
+        earlier = (same_document.triu(1) if reverse else same_document.tril(-1)).to(wide)
+    running = RunningSums(reverse, earlier)
+    cols = running.over(steps)
+    rows = running.over(steps, own=False) if exclusive else cols
     end = cols[:, :1] if reverse else cols[:, -1:]
     # Between documents a difference means nothing and could be anything: bounded, not to give inf * 0.
     leave = (end - cols).clamp_(max=LARGEST_LOG_DECAY * layout.chunk).exp_()
@@ -97,9 +112,7 @@ def side_decay(
         row_hi, row_lo = split_precision(rows - (bound - LARGEST_LOG_DECAY), dtype)
     else:
         row_hi, row_lo = col_hi, col_lo
-    return SideDecay(
-        row_hi, row_lo, col_hi, col_lo, enter.to(dtype), leave.to(dtype), total.to(dtype), cumulate, strict
-    )
+    return SideDecay(row_hi, row_lo, col_hi, col_lo, enter.to(dtype), leave.to(dtype), total.to(dtype), running)
 
 
 def split_precision(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -116,15 +129,14 @@ def side_decay_backward(
 
     drow and dcol: of the sums up to rows and columns (the latter with the opposite sign); dleave: of the sums
     from a column to the edge; dtotal (M, nheads): of the sum over the whole chunk. All (M, chunk, nheads) but
-    the last, drow and dcol in the dtype of `decay.cumulate`.
+    the last, drow and dcol in the widest dtype of the device.
     """
-    wide = decay.cumulate.dtype
-    gradient = (decay.strict if exclusive else decay.cumulate).mT @ drow
-    gradient -= decay.cumulate.mT @ dcol
+    running = decay.running
+    gradient = running.over(drow, own=not exclusive, back=True) - running.over(dcol, back=True)
     if dleave is not None:
         # Everything written strictly before a token passes that token's decay on its way out. Summed from
         # that side no large terms cancel, and a document's own mask keeps the others out.
-        gradient += decay.strict @ dleave.to(wide)
+        gradient += running.over(dleave.to(drow.dtype), own=False)
     if dtotal is not None:
-        gradient += dtotal.to(wide).unsqueeze(1)
+        gradient += dtotal.unsqueeze(1)
     return gradient
