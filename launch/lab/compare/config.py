@@ -230,6 +230,11 @@ class ComparisonConfig:
         free = next(seed for seed in itertools.count() if seed not in self.seeds)
         return free if self.tune_seed is None else self.tune_seed
 
+    @property
+    def grid_size(self) -> int:
+        """Returns how many tuning runs an entry has at least."""
+        return math.prod(map(len, self.tune.values())) if self.tune else 0
+
     def _check_tuning(self) -> None:
         seed = f"comparison.tune_seed should be an integer >= 0 that is not among the seeds, got {self.tune_seed}"
         require(self.tuned_with >= 0 and not (self.tune and self.tuned_with in self.seeds), seed)

@@ -231,14 +231,14 @@ def plan_text(comparison: Comparison) -> str:
 
 def _cost_words(comparison: Comparison) -> str:
     """Says what all runs of a comparison cost; a training step takes three times the FLOPs of the forward pass."""
-    grid, seeds, units, flops = comparison.settings.tune, len(comparison.settings.seeds), 0, 0
-    each = seeds + (math.prod(map(len, grid.values())) if grid else 0)
+    tries, units, flops = comparison.settings.grid_size, 0, 0
+    each = len(comparison.settings.seeds) + tries
     for entry in comparison.entries:
         config, task = entry.config, entry.config.task()
         count = each * config.steps * config.global_batch_size * task.units(config.data.seqlen)
         units, flops = units + count, flops + 3 * count * task.flops(config.model, config.data.seqlen)
     unit = comparison.entries[0].config.task().unit
-    runs, least = each * len(comparison.entries), "at least " if grid else ""
+    runs, least = each * len(comparison.entries), "at least " if tries else ""
     return f"in all {least}{counted(runs, 'run', 'runs')}: {short_number(units)} {unit}, {short_number(flops)} FLOPs"
 
 

@@ -187,7 +187,7 @@ def plan_words(comparison: Comparison) -> list[str]:
     if not grid:
         return []
     lists = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
-    count = len(_product(grid)) * len(comparison.entries)
+    count = comparison.settings.grid_size * len(comparison.entries)
     further = f"and more where the best value is at an end, up to {FURTHER} beyond it"
     return [f"before them each entry is tuned by itself with seed {seed}, {lists}: {count:,} runs, {further}"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matmix.launch.lab.compare.config import Entry, entries_of
-from matmix.launch.lab.compare.report import LOSS, counted, seeds_words
+from matmix.launch.lab.compare.report import LOSS, begun, counted, seeds_words
 from matmix.launch.lab.compare.tuning import plan_words, tuning_table
 from matmix.launch.lab.ladder.law import DRAWS, HUBER, SHARE, Fit
 from matmix.launch.lab.ladder.picture import picture
@@ -35,7 +35,7 @@ def plan_text(
     comparison, seeds = ladder.comparison, ladder.comparison.settings.seeds
     trained, tuning = entries_of(comparison, only), tuned_part(ladder, only)
     rows, headings = [], [*_HEADINGS, "FLOPs", *(["time"] if seconds else [])]
-    tries = math.prod(map(len, comparison.settings.tune.values())) if comparison.settings.tune else 0
+    tries = comparison.settings.grid_size
     runs, flops, time = 0, 0.0, 0.0
     for entry in asked_for(ladder, only):
         own = cost(entry)
@@ -104,7 +104,7 @@ def words_on_settings(ladder: Ladder) -> list[str]:
 
 def write_report(ladder: Ladder) -> str:
     """Writes tables and picture of what there is; returns the text to be shown."""
-    ladder = with_rates(ladder)
+    ladder, idle = _begun(with_rates(ladder))
     parts, families = families_of(ladder)
     gaps = gaps_of(families, ladder.settings.counts)
     files = {
@@ -113,7 +113,17 @@ def write_report(ladder: Ladder) -> str:
         "plot.png": picture(ladder, parts, families, gaps),
     }
     is_empty = not any(family.points for family in families)
-    return write_tables(ladder.comparison.home / "report", _text(ladder, families, gaps), files, is_empty=is_empty)
+    text = _text(ladder, families, gaps)
+    if idle:
+        text += f"\n\nNot begun: {'; '.join(idle)}."
+    return write_tables(ladder.comparison.home / "report", text, files, is_empty=is_empty)
+
+
+def _begun(ladder: Ladder) -> tuple[Ladder, list[str]]:
+    """Returns the ladder without the entries of which nothing has begun at any size, and their names."""
+    idle = [name for name in begun(ladder.comparison)[1] if name not in ladder.settings.counts]
+    kept = tuple(entry for entry in ladder.comparison.entries if entry.name not in idle)
+    return dataclasses.replace(ladder, comparison=dataclasses.replace(ladder.comparison, entries=kept)), idle
 
 
 def _text(ladder: Ladder, families: Sequence[Family], gaps: Sequence[Gap]) -> str:

@@ -148,6 +148,15 @@ def test_the_report_has_losses_laws_and_the_gaps_to_the_controls(ladder, monkeyp
     assert (report / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_entries_of_which_nothing_has_begun_are_named_and_not_tabulated(ladder):
+    for task in tuning_tasks(with_rates(ladder), ["Hydra, 2 x"]):
+        finish(task, {"loss": 2.0})
+    said = write_report(ladder)
+    assert "Not begun: attention; no mixer; convolution only." in said
+    assert "| attention" not in said
+    assert "| Hydra" in said
+
+
 def test_what_is_wrong_is_one_line(tmp_path):
     for table, message in (
         ({"sizes": "4k,four"}, r"'four' is no number of parameters such as 0\.5M"),
