@@ -111,6 +111,7 @@ def test_launches_are_timed_one_by_one(interpreter, tmp_path, capsys):
     assert "of a copy" in command.times_text(result)
 
 
+@pytest.mark.slow
 def test_a_candidate_is_checked_and_timed(interpreter, tmp_path):
     now = kept(tmp_path, "sweep", only="float32, mix: forward_chunk 32,")
     tried = sweep.Sweep(now, torch.float32)
@@ -149,6 +150,7 @@ def test_the_calls_that_are_named_exist():
     assert len(list(counted_calls(torch.bfloat16))) >= 9
 
 
+@pytest.mark.slow
 def test_the_fastest_right_configuration_becomes_the_table(tmp_path, monkeypatch):
     """With made-up times: small tiles are fast, 4 warps of `mix` are wrong, and the fastest as a whole fails."""
 

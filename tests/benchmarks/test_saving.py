@@ -8,6 +8,7 @@ from matmix.benchmarks.__main__ import main
 from matmix.benchmarks.saving import parse_size
 
 
+@pytest.mark.slow
 def test_table_and_record(tmp_path, capsys):
     record = tmp_path / "record.json"
     arguments = ["--sizes", "500k,1.5M", "--repeats", "1", "--device", "cpu", "--directory", str(tmp_path)]

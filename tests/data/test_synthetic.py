@@ -203,6 +203,7 @@ def test_the_parser_on_examples(text, value):
     assert evaluate(text.split()) == value
 
 
+@pytest.mark.slow
 @each("name", GENERATED)
 def test_a_constant_guess_is_right_as_often_as_the_histogram_says(name):
     loader = loader_of(config_of(name))

@@ -125,6 +125,7 @@ def test_parameters_stay_what_they_are(mixer):
     assert changed == float8_maps(build_model(scenario.MODELS[mixer], device="meta"))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", scenario.MODELS)
 def test_models_learn_as_in_bf16(mixer):
     plain, *others = scenario.losses_of_all(mixer, [{"fp8": recipe} for recipe in ("", *RECIPES)], 12)
@@ -134,6 +135,7 @@ def test_models_learn_as_in_bf16(mixer):
         assert losses == pytest.approx(plain, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recomputing_changes_nothing(recipe):
     modes = [

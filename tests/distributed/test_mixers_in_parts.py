@@ -74,6 +74,7 @@ def test_parts_give_what_whole_rows_give(ranks):
     check(some(ranks), ranks, torch.float64)
 
 
+@pytest.mark.slow
 def test_parts_of_four_ranks():
     """The kinds of documents that the test in float32 leaves out."""
     check([case for case in some(4) if case[1] != "over three ranks"], 4, torch.float64)

@@ -158,6 +158,7 @@ def test_entries_may_have_other_shapes_and_types(dataset, tmp_path):
         assert (rows.shape, rows.dtype) == (weight.shape[:1], torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_plans_count_what_it_keeps(capsys):
     recipe = ["--model.vocab-size", "300", "--optimizer.name"]
     config = load_config("debug_mru", [*recipe, "momentum"])

@@ -126,6 +126,7 @@ def test_parts_are_parts_of_the_whole(ranks):
     check_parts({label: typed(case, torch.float64) for label, case in cases.items()}, ranks, 1e-12)
 
 
+@pytest.mark.slow
 def test_float32():
     check_parts(products() | mixers() | delta_rules(), 3, 1e-5)
 

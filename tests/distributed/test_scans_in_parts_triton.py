@@ -51,12 +51,6 @@ def few() -> dict[str, Case]:
     }
 
 
-def fewest() -> dict[str, Case]:
-    """Those of a Hydra encoder."""
-    cases = few()
-    return {name: cases[name] for name in ("hydra", "convolution of 7")}
-
-
 def spans() -> dict[str, Case]:
     """Rows that are long enough for states to be passed span by span."""
     return {"long": long_rows()}
@@ -78,7 +72,6 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("cases", "ranks", "dtype"),
     [
-        (fewest, 2, torch.bfloat16),
         nightly(few, 2, torch.bfloat16),
         nightly(once, 3, torch.float32),
         nightly(layers, 3, torch.float32),

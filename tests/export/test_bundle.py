@@ -74,6 +74,7 @@ def test_definitions_are_the_sources_as_they_stand(code):
     assert source[source.index("class Backbone") :].strip() in text
 
 
+@pytest.mark.slow
 def test_installed_kernels_are_used_only_in_the_same_series(exports, monkeypatch):
     import importlib.metadata
 

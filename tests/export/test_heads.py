@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from failures import each
+from nightly import nightly
 from safetensors.torch import load_file
 from small_models import HEADS, random_model, with_head
 from transformers import (
@@ -167,7 +168,7 @@ def test_a_configuration_says_what_the_model_has_become(head_exports, tmp_path):
     torch.testing.assert_close(read_export(tmp_path).eval()(ids), model(ids).logits)
 
 
-@pytest.mark.parametrize("name", ["classes", "tokens", "spans", "choices"])
+@pytest.mark.parametrize("name", ["classes", *map(nightly, ("tokens", "spans", "choices"))])
 def test_trainer_continues(head_exports, name, tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
     from bare_libraries import check_trainer

@@ -76,6 +76,7 @@ def test_characters_without_bytes_make_one_unknown_token_of_neighbours_that_are_
     assert mismatches(sentencepiece_to_fast(path), str(path), texts) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=40))
 def test_hypothesis_finds_no_text_with_other_ids(tokenizer, text):

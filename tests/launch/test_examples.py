@@ -226,6 +226,7 @@ def _reproduced(task: str, rows: list[dict]) -> dict[str, float]:
     return {"accuracy": accuracy_score(right, given)}
 
 
+@pytest.mark.slow
 @each("task", EXAMPLES)
 def test_the_metrics_of_every_task_can_be_computed_from_its_predictions(task, tmp_path):
     """What is predicted has the form of a label, one for each example of the file; without labels it is the same."""

@@ -125,6 +125,7 @@ def _put(module, name, device, **_):
     setattr(module, name, nn.Parameter(weight.detach().to(device), requires_grad=weight.requires_grad))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [encoder_of_all, nightly(language_model_of_all)])
 def test_layers_on_two_devices(config, monkeypatch):
     """With tensors that have a device and no numbers: as on GPUs, operations refuse those of two devices."""
@@ -174,6 +175,7 @@ class Adapter(nn.Module):
         return self.base_layer(x) + x @ self.down.T @ self.up.T
 
 
+@pytest.mark.slow
 @each("name", CASES)
 def test_adapters_in_half_precision(randomize, name):
     """They and their layers compute in the type that the layer alone computes in, float32 where that is."""

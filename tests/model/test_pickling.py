@@ -81,6 +81,7 @@ def test_blocks_with_weights_of_the_papers_code():
     assert other.reference_names == block.reference_names
 
 
+@pytest.mark.slow
 def test_another_process_takes_a_model():
     model = build_model(language_model_of_all()).requires_grad_(False).eval()
     initialize(model, seed=0)

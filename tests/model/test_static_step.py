@@ -160,6 +160,7 @@ def continued(model, prompts, static, *, end=None, count=12):
     return tokens, sizes
 
 
+@pytest.mark.slow
 def test_a_batch_in_fixed_buffers_gets_what_it_gets_otherwise(make):
     """Also where prompts end at different times, the first one first, and before any step."""
     model = make(*STATIC)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from failures import each
+from nightly import nightly
 from runs import losses, records, run_recipe
 
 from matmix.launch.generate import Generate
@@ -85,7 +86,7 @@ def test_a_flipped_bit_in_the_tokenizer_is_refused(run, capsys) -> None:
     assert "tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("vanish", ["checkpoints", "checkpoints/step-*"])
+@pytest.mark.parametrize("vanish", [nightly("checkpoints"), "checkpoints/step-*"])
 def test_vanished_checkpoints_are_no_new_run(run, whole, capsys, vanish) -> None:
     for path in run.glob(vanish):
         shutil.rmtree(path)
@@ -111,6 +112,7 @@ def test_starting_over_leaves_a_run_with_checkpoints_alone(run, whole) -> None:
     assert not list(run.glob("*.aside-*"))
 
 
+@pytest.mark.slow
 @each(
     "bad", [b"\xff\xfe\n", b"5\n", b"[1]\n", b"{}\n", b'{"step": "x", "kind": []}\n', b"[" * 10**5 + b"\n"], fresh="run"
 )
@@ -134,6 +136,7 @@ def test_a_line_that_a_kill_cut_off_is_no_damage(run, whole, capsys) -> None:
     assert not list(run.glob("*.aside-*"))
 
 
+@pytest.mark.slow
 def test_a_damaged_summary_is_written_again(dataset, whole, tmp_path) -> None:
     run_recipe("debug_mru", dataset, tmp_path / "run")
     path = tmp_path / "run" / "summary.json"

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from matmix.data.config import DataConfig
@@ -14,6 +16,7 @@ print(sorted({"streaming", "transformers", "sklearn", "scipy"} & set(sys.modules
 """
 
 
+@pytest.mark.slow
 def test_a_reader_imports_of_streaming_the_codec(small):
     done = subprocess.run([sys.executable, "-P", "-c", PROGRAM, str(small)], capture_output=True, text=True)
     assert done.stdout.splitlines() == ["[]"], done.stderr

@@ -42,6 +42,7 @@ def remote_files(store, prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(f"{prefix}/"): store.get(key) for key in store.names(prefix)}
 
 
+@pytest.mark.slow
 def test_prepare_into_a_store_gives_what_a_folder_gets(store, tmp_path, capsys):
     prepare(options(tmp_path, str(tmp_path / "local")))
     expected = local_files(tmp_path / "local")
@@ -63,6 +64,7 @@ def test_prepare_into_a_store_gives_what_a_folder_gets(store, tmp_path, capsys):
     assert [path for method, path in store.requests if method == "PUT"] == writes
 
 
+@pytest.mark.slow
 def test_a_failed_upload_is_continued_by_the_same_command(store, tmp_path, capsys):
     url = f"{store.url}/x"
     store.fail(1000, part="shard.00003")

@@ -152,6 +152,7 @@ class Killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_each_of_its_file_operations(tmp_path, background):
     """Whenever a process dies, the newest checkpoint is valid: the one before, or the one being written."""

@@ -49,6 +49,7 @@ def test_lengths(interpreter, form, seqlen, dtype):
     check_form(interpreter, form, seqlen, dtype, states=states, **shape, check_options={"gradients": gradients})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", [nightly(form, condition=form != "hydra") for form in (CAUSAL, *FORMS)])
 def test_long(interpreter, form, dtype):

@@ -157,6 +157,7 @@ def test_the_kernels_average_snakes(kernels, launched, name, options, token, out
         assert error < 1e-5, (key, error)
 
 
+@pytest.mark.slow
 def test_compiled_whole(randomize):
     """Without a break in the graph, with the same numbers."""
     mixer = _lion("lion_s", {"gate_sets": 2}, randomize, torch.float32, "auto")

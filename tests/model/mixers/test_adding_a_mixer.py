@@ -82,6 +82,7 @@ def matmix(package: Path, calls: list[list[str]], folder: Path) -> str:
     return run_in(package, "-c", code, folder=folder)
 
 
+@pytest.mark.slow
 def test_the_mixer_is_compared_at_equal_parameters(package, tmp_path):
     ((recipe, copy),) = commands("cp")
     (entry,) = code_blocks("toml")

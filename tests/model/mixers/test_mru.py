@@ -61,6 +61,7 @@ def _generated(model, ids):
     return torch.stack(steps, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("construction", [BOUNDED_CONSTRUCTIONS[0], *map(nightly, BOUNDED_CONSTRUCTIONS[1:])])
 def test_512_generated_tokens_equal_the_parallel_form(small_config, small_model, construction):
     mru, ids = MRUConfig(order=4, construction=construction, decay=True), torch.randint(61, (1, 512))

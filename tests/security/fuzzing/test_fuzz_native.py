@@ -176,14 +176,14 @@ def originals(tmp_path_factory):
 @pytest.mark.parametrize(
     ("use", "name"),
     [
-        ("tokenizer", "tokenizer.model"),
+        nightly("tokenizer", "tokenizer.model"),
         ("tokenizer", "tokenizer.json"),
         *(nightly("transformers_folder", name) for name in OF_TRANSFORMERS),
         ("parquet", "a.parquet"),
-        ("arrow", "a.arrow"),
+        nightly("arrow", "a.arrow"),
         ("checkpoint", "a.safetensors"),
         ("checkpoint", "a.pt"),
-        ("checkpoint", "legacy.pt"),
+        nightly("checkpoint", "legacy.pt"),
     ],
 )
 def test_changed_files(originals, use, name, request):

@@ -76,6 +76,7 @@ def test_metrics_of_steps_that_are_done_again_appear_once(dataset, tmp_path):
     assert max(losses(tmp_path / "run")) < 50
 
 
+@pytest.mark.slow
 def test_a_profiler_trace_covers_its_window(dataset, tmp_path):
     options = ["--logging.profile-start", "2", "--logging.profile-steps", "2"]
     run_recipe("debug_mru", dataset, tmp_path / "run", "--steps", "4", "--evaluation.every", "0", *options)

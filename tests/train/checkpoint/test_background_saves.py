@@ -49,6 +49,7 @@ def at_step(monkeypatch, step, action):
     monkeypatch.setattr(NanGuard, "after_step", extended)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_same(dataset, tmp_path, monkeypatch, held, capsys, told):
     """Steps and an evaluation go on while the save of step 2 is held up; that of step 4 waits for it."""
     told.then = lambda: "is still being written" in told[-1] and held.set()

@@ -117,6 +117,7 @@ def test_a_newer_checkpoint_is_used(start, straight, at_once, tmp_path):
     assert_same(tmp_path / "run", straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_a_bit, nightly(os.unlink), nightly(lambda path: os.truncate(path, 10))])
 def test_damaged_copies_are_not_used(damage, start, straight, at_once, tmp_path):
     """Each of its files in turn; the checkpoint before it is."""

@@ -108,6 +108,7 @@ def small(**engine) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=320))
 
 
+@pytest.mark.slow
 @each("mode", ["none", "selective", "selective by op", "full"])
 def test_nothing_of_the_step_is_left_out(mode):
     """Bytes alive after the forward pass on fake tensors are those of a real pass."""
@@ -142,6 +143,7 @@ def test_what_is_offloaded_lies_with_the_host(capsys):
     assert re.search(r"host memory +\d.* GiB of the host's for each rank: .* activations", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_larger_batches_follow_from_smaller_ones():
     config = small()
     for size in (1, 2, 7):
@@ -179,6 +181,7 @@ def test_layers_that_do_not_repeat_are_all_run():
     assert deepened(record, 1, 2) is None  # no layer has gradients of its own
 
 
+@pytest.mark.slow
 def test_mixers_of_a_fixed_length_are_planned_and_shown(capsys):
     fixed = [name for name, mixer in MIXERS.items() if mixer.fixed_length]
     options = {name: small_config(name) for name in fixed}

@@ -293,6 +293,7 @@ def test_a_run_ends_with_what_context_bought(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_picture(dataset, tmp_path, monkeypatch):
     options = ["--logging.picture", "True", "--evaluation.batches", "1"]
     run_recipe("debug_mru", dataset, tmp_path / "run", *options, "--stop-step", "2")

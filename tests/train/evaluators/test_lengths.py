@@ -76,6 +76,7 @@ def config_of(recipe, run_dir, *overrides):
     return load_config(recipe, ["--run-dir", str(run_dir), *overrides])
 
 
+@pytest.mark.slow
 def test_a_run_learns_parity_and_tells_how_far_it_holds(parity, tmp_path, capsys):
     run = tmp_path / "run"
     words = ["train", parity, "--run-dir", str(run), "--steps", "120"]

@@ -17,6 +17,7 @@ def print_of(*tensors: torch.Tensor) -> list[int]:
     return fingerprint(tensors, CPU).tolist()
 
 
+@pytest.mark.slow
 @each("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 def test_every_single_bit_counts(dtype):
     tensors = [torch.randn(3, 5).to(dtype), torch.randn(1).to(dtype)[0], torch.zeros(7).to(dtype)]

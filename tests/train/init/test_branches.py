@@ -64,6 +64,7 @@ def same(found, expected):
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow
 def test_a_decay_goes_on_as_one_run_would_have(recipe, stable, tmp_path, capsys, told):
     """Bit for bit the run that decayed there in the first place, also after a stop, when the source is gone."""
     whole, branch, source = (tmp_path / name for name in ("whole", "branch", "source"))

@@ -63,6 +63,7 @@ def test_a_run_begins_with_the_weights_of_a_run_or_its_export(encoder, begin, tm
     ]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_a_run_in_an_object_store(encoder, begin, tmp_path, monkeypatch, told):
     """Of the checkpoint of a step, without what its optimizer keeps."""
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))

@@ -123,6 +123,7 @@ def test_rates_are_multiplied_and_a_step_decays_as_in_the_base_model():
     assert with_["embedding.weight"] == without["embedding.weight"] == (1.0, 0.1)
 
 
+@pytest.mark.slow
 @each("mixer", ["attention", "mru", "hydra", "lion_s"])
 def test_what_a_few_steps_change_has_one_size_at_all_widths(mixer):
     streams, narrow = ("stream 1", "stream 2"), coordinates(mixer, 64, 0, steps=2)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 START = """
 import gc
 from matmix.train.process.console import begin_process
@@ -13,6 +15,7 @@ print(sum(generation["collections"] for generation in gc.get_stats()), gc.isenab
 """
 
 
+@pytest.mark.slow
 def test_imports_are_not_slowed_by_looking_for_garbage():
     found = subprocess.run([sys.executable, "-P", "-c", START], capture_output=True, text=True, check=True)
     collections, enabled = found.stdout.split()

@@ -33,12 +33,14 @@ def run(**environment: str) -> tuple[int, int, int]:
     return first, kept, last
 
 
+@pytest.mark.slow
 def test_what_is_freed_is_used_again():
     given_back, kept, after = run()
     assert kept == 1
     assert given_back > 10 * after + 10  # pages of two tensors of 48 MB, each of 4 KB or more
 
 
+@pytest.mark.slow
 def test_what_the_environment_says_holds():
     given_back, kept, after = run(MALLOC_TRIM_THRESHOLD_="131072")
     assert kept == 0

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from nightly import nightly
 from runs import records
 
 from matmix.train import entry, loop
@@ -58,7 +59,12 @@ def move(tmp_path):
 
 @pytest.mark.parametrize(
     ("event", "at", "replaced"),
-    [("compute_step", 4, False), ("compute_step", 4, True), ("evaluate", 4, True), ("save", 3, True)],
+    [
+        nightly("compute_step", 4, False),
+        nightly("compute_step", 4, True),
+        nightly("evaluate", 4, True),
+        ("save", 3, True),
+    ],
 )
 def test_a_run_that_is_moved_ends_with_all_it_has_in_one_folder(start, move, tmp_path, capsys, event, at, replaced):
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)

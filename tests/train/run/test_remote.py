@@ -228,6 +228,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(
     assert steps_at(store) == ["step-00000008", "step-00000012"]
 
 
+@pytest.mark.slow
 def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url, dataset, tmp_path):
     run_recipe("debug_mru", dataset, url, *STEPS, "--stop-step", "4")
     elsewhere(tmp_path)
@@ -241,6 +242,7 @@ def test_it_does_not_start_from_scratch_where_no_checkpoint_is_valid(store, url,
     assert not list(local_folder(url).glob("checkpoints/step-*/checkpoint.json"))
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_left_alone(store, url, dataset):
     store.put("runs/a/photos/one.jpg", b"...")
     with pytest.raises(ValueError, match=rf"^run_dir {url} is not empty and not a run; choose another run_dir$"):
@@ -302,6 +304,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
     assert store.get("runs/a/metrics.jsonl") == b"of the other job"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", nightly("memory")])
 def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
@@ -379,6 +382,7 @@ def test_what_somebody_reads_stays_as_it_is_whatever_others_read(store, url, dat
     assert contents(checkpoint) == before
 
 
+@pytest.mark.slow
 def test_generate_and_export_fetch_and_hash_only_what_holds_weights_and_that_once(
     store, url, dataset, tmp_path, monkeypatch, straight
 ):

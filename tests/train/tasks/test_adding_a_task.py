@@ -69,6 +69,7 @@ def test_it_trains_resumes_and_is_shown(recipe, tmp_path, capsys):
     assert f"Entropy of the predictions: {last['entropy']:.3f} nats." in printed.out
 
 
+@pytest.mark.slow
 def test_the_reported_loss_is_that_of_the_built_in_task_and_smoothing_changes_training(recipe, dataset, tmp_path):
     """At step 1 the weights are the same: only what is differentiated differs."""
     config = load_config("debug_mru", ["--data.path", dataset, "--run-dir", str(tmp_path / "plain"), "--device", "cpu"])
@@ -79,6 +80,7 @@ def test_the_reported_loss_is_that_of_the_built_in_task_and_smoothing_changes_tr
     assert abs(mine[-1] - plain[-1]) > 1e-5
 
 
+@pytest.mark.slow
 def test_estimates_know_it(recipe):
     own = make_plan(load_config(recipe, ["--model.vocab-size", "2048"]), 1)
     plain = make_plan(load_config("debug_mru", ["--model.vocab-size", "2048"]), 1)

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from comparisons import ENTRIES, TINY, VARIANTS
+from nightly import nightly
 
 from matmix.launch.lab.compare.config import keep_recipe, missing_controls, read_comparison, tasks_of
 from matmix.launch.lab.compare.width import differing_keys, match_width, matched, words_on_differences
@@ -296,7 +297,10 @@ def test_every_entry_meets_every_variant(recipe, tmp_path):
 # -- equal parameters ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(bundled_comparisons()))
+FULL_SIZE = ("bidirectional", "language_models", "lion", "lion_imagenet", "matrix_mixers")
+
+
+@pytest.mark.parametrize("name", [nightly(name, condition=name in FULL_SIZE) for name in bundled_comparisons()])
 def test_all_entries_of_the_bundled_comparisons_have_equally_many_parameters(name):
     comparison = matched(read_comparison(name))
     for part in comparison.by_variant():

@@ -23,6 +23,7 @@ FAST = ["--glue.device", "cpu", "--glue.global-batch-size", "4", "--glue.epochs"
 FAST += ["--glue.logging.tensorboard", "False", "--glue.logging.picture", "False"]
 
 
+@pytest.mark.slow
 def test_encoders_are_fine_tuned_as_by_matmix_glue(recipe, dataset, tmp_path, in_this_process, capsys):
     """MNLI first, whose weights RTE begins with; the same command again trains nothing."""
     write_glue(tmp_path / "GLUE", ["MNLI", "RTE"], train=12)

@@ -189,6 +189,7 @@ def test_an_entry_that_cannot_be_tuned_is_not_trained(recipe, dataset, machine, 
     assert "Hydra/seed-1" not in script
 
 
+@pytest.mark.slow
 def test_a_wider_grid_says_which_runs_it_would_make_anew(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "picture", lambda parts: b"")
     command = ["compare", recipe(TINY + TUNED), "--data.path", dataset, "--run-dir", str(tmp_path / "home")]

@@ -79,6 +79,7 @@ def test_what_each_engine_sends():
     assert hybrid["reduce-scatter of gradients"] == pytest.approx(1 / 2, rel=PADDING)
 
 
+@pytest.mark.slow
 def test_what_is_sent_in_bf16():
     exact, rounded = sent(4), sent(4, "--engine.precision", "bf16")
     assert rounded["reduce-scatter of gradients"] == exact["reduce-scatter of gradients"]
@@ -114,6 +115,7 @@ def test_what_zero_offloads_lies_with_the_host():
     assert said.count("--engine.offload False") == 1
 
 
+@pytest.mark.slow
 def test_a_context_shares_activations_and_sends_states():
     long = ("--data.seqlen", "4096", "--model.max-seqlen", "4096", "--engine.precision", "bf16")
     plans = {n: make_plan(config(*long, "--engine.context", str(n), "--micro-batch-size", "1"), 4) for n in (1, 2, 4)}
@@ -181,6 +183,7 @@ def test_time_follows_from_the_hardware():
     assert one.seconds == one.step_seconds * one.plan.steps
 
 
+@pytest.mark.slow
 def test_launches_bound_the_time_of_small_models():
     """Every op of a pass that computes is a launch or more, and passes add up."""
     whole = ("--micro-batch-size", "64")
@@ -199,6 +202,7 @@ def test_launches_bound_the_time_of_small_models():
     assert (found := estimate(large, 8, H100, 0.4)).step_seconds == found.compute_seconds
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_short_run(capsys):
     """No interval between checkpoints that is longer than the run, and no warning of what seconds cost."""
     assert main(["debug_hydra", "--gpus", "1", "--steps", "150", "--checkpoint.every", "50"]) == 0
@@ -214,6 +218,7 @@ def test_what_is_said_of_a_short_run(capsys):
     assert text.endswith("--checkpoint.every 100000")
 
 
+@pytest.mark.slow
 def test_suggestions_fit_and_keep_the_batch():
     one = config()
     found = suggest(one, 4, H100, 0.4)

@@ -88,7 +88,8 @@ def test_other_forms_of_lion_are_composed(on_triton, launched, make, form):
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [CASES[0], nightly(*CASES[3]), CASES[7], ("hydra", SMALL | {"recompute": True})]
+    ("name", "options"),
+    [CASES[0], nightly(*CASES[3]), nightly(*CASES[7]), nightly("hydra", SMALL | {"recompute": True})],
 )
 def test_compiled(on_triton, make, name, options):
     """Traced whole, with the same numbers."""
