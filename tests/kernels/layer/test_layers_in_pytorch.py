@@ -72,7 +72,7 @@ def test_schema_fake_and_autograd_registration(interpreter, name):
         torch.library.opcheck(func, args, test_utils=utils)
 
 
-@pytest.mark.parametrize("name", [nightly(name, condition=name != NAMES[0]) for name in NAMES])
+@pytest.mark.parametrize("name", NAMES)
 def test_compile_without_graph_breaks(interpreter, name):
     op, tensors = samples(interpreter)[name]
     wanted = op(**tensors)
