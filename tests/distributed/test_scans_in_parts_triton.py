@@ -69,15 +69,16 @@ def check(cases: dict[str, Case], ranks: int, dtype: torch.dtype) -> None:
     check_parts({label: typed(case, dtype) for label, case in cases.items()}, ranks, TOLERANCE[dtype], interpreted=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "ranks", "dtype"),
     [
-        nightly(few, 2, torch.bfloat16),
-        nightly(once, 3, torch.float32),
-        nightly(layers, 3, torch.float32),
-        nightly(few, 2, torch.float32),
-        *(nightly(spans, 2, dtype) for dtype in TOLERANCE),
-        nightly(once, 2, torch.bfloat16),
+        (few, 2, torch.bfloat16),
+        (once, 3, torch.float32),
+        (layers, 3, torch.float32),
+        (few, 2, torch.float32),
+        *((spans, 2, dtype) for dtype in TOLERANCE),
+        (once, 2, torch.bfloat16),
     ],
 )
 def test_parts_are_what_the_definition_makes_of_whole_rows(cases, ranks, dtype):

@@ -10,7 +10,6 @@ from accelerate import cpu_offload, dispatch_model
 from every_mixer import SEQLEN, encoder_of_all, language_model_of_all
 from failures import each
 from mixer_cases import CASES, D_MODEL
-from nightly import nightly
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -126,7 +125,7 @@ def _put(module, name, device, **_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [encoder_of_all, nightly(language_model_of_all)])
+@pytest.mark.parametrize("config", [encoder_of_all, language_model_of_all])
 def test_layers_on_two_devices(config, monkeypatch):
     """With tensors that have a device and no numbers: as on GPUs, operations refuse those of two devices."""
     config, second = config(), torch.device("cuda", 1)

@@ -94,7 +94,7 @@ def test_signals_to_every_process_and_a_kill_of_the_parent(tmp_path, small, star
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["close", nightly("leave open")])
+@pytest.mark.parametrize("mode", ["close", "leave open"])
 def test_an_orderly_end_is_quick_and_silent(tmp_path, small, mode):
     reader = Reader(tmp_path, small, "fork", mode)
     assert reader.read() > 0

@@ -11,7 +11,7 @@ import torch
 from compare import rmse_ratio, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from nightly import each_value_once, nightly
+from nightly import each_value_once
 from scans import DEFINITIONS, DTYPES, check, on
 from test_quasiseparable import FORMS, make_for
 from test_semiseparable import CHUNKS, DECAYS, LENGTHS, make
@@ -51,7 +51,7 @@ def test_lengths(interpreter, form, seqlen, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", [nightly(form, condition=form != "hydra") for form in (CAUSAL, *FORMS)])
+@pytest.mark.parametrize("form", [CAUSAL, *FORMS])
 def test_long(interpreter, form, dtype):
     check_form(interpreter, form, LONGEST, dtype, batch=1, heads=1, groups=1, states=1, d_state=3, headdim=4)
 

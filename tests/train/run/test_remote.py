@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from folders import contents
-from nightly import nightly
 from object_store import running_store
 from runs import losses, run_recipe
 from saved_weights import read_weights
@@ -305,7 +304,7 @@ def test_who_lost_the_run_to_another_job_does_not_touch_it(store, url, dataset, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", nightly("memory")])
+@pytest.mark.parametrize("kind", ["file", "memory"])
 def test_other_urls(kind, dataset, tmp_path, monkeypatch, straight):
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
