@@ -208,6 +208,7 @@ class MRU(Mixer):
         cls.require(least <= config.order <= ORDERS[-1], config, "order", otherwise)
         cls.require(config.nheads >= 0, config, "nheads", "must be 0 (automatic) or more")
         cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
+        cls.require(0 <= config.dropout < 1, config, "dropout", "must be at least 0 and below 1")
         nheads = cls.head_count(d_model, config)
         square = config.order**2
         if nheads == 0 or (not config.nheads and d_model * heads_per_square(config) % square):

@@ -498,6 +498,7 @@ MISTAKES = [
     ("retnet", {"headdim": 4, "norm_eps": -1.0}, "norm_eps = -1.0: must be 0 or more"),
     ("attention", {"headdim": 4, "dropout": 1.5}, "dropout = 1.5: must be at least 0 and below 1"),
     ("local_attention", {"headdim": 4, "dropout": -1.0}, "dropout = -1.0: must be at least 0 and below 1"),
+    ("mru", {"dropout": 1.0}, "dropout = 1.0: must be at least 0 and below 1"),
     ("vandermonde_di", {"headdim": 8, "eps": math.inf}, "eps = inf: must be above 0, and finite"),
     ("hyena", {"sine_frequency": math.nan}, "sine_frequency = nan: must be finite"),
     ("ckconv", {"sine_frequency": math.inf}, "sine_frequency = inf: must be finite"),
