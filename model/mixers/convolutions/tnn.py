@@ -27,7 +27,14 @@ class TNNConfig:
 
 
 class RelativePositions(ImplicitFilter):
-    """The relative position encoder: relu of hidden layers whose mean square is made 1, and the decay."""
+    """The relative position encoder: relu of hidden layers whose mean square is made 1, and the decay.
+
+    It reads offsets in tokens, as the authors' code does: the mean square leaves of x w + b its direction, which turns
+    from one neighbour to the next, and hardly far away. In parts of the length all entries would start as one.
+    """
+
+    def features(self, offsets: Tensor) -> Tensor:
+        return super().features(offsets * self.max_seqlen)
 
     def activated(self, h: Tensor) -> Tensor:
         return F.relu(F.rms_norm(h, h.shape[-1:], eps=1e-6))

@@ -139,7 +139,7 @@ def _mlp_mixer_layer(mixer, x):
 
 
 def _tnn_filter(mixer, offset):
-    h = torch.tensor([offset / mixer.max_seqlen], dtype=torch.float64)
+    h = torch.tensor([offset], dtype=torch.float64)
     for layer in mixer.filter.layers:
         h = layer.weight @ h + layer.bias
         h = torch.relu(h / (h.square().mean() + 1e-6).sqrt())
@@ -226,6 +226,17 @@ def test_layers_equal_their_equations(name):
     make, reference = LAYERS[name]
     mixer = make()
     assert_layer_equals(mixer, reference, torch.randn(2, 13, D_MODEL, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("max_seqlen", [64, 4096])
+def test_tnn_starts_with_entries_that_tell_neighbours_apart_and_not_far_tokens(max_seqlen):
+    mixer = TNN(256, TNNConfig(decay=1.0), causal=False, max_seqlen=max_seqlen, output_std=0.3)
+    initialize(mixer, seed=0)
+    with torch.no_grad():
+        before, own, after, far, farther = mixer.filter(torch.tensor([-1, 0, 1, 40, 41])).T
+    for pair in ((before, own), (own, after), (before, after)):
+        assert torch.cosine_similarity(*pair, dim=0) < 0.9
+    assert torch.cosine_similarity(far, farther, dim=0) > 0.999
 
 
 def test_empty_documents_alone_give_no_outputs():
