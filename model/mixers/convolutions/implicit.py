@@ -19,13 +19,13 @@ from matmix.model.parameter_rules import NOT_DECAYED, ParameterRule
 class ImplicitFilter(nn.Module):
     """h(offset) for all channels: an MLP of the options `filter_width` and `filter_layers`, times a window.
 
-    Offsets are measured in max_seqlen, so that all lengths evaluate one function; longer ones extrapolate. `terms`: how
-    many tokens count in an output, about; initial outputs are as large as inputs then.
+    Offsets are measured in `unit` tokens, such as max_seqlen, so that all lengths evaluate one function; longer ones
+    extrapolate. `terms`: how many tokens count in an output, about; initial outputs are as large as inputs then.
     """
 
-    def __init__(self, channels: int, config: Any, max_seqlen: int, *, features: int = 1, terms: float = 1.0) -> None:
+    def __init__(self, channels: int, config: Any, unit: int, *, features: int = 1, terms: float = 1.0) -> None:
         super().__init__()
-        self.channels, self.config, self.max_seqlen = channels, config, max_seqlen
+        self.channels, self.config, self.unit = channels, config, unit
         widths = [features, *[config.filter_width] * config.filter_layers]
         self.layers = nn.ModuleList(ExactLinear(*pair) for pair in itertools.pairwise(widths))
         self.out = ExactLinear(config.filter_width, channels, bias=False)
@@ -39,7 +39,7 @@ class ImplicitFilter(nn.Module):
         return {name: NOT_DECAYED for name, _ in self.named_parameters()}
 
     def features(self, offsets: Tensor) -> Tensor:
-        """(n, features) from offsets (n,), which may be negative, in parts of max_seqlen."""
+        """(n, features) from offsets (n,), which may be negative, in units."""
         return offsets.unsqueeze(-1)
 
     def activated(self, h: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class ImplicitFilter(nn.Module):
     def forward(self, offsets: Tensor) -> Tensor:
         """h (channels, n) in float32 at least at offsets (n,) in tokens. Sines multiply errors by their frequency:
         bfloat16 would round the filter to noise, and neighbouring offsets to one."""
-        offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32)) / self.max_seqlen
+        offsets = offsets.to(torch.promote_types(offsets.dtype, torch.float32)) / self.unit
         h = self.features(offsets)
         for layer in self.layers:
             h = self.activated(exact_linear(h, layer))
@@ -64,8 +64,8 @@ class ImplicitFilter(nn.Module):
 class SineFilter(ImplicitFilter):
     """Sines are the activations (SIREN), of frequencies that are learned; they start at `sine_frequency`."""
 
-    def __init__(self, channels: int, config: Any, max_seqlen: int, **options: Any) -> None:
-        super().__init__(channels, config, max_seqlen, **options)
+    def __init__(self, channels: int, config: Any, unit: int, **options: Any) -> None:
+        super().__init__(channels, config, unit, **options)
         self.freq = nn.Parameter(torch.empty(config.filter_width))
         self.init_rules["freq"] = constant_init(config.sine_frequency)
 

@@ -29,18 +29,15 @@ class TNNConfig:
 class RelativePositions(ImplicitFilter):
     """The relative position encoder: relu of hidden layers whose mean square is made 1, and the decay.
 
-    It reads offsets in tokens, as the authors' code does: the mean square leaves of x w + b its direction, which turns
-    from one neighbour to the next, and hardly far away. In parts of the length all entries would start as one.
+    Its unit is a token, as in the authors' code: the mean square leaves of x w + b its direction, which turns from one
+    neighbour to the next, and hardly far away. In parts of the length all entries would start as one.
     """
-
-    def features(self, offsets: Tensor) -> Tensor:
-        return super().features(offsets * self.max_seqlen)
 
     def activated(self, h: Tensor) -> Tensor:
         return F.relu(F.rms_norm(h, h.shape[-1:], eps=1e-6))
 
     def window(self, offsets: Tensor) -> Tensor:
-        return (offsets.abs() * (math.log(self.config.decay) * self.max_seqlen)).exp().unsqueeze(-1)
+        return (offsets.abs() * math.log(self.config.decay)).exp().unsqueeze(-1)
 
 
 class TNN(ImplicitConvolution):
@@ -56,7 +53,7 @@ class TNN(ImplicitConvolution):
         self.d_inner = config.expand * d_model
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=config.bias)
         terms = min(max_seqlen, 1 / (1 - config.decay**2)) if config.decay < 1 else max_seqlen
-        self.filter = RelativePositions(self.d_inner, config, max_seqlen, terms=terms)
+        self.filter = RelativePositions(self.d_inner, config, unit=1, terms=terms)
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
 
     def blocks(self) -> dict[str, tuple[int, ...]]:

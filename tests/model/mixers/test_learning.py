@@ -1,4 +1,4 @@
-"""What a layer has to learn at the least: which token stood before, in rows that a convolution does not span.
+"""What a layer has to learn at the least: which token stood before, in rows of 128 tokens.
 
 An entry of M that hardly differs from its neighbour's at the start, as that of a function of the offset in parts of a
 long row, makes all equations hold and learns nothing.
