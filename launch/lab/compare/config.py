@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import tomli_w
 
-from matmix.data.artifacts import errors_in_one_line
+from matmix.data.artifacts import errors_in_one_line, shell_line
 from matmix.data.storage.files import write_atomic
 from matmix.data.storage.remote import is_url
 from matmix.launch.many.planned import PlannedRun, of_seed
@@ -89,6 +89,9 @@ def given_values(words: Sequence[str]) -> dict[Key, Any]:
     keys = dict.fromkeys(word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--"))
     for key in keys:
         table, _, name = key.partition(".")
+        if key.startswith("comparison.tune."):
+            tuned = f'{{"{name.removeprefix("tune.")}" = [0.001, 0.003]}}'
+            raise ValueError(f"--{key}: give the table, as in {shell_line('--comparison.tune', tuned)}")
         if table == "comparison" and name not in _SETTINGS:
             raise ValueError(f"--{key}: of [comparison], {', '.join(_SETTINGS)} can be given; the rest is the recipe's")
         if table != "comparison" and key not in field_names(RunConfig):

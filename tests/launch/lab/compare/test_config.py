@@ -129,6 +129,7 @@ def test_overrides_may_repair_a_recipe_and_set_the_comparison(recipe):
     for wrong, text in (
         (["--model.d-model", "8"], "follow from comparison.parameters = 9,000"),
         (["--comparison.entry", "x"], "seeds, parameters, tolerance, controls, tune, tune_seed can be given"),
+        (["--comparison.tune.optimizer.lr", "0.1"], """give the table, as in .* '{"optimizer.lr" = """),
         (["--steps", "x"], "steps"),
         (["--seed", "1"], "comparison.seeds"),
     ):
