@@ -34,12 +34,6 @@ def config_from_dict(values: dict[str, Any], where: str) -> RunConfig:
     return read_table(RunConfig, values, where)
 
 
-def _as_in_toml(config: RunConfig) -> dict[str, Any]:
-    """Returns all fields by the keys that recipes have: a field of Python cannot be called "from"."""
-    values = plain(dataclasses.asdict(config))
-    return {**values, "init": {key.removesuffix("_"): value for key, value in values["init"].items()}}
-
-
 def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `values` with those of `overrides` in their places, tables key by key."""
     result = copy.deepcopy(dict(values))
@@ -191,7 +185,7 @@ def _import_architecture(values: dict[str, Any], overrides: Sequence[str]) -> No
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Returns nested plain dicts, ready for TOML and JSON, without the options of mixers that no layer is and nobody
     set."""
-    values = _as_in_toml(config)
+    values = plain(config)
     unset, tables = MixerOptions(), values["model"]["mixers"]
     for name in MIXERS:
         if name not in config.model.layers and getattr(config.model.mixers, name) == getattr(unset, name):
@@ -200,7 +194,10 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Returns `value` as TOML and JSON have it: tuples are lists, and tables have no keys that are None."""
+    """Returns `value` as TOML and JSON have it: tuples are lists, configs are tables by the keys that recipes have (a
+    field of Python cannot be called "from"), and tables have no keys that are None."""
+    if dataclasses.is_dataclass(value):
+        value = {field.name.removesuffix("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, tuple | list):
@@ -244,7 +241,7 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
                 known[key] = filled(value, standard.get(key, {}), hints[key]) if deeper else value
         return known
 
-    return filled(values, _as_in_toml(RunConfig()), RunConfig)
+    return filled(values, plain(RunConfig()), RunConfig)
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
