@@ -3,7 +3,6 @@ import json
 
 import pytest
 import torch
-from nightly import nightly
 
 from matmix.benchmarks import peers
 from matmix.benchmarks.__main__ import COMMANDS, main
@@ -58,7 +57,8 @@ def no_peers(monkeypatch):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in absent else find(name))
 
 
-@pytest.mark.parametrize("command", [nightly(name, condition=name != "scan") for name in PEERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PEERS)
 def test_a_command_measures_prints_writes_and_draws(command, no_peers, tmp_path, capsys):
     out = tmp_path / "found.json"
     words = f"{command} --device cpu --tokens 96 --lengths 48,96 --dtype float32 --rounds 2 --no-compile"

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from harness import run_distributed
+from nightly import nightly
 from parts_scenario import Case, check_parts, run_parts
 from scan_cases import packed
 
@@ -45,11 +46,12 @@ def all_cases(dtype=torch.float64) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, nightly(4)])
 def test_parts_are_what_the_definition_makes_of_whole_rows(ranks):
     check_parts(all_cases(), ranks, 1e-14)
 
 
+@pytest.mark.slow
 def test_float32():
     check_parts(all_cases(torch.float32), 3, 1e-6)
 

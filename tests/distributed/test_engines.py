@@ -52,12 +52,13 @@ def references():
     return {name: scenarios.losses_of({"name": "fsdp2"}, STEPS, 1, name) for name in OTHERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "engines"),
     [
         (2, {"ddp": OTHERS, "fsdp2": OTHERS, "zero0": ["stable_adamw"], "zero2": ["lion"]}),
-        pytest.param(3, {"fsdp2": OTHERS}, marks=pytest.mark.slow),
-        pytest.param(4, {"hsdp": OTHERS}, marks=pytest.mark.slow),
+        (3, {"fsdp2": OTHERS}),
+        (4, {"hsdp": OTHERS}),
     ],
 )
 def test_every_optimizer_on_shards(references, ranks, engines):
@@ -73,6 +74,7 @@ def test_every_optimizer_on_shards(references, ranks, engines):
                 assert_same_run(run, references[one])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["soap", "small_blocks:AdamW8bit"])
 def test_other_numbers_of_ranks_take_the_same_steps_from_the_same_gradients(name, tmp_path):
     """Matrices, and what is kept of them, bit for bit: on three ranks, and where one goes on from there."""

@@ -80,19 +80,22 @@ def test_parts_of_four_ranks():
     check([case for case in some(4) if case[1] != "over three ranks"], 4, torch.float64)
 
 
+@pytest.mark.slow
 def test_parts_in_float32():
     check([(name, "over three ranks") for name in ABLE], 3, torch.float32)
 
 
-@pytest.mark.parametrize("names", [["lion_s-published-gates"], nightly(["hydra", "hydra-recomputed", "retnet-causal"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["lion_s-published-gates"], ["hydra", "hydra-recomputed", "retnet-causal"]])
 def test_compiled_mixers_are_one_graph(names):
     """Recomputed layers repeat what ranks send."""
     assert run_distributed(mixer_parts_scenario.compiled, 2, arguments=(names,)) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "changed"),
-    [(2, "full"), *(nightly(*case) for case in ((3, ""), (4, "full"), (4, "selective"), (2, "compiled")))],
+    [(2, "full"), (3, ""), (4, "full"), (4, "selective"), (2, "compiled")],
 )
 def test_rows_in_parts_go_on_from_states(ranks, changed):
     """Rows that begin and end inside of parts; documents over several rows. All ranks have the states of all rows. NaN
@@ -107,6 +110,7 @@ def test_rows_in_parts_go_on_from_states(ranks, changed):
         close(part["states"], whole["states"])
 
 
+@pytest.mark.slow
 def test_scans_send_as_much_whatever_the_length():
     """A Hydra layer of 4 heads, states 4 x 8, one group, 48 channels before its convolution of 7 taps."""
     names = ["hydra", "semiseparable", "bidirectional_mult", "lion_s", "linear_attention", "retnet"]

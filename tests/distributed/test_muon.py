@@ -28,7 +28,8 @@ def whole():
     return muon_scenario.train({"name": "fsdp2"})
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_weights_are_those_of_one_process(ranks, whole):
     """After 20 steps to 1e-5: FSDP2 with rows that ranks do not divide and ranks without any, HSDP, DDP; maps on
     their way all at once and one after the other. What is sent is what plans say."""

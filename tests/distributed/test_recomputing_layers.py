@@ -47,6 +47,7 @@ def runs() -> list[dict[str, list[float]]]:
     ]
 
 
+@pytest.mark.slow
 def test_recomputing_with_sharded_weights():
     alone = weights_after_two_steps(True)
     for plain, again, low, low_again, mixed in run_distributed(runs, 2):

@@ -10,11 +10,12 @@ from parts_scenario import check_parts, run_parts
 from scan_cases import KINDS, all_cases, causal, few_cases, lion_layer, two_sided, typed
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, nightly(4)])
 def test_parts_are_what_the_definition_makes_of_whole_rows(ranks):
     check_parts(few_cases(), ranks, 1e-12)
 
 
+@pytest.mark.slow
 def test_float32():
     check_parts({label: typed(case, torch.float32) for label, case in few_cases().items()}, 3, 1e-5)
 

@@ -25,6 +25,7 @@ def check_bytes(engines, ranks, counting=wire_scenario.bytes_of_steps, *more):
     return rank
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_are_halved_and_planned():
     counted = [one for one, _ in check_bytes([{"name": "fsdp2"}, {"name": "ddp"}], 2)]
     exact, sums, weights, both = counted[:4]

@@ -79,6 +79,7 @@ def test_there_are_reasons_where_snippets_are_not_run():
     assert all(len(reason.split()) >= 4 for reason in left_out.values()), left_out
 
 
+@pytest.mark.slow
 def test_snippets_and_cards_run_where_matmix_is(exported, desk, tmp_path):
     pytest.importorskip("timm", reason="one snippet needs timm")
     found = [*SNIPPETS, *cards(exported, whole=False)]

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate, which is not installed")
 
 import bare_steps
+from nightly import nightly
 from test_round_trip import OTHER_PYTHON
 from transformers import Trainer, TrainingArguments
 
@@ -23,13 +24,17 @@ def texts_and_encoder(kind: str, exports: Path) -> Path:
     return exports / ("mru" if kind == "next tokens" else "hydra") / "export"
 
 
-@pytest.mark.parametrize("kind", bare_steps.KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [nightly(kind, condition=kind not in ("masked tokens", "next tokens", "classes")) for kind in bare_steps.KINDS],
+)
 def test_micro_batches_make_the_step_of_the_whole_batch(exports, kind):
     path = texts_and_encoder(kind, exports)
     rows = bare_steps.KINDS[kind][2]()
     bare_steps.check_steps(lambda: bare_steps.make_model(kind, path), rows, kind)
 
 
+@pytest.mark.slow
 def test_what_is_not_decayed_is_named(exports, tmp_path):
     """As the optimizers here have it, where Trainer alone would decay more."""
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])

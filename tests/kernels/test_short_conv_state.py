@@ -78,6 +78,7 @@ def test_any_width(interpreter, width, bias, activation):
     check(interpreter, inputs, activation=activation, return_final_state=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", fused.configurations())
 def test_every_configuration(interpreter, config):
     with fused.force_configuration(config):
@@ -85,6 +86,7 @@ def test_every_configuration(interpreter, config):
             check(interpreter, inputs_of(seqlen, 4, d=d), activation="silu", return_final_state=True)
 
 
+@pytest.mark.slow
 def test_several_spans_of_a_program(interpreter, monkeypatch):
     """As of many tokens: only a row's first span reaches into the state, only its last one leaves one."""
     monkeypatch.setattr(fused, "PROGRAMS", 4)

@@ -123,6 +123,7 @@ def test_every_conv_configuration(interpreter, config, layout, dtype):
         check_conv(interpreter, inputs, dtype, layout, causal=True, cu_seqlens=packed([0, 33, 2, 0, 40]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_changing_one_document_leaves_the_others_alone(interpreter, activation):
@@ -249,6 +250,7 @@ DRAW = settings(
 )
 
 
+@pytest.mark.slow
 @DRAW
 @given(
     lengths=st.lists(st.integers(0, 24), min_size=1, max_size=3).filter(any),
@@ -273,6 +275,7 @@ def test_conv_of_random_shapes(
         check_conv(interpreter, inputs, dtype, strided, **options)
 
 
+@pytest.mark.slow
 @DRAW
 @given(
     rows=st.lists(st.integers(1, 6), min_size=1, max_size=2),

@@ -33,6 +33,7 @@ def tuned(dataset, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_scores_of_a_file_are_those_of_training_and_of_its_predictions(tuned, tmp_path, capsys):
     """Also where the last batch is not full."""
     files = {name: tmp_path / "new" / f"{name}.{end}" for name, end in (("out", "json"), ("predictions", "jsonl"))}

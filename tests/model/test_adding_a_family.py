@@ -54,6 +54,7 @@ def test_a_regression_with_any_mixer_gives_every_parameter_a_gradient(name, rand
     assert model.embedding.weight.grad.abs().max() > 0
 
 
+@pytest.mark.slow
 @each("name", PACKED)
 def test_packed_series_equal_those_alone(name, randomize) -> None:
     case = CASES[name]

@@ -83,6 +83,7 @@ def test_offloaded_models_generate_the_same(make):
         assert torch.equal(other.step(ids[:, 0], other_state)[0], model.step(ids[:, 0], state)[0])
 
 
+@pytest.mark.slow
 @each("name", [name for name in CASES if not CASES[name].kind.fixed_length])
 def test_offloaded_mixers_read_documents_and_orders(randomize, name):
     mixer = randomize(CASES[name].build())
@@ -190,6 +191,7 @@ def test_adapters_in_half_precision(randomize, name):
     torch.testing.assert_close(adapted(x), alone(x), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @each("name", CASES)
 def test_adapters_of_all_linear_layers_count(randomize, name):
     """The same as with what they add in the weights."""
@@ -241,6 +243,7 @@ def _state_and_logits(model, ids):
     return types, torch.cat([part.flatten() for part in logits])
 
 
+@pytest.mark.slow
 @each("dtype", [torch.float32, torch.bfloat16])
 @each("config", [encoder_of_all, language_model_of_all])
 def test_quantised_linear_layers_are_called(make, config, dtype):

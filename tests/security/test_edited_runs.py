@@ -42,6 +42,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_edited_by_hand_is_told(run, told, capsys) -> None:
     edit(run / "config.toml", "lr = 0.01", "lr = 0.5")
     export_run(run, run.parent / "export")

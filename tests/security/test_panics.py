@@ -54,6 +54,7 @@ def test_texts(tokenizer):
         tokenizer.encode_batch(["ab", TEXT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_prepare(tokenizer, tmp_path, processes):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{TEXT} {n}"}) for n in range(20)))

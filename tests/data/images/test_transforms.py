@@ -21,6 +21,7 @@ def drawn(config, count, *, training=True, picture=PICTURE):
         return torch.stack([transform(picture) for _ in range(count)])
 
 
+@pytest.mark.slow
 @each("notation", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "original", "v0r", "3a", "augmix-m5-w4-d2"])
 @each("channels", [3, 1])
 def test_every_notation_at_every_strength(notation, channels):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from failures import each
+from nightly import nightly
 
 from matmix.benchmarks.__main__ import main as benchmark
 from matmix.data.config import DataConfig
@@ -74,7 +75,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["causal", "masked documents"])
+@pytest.mark.parametrize("kind", [nightly("causal"), "masked documents"])
 def test_global_batches_do_not_depend_on_ranks_or_workers(any_format, small, kind):
     options = KINDS[kind]
     count = 8

@@ -9,7 +9,6 @@ import time
 import psutil
 import pytest
 import torch
-from nightly import nightly
 
 from matmix.data.loading.reading_processes import reading_context, worker_beginning
 
@@ -74,7 +73,8 @@ class Reader:
         assert not alive
 
 
-@pytest.mark.parametrize("start", [nightly("fork"), nightly("spawn"), "forkserver"])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 def test_signals_to_every_process_and_a_kill_of_the_parent(tmp_path, small, start):
     reader = Reader(tmp_path, small, start)
     try:

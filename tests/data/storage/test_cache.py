@@ -148,6 +148,7 @@ def read_all(path, cache, seed, start, results):
     results.put([int(shards.read(int(s), 1).sum()) for s in order])
 
 
+@pytest.mark.slow
 def test_processes_with_a_small_cache(path, tmp_path):
     """Four processes read at random with room for five shards, and each gets its tokens every time."""
     context = multiprocessing.get_context("fork")

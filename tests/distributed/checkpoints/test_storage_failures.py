@@ -13,6 +13,7 @@ from matmix.train.checkpoint.manager import CheckpointManager
 from matmix.train.engine.config import EngineConfig
 
 
+@pytest.mark.slow
 def test_one_rank_cannot_write(tmp_path):
     names = ["fsdp2", "zero0", "zero2", "zero3"]
     found = run_distributed(scenarios.full_disk_all, 2, arguments=(names, str(tmp_path)))

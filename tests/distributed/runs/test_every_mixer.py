@@ -3,10 +3,10 @@
 import pytest
 from harness import run_distributed
 from mixers_scenario import losses_of_all_mixers
-from nightly import nightly
 
 
-@pytest.mark.parametrize("options", [{"name": "fsdp2", "activation_checkpointing": "full"}, nightly({"name": "ddp"})])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"name": "fsdp2", "activation_checkpointing": "full"}, {"name": "ddp"}])
 def test_every_mixer_on_two_ranks(options):
     expected = losses_of_all_mixers({"name": "fsdp2"})
     for losses in expected:

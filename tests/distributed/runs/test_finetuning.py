@@ -75,7 +75,8 @@ def test_ranks_agree_on_losses_and_scores(ranks, tmp_path):
         assert [ours[score] for score in scores] == pytest.approx([theirs[score] for score in scores], abs=1e-6), name
 
 
-@pytest.mark.parametrize("ranks", [2, nightly(4)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_predictions_of_words_and_of_windows_come_together_from_all_ranks(ranks, tmp_path):
     """An example has several, of which each rank has other numbers: the scores are those of one process."""
     recipes = _write_recipes(tmp_path, tokens=ENTITIES, spans=QUESTIONS)

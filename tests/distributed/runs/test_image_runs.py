@@ -11,6 +11,7 @@ from matmix.train.loop import train
 from matmix.train.recipe import load_config
 
 
+@pytest.mark.slow
 def test_two_ranks_and_fewer_that_go_on_are_as_one(tmp_path):
     # A global batch whose pictures are read by two ranks, mixed with each other across them.
     recipe = str(write_image_recipe(tmp_path))

@@ -69,6 +69,7 @@ def test_every_engine_begins_with_the_same_weights(kind, engines, dataset, tmp_p
         assert read == {key: size if name in SHARDED else 2 * size for key, size in taken.items()}, name
 
 
+@pytest.mark.slow
 def test_phases_begin_on_several_ranks(dataset, tmp_path):
     recipe = tmp_path / "phases.toml"
     recipe.write_text("steps = 1\nglobal_batch_size = 2\ndevice = 'cpu'\n[[phase]]\n[[phase]]\ndata.seqlen = 32\n")

@@ -6,7 +6,6 @@ import run_scenarios
 import scenarios
 import torch
 from harness import run_distributed
-from nightly import nightly
 from runs import records, weights
 
 CAUSAL = ["--model.layers", "semiseparable", "attention", "--model.mixers.attention.nheads", "2"]
@@ -81,16 +80,17 @@ def assert_same_numbers(path, expected, rel=1e-4):
                     assert got[key] == pytest.approx(wanted[key], rel=rel, abs=1e-5), (path.name, kind, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "context", "engine", "steps", "names"),
     [
         (4, 2, FSDP2, 4, ["hydra and attention", "causal documents"]),
-        nightly(2, 2, FSDP2, 20, list(RUNS)),
-        nightly(2, 2, DDP, 8, list(RUNS)),
-        nightly(4, 2, FSDP2, 20, list(RUNS)),
-        nightly(4, 2, HSDP, 8, list(RUNS)),
-        nightly(4, 4, DDP, 8, list(RUNS)),
-        nightly(4, 4, FSDP2, 20, list(RUNS)),
+        (2, 2, FSDP2, 20, list(RUNS)),
+        (2, 2, DDP, 8, list(RUNS)),
+        (4, 2, FSDP2, 20, list(RUNS)),
+        (4, 2, HSDP, 8, list(RUNS)),
+        (4, 4, DDP, 8, list(RUNS)),
+        (4, 4, FSDP2, 20, list(RUNS)),
     ],
 )
 def test_numbers_are_those_of_whole_rows(ranks, context, engine, steps, names, planned, expected, tmp_path):

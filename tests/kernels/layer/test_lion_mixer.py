@@ -75,7 +75,8 @@ def test_a_single_token_is_its_value(interpreter, all_poisoned):
     torch.testing.assert_close(y, given["qkv"][..., 2 * HEADS * HEADDIM :], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", [nightly("gates of heads"), "gates of tokens"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gates of heads", "gates of tokens"])
 def test_in_bfloat16(interpreter, all_poisoned, case):
     found = errors(case, 131, interpreter, torch.bfloat16)
     assert not {name: error for name, error in found.items() if not error <= 2e-2}

@@ -86,7 +86,8 @@ def test_packed_documents(interpreter, all_poisoned, case):
     assert not {name: error for name, error in found.items() if not error <= FLOAT32}
 
 
-@pytest.mark.parametrize("case", ["hydra", nightly("hydra, groups, states, limits"), "ssd"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["hydra", "hydra, groups, states, limits", "ssd"])
 def test_in_bfloat16(interpreter, all_poisoned, case):
     """The projection is bfloat16 and what the parts hand on too; parameters are float32, as autocast has them."""
     options, sizes = CASES[case]

@@ -49,7 +49,8 @@ def test_lengths(interpreter, construction, seqlen):
     assert_matches(interpreter, inputs, construction=construction, return_final_state=True)
 
 
-@pytest.mark.parametrize("construction", [FUSED[0], *map(nightly, FUSED[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("construction", FUSED)
 def test_many_short_chunks(interpreter, short, construction):
     """Three levels of chunks of chunks."""
     inputs = mixer_inputs(83, construction, order=8, batch=2, heads=2, states=2)

@@ -112,6 +112,7 @@ def test_packed_documents(form, lengths, states):
     assert_matches(quasiseparable_scan, quasiseparable_definition, inputs, cu_seqlens=packed(lengths), **FORMS[form])
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seqlen=st.integers(1, 90),

@@ -114,14 +114,11 @@ SPANS = [9, 0, 420, 1, 165, 0]
 LONG = {"d_state": 3, "headdim": 4, "batch": 1, "heads": 1, "groups": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "lengths"),
-    [
-        nightly(form, lengths, condition=(form, lengths) != ("hydra", SPANS))
-        for form in ("causal", *FORMS)
-        for lengths in (None, SPANS)
-    ],
+    [(form, lengths) for form in ("causal", *FORMS) for lengths in (None, SPANS)],
 )
 def test_spans(interpreter, launched, form, lengths, dtype):
     """From 32 chunks on where there are few heads; the last span is not full. Both directions, initial and final

@@ -76,8 +76,10 @@ def test_chunks(interpreter, chunk, dtype):
             check(interpreter, semiseparable_scan, make(140, **SMALL), return_final_state=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("form", "programs"), each_value_once(["hydra", "lion", "unshifted both"], [8, 512, 1]))
+@pytest.mark.parametrize("form", ["hydra", "lion", "unshifted both"])
+@pytest.mark.parametrize("programs", [8, 512, 1])
 def test_heads_of_a_program(interpreter, launched, monkeypatch, form, programs, dtype):
     """One, some or all heads of a group in a program; parts of the gradients of q and k are summed afterwards."""
     monkeypatch.setattr(scan, "PROGRAMS", programs)
@@ -121,13 +123,10 @@ def expanded(tensors):
     return {name: x.expand(batch, seqlen, -1) if x.dim() == 1 else x for name, x in tensors.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("form", "layout"),
-    each_value_once(
-        ["hydra", "causal", "unshifted both", "lion"], [split_projection, heads_first, innermost_apart, expanded]
-    ),
-)
+@pytest.mark.parametrize("form", ["hydra", "causal", "unshifted both", "lion"])
+@pytest.mark.parametrize("layout", [split_projection, heads_first, innermost_apart, expanded])
 def test_layouts(interpreter, form, layout, dtype):
     options = {"kind": "head", "diagonal": "head"} if layout is expanded else {}
     shape = {"batch": 2, "heads": 2, "groups": 2} | options

@@ -116,6 +116,7 @@ def _dense(mixer, x, orders: ScanOrders):
     return mixer.proj(torch.einsum("bhij,bjhp->bihp", weights, v).flatten(-2))
 
 
+@pytest.mark.slow
 @each("name, options", LIONS)
 @each("token, outside", [("none", False), ("first", False), ("middle", True)])
 def test_snake_masks_are_averaged_before_rows_are_divided(name, options, token, outside, randomize):

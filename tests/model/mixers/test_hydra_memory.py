@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from nightly import nightly
 from storages import Storages
 from torch.utils.checkpoint import checkpoint
 
@@ -158,7 +157,8 @@ def test_gradients_are_the_same_bit_for_bit(make, options, low_precision, packed
     assert_equal(gradients(again, x, cu_seqlens, low_precision, nested), expected)
 
 
-@pytest.mark.parametrize(("recompute", "low_precision"), [nightly(False, False), nightly(True, False), (True, True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("recompute", "low_precision"), [(False, False), (True, False), (True, True)])
 def test_compiled(make, recompute, low_precision):
     layer = make(recompute=recompute)
     x = torch.randn(1, 64, 32)  # a whole chunk: the scan's output comes in a storage of whole chunks

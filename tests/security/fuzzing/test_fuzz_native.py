@@ -181,7 +181,7 @@ def originals(tmp_path_factory):
         *(nightly("transformers_folder", name) for name in OF_TRANSFORMERS),
         ("parquet", "a.parquet"),
         nightly("arrow", "a.arrow"),
-        ("checkpoint", "a.safetensors"),
+        nightly("checkpoint", "a.safetensors"),
         ("checkpoint", "a.pt"),
         nightly("checkpoint", "legacy.pt"),
     ],

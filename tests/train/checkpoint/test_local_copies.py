@@ -9,7 +9,6 @@ import threading
 
 import pytest
 from folders import flip_a_bit
-from nightly import nightly
 from object_store import running_store
 from runs import losses, records, run_recipe, weights
 
@@ -149,7 +148,8 @@ def test_copies_of_another_run_are_not_used(start, straight, at_once, tmp_path):
     assert_same(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("without", [("--checkpoint.local-every", "0"), nightly(())])
+@pytest.mark.slow
+@pytest.mark.parametrize("without", [("--checkpoint.local-every", "0"), ()])
 def test_copies_of_another_course_are_not_used(without, start, straight, at_once, tmp_path):
     """A start that did not find the copy, because it was on another node or makes none, has gone on from elsewhere."""
     start(kill=7)
@@ -171,6 +171,7 @@ def test_a_start_without_copies_removes_them(start, at_once, tmp_path):
     assert not (tmp_path / "run" / local_copies.RECORD).exists()
 
 
+@pytest.mark.slow
 def test_going_back_forgets_copies(start, at_once, monkeypatch, tmp_path):
     """Those of the steps before a rewind are of a course that the run has left."""
     sees_spike = SpikeGuard.sees_spike
@@ -228,6 +229,7 @@ def test_a_full_disk_while_copying(start, straight, at_once, monkeypatch, tmp_pa
     assert_same(tmp_path / "run", straight)
 
 
+@pytest.mark.slow
 def test_one_save_at_a_time(start, straight, monkeypatch, tmp_path):
     """While one is being written no copy is begun, and nothing is said; a checkpoint waits for a copy."""
     held, writing = threading.Event(), []
@@ -259,7 +261,8 @@ def test_one_save_at_a_time(start, straight, monkeypatch, tmp_path):
     assert_same(tmp_path / "run", straight)
 
 
-@pytest.mark.parametrize("elsewhere", [nightly(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_run_at_a_url(elsewhere, dataset, tmp_path, straight, monkeypatch, capsys):
     """A copy is used where the records of the steps since the last checkpoint are, which no store has yet."""
     monkeypatch.setenv("MATMIX_SCRATCH", str(tmp_path / "scratch"))

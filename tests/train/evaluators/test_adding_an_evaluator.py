@@ -59,6 +59,7 @@ def module(tmp_path, monkeypatch):
     return "own_evaluator"
 
 
+@pytest.mark.slow
 def test_each_has_its_interval_and_all_the_last_step(module, dataset, tmp_path, capsys):
     run = tmp_path / "run"
     tables = [f"{{name = '{module}:Rows', every = 3, options = {{batches = 1}}}}", "{name = 'mixing', every = 0}"]
@@ -101,6 +102,7 @@ def test_a_resumed_run_evaluates_what_is_due(module, dataset, tmp_path):
     assert [record["step"] for record in records(run, "validation")] == [3, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_run_may_take_up_an_evaluator_later(module, dataset, tmp_path):
     run = tmp_path / "run"
     run_recipe("debug_mru", dataset, run, "--stop-step", "4")

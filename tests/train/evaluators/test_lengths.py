@@ -111,6 +111,7 @@ def test_resuming_in_the_middle_is_bit_identical(parity, tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(parts).items())
 
 
+@pytest.mark.slow
 def test_a_model_without_mixers_stays_at_chance(parity, tmp_path):
     metrics = train(config_of(parity, tmp_path / "run", "--model.layers", "mlp", "--data.seqlen", "16")).metrics
     # Of 320 answers 16 or more are right by more than chance once in thirteen; the first of each sample is its bit.

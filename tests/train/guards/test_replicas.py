@@ -34,6 +34,7 @@ def test_every_single_bit_counts(dtype):
     assert len(seen) == 1 + 8 * sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@pytest.mark.slow
 def test_elements_that_change_places_are_seen(monkeypatch):
     monkeypatch.setattr(replicas, "_PIECE", 128)  # several pieces
     draw = random.Random(0)
@@ -51,6 +52,7 @@ def test_elements_that_change_places_are_seen(monkeypatch):
     assert print_of(values[50:], values[:50]) != before
 
 
+@pytest.mark.slow
 def test_a_large_tensor_is_seen_to_its_end():
     values = torch.zeros(9 << 20)  # of 36 MiB: three pieces
     before = print_of(values)

@@ -204,6 +204,7 @@ def test_ids_must_mean_the_same(encoder, tmp_path):
     check_tokenizers(source, other, InitConfig(from_="it", other_tokenizer=True))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_reads_its_source_no_more(encoder, dataset, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(encoder, source)

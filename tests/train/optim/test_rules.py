@@ -42,6 +42,7 @@ def test_a_run_goes_on_with_the_rules_of_mixers_and_says_so(without_rules, datas
     assert "other rules" not in capsys.readouterr().err  # the newer checkpoint knows them
 
 
+@pytest.mark.slow
 def test_resuming_with_rules_is_bit_identical(dataset, tmp_path, capsys):
     options = ["--optimizer.rule", RULE]
     run_recipe("debug_mru", dataset, tmp_path / "whole", *options)

@@ -136,6 +136,7 @@ def test_what_a_few_steps_change_has_one_size_at_all_widths(mixer):
     assert without["logits"] > 1.8
 
 
+@pytest.mark.slow
 def test_a_run_has_the_factors(dataset, tmp_path):
     options = ("--steps", "2", "--model.d-model", "64", "--engine.activation-checkpointing", "full")
     run_recipe("debug_mru", dataset, tmp_path / "without", *options)

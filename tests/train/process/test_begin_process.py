@@ -33,6 +33,7 @@ class Imported(Callback):
 """
 
 
+@pytest.mark.slow
 def test_one_process_does_its_first_step_without_what_it_has_no_use_for(dataset, tmp_path):
     (tmp_path / "imported.py").write_text(AT_THE_FIRST_STEP)
     options = ["--data.path", dataset, "--run-dir", "run", "--stop-step", "1", "--device", "cpu"]

@@ -9,7 +9,6 @@ import sys
 
 import pytest
 from failures import each
-from nightly import nightly
 from runs import losses, run_recipe
 from tqdm import tqdm
 
@@ -106,8 +105,9 @@ def test_a_run_that_says_warnings_only(dataset, tmp_path, capsys):
     assert not (tmp_path / "run" / "messages.log").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-@pytest.mark.parametrize("how", ["no space", nightly("a folder is there")])
+@pytest.mark.parametrize("how", ["no space", "a folder is there"])
 def test_a_file_that_cannot_be_written_ends_no_run(how, dataset, tmp_path, capsys):
     run_recipe("debug_mru", dataset, tmp_path / "whole")
     run_recipe("debug_mru", dataset, tmp_path / "run", "--stop-step", "2")

@@ -87,6 +87,7 @@ def test_a_file_system_without_locks_costs_one_warning(dataset, tmp_path, monkey
     assert "no locks on the file system" in warnings[0]
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_place_refuses_and_harms_nothing(dataset, tmp_path, monkeypatch):
     from matmix.train import loop
 

@@ -76,6 +76,7 @@ def test_what_context_bought_stands_beside_the_loss(compared):
     assert part.results[-1].gain == []
 
 
+@pytest.mark.slow
 def test_a_seed_whose_loss_is_no_number_makes_its_entry_the_last(compared):
     def metrics(entry, seed):
         found = _language(entry, seed)
@@ -221,6 +222,7 @@ def test_variants_have_a_table_each_and_one_over_all(compared):
     assert (comparison.home / "report/plot.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_what_is_missing_in_a_variant_is_marked_there(compared):
     comparison = compared(
         CONTROLLED + VARIANTS, lambda entry, seed: None if entry == "attention, deep" else _language(entry, seed)

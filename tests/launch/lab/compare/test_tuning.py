@@ -168,6 +168,7 @@ def test_every_entry_is_tuned_by_itself_and_then_trained_with_fresh_seeds(
     assert said("--slurm", "--tasks-per-node", "1").startswith("Nothing to submit")
 
 
+@pytest.mark.slow
 def test_an_entry_that_cannot_be_tuned_is_not_trained(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
     """As its runs end before their last step, or all diverge; neither goes on for ever."""
     monkeypatch.setattr(report, "picture", lambda parts: b"")
@@ -199,6 +200,7 @@ def test_a_wider_grid_says_which_runs_it_would_make_anew(recipe, dataset, machin
     assert "where a wider grid chose another value for it, delete it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_other_seeds_are_tuned_by_the_runs_that_there_are(recipe, dataset, machine, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(report, "picture", lambda parts: b"")
     text = TUNED.replace("seeds = [1, 2]", "seeds = [0, 1, 2]")

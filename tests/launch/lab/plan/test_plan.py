@@ -147,6 +147,7 @@ def test_a_context_is_proposed_where_whole_rows_do_not_fit():
     assert suggest(fixed, 4, dataclasses.replace(H100, memory_gb=1e-6), 0.4) == []
 
 
+@pytest.mark.slow
 def test_a_context_that_is_not_needed():
     needless = [text for text in warnings(4, engine__context=2) if text.startswith("whole rows fit into")]
     assert len(needless) == 1
@@ -276,7 +277,8 @@ def test_warnings(dataset):
 _IMAGES = [name for name in bundled_recipes() if name.endswith("_imagenet")]
 
 
-@pytest.mark.parametrize("name", [_IMAGES[-1], *(pytest.param(n, marks=pytest.mark.slow) for n in _IMAGES[:-1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _IMAGES)
 def test_recipes_of_images_at_full_size(name, monkeypatch, capsys):
     """All that `matmix plan` says of them, but for the suggestions, which take long."""
     plans = []

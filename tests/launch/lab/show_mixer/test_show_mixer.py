@@ -51,6 +51,7 @@ def png_size(path) -> tuple[int, int]:
     return struct.unpack(">II", raw[16:24])
 
 
+@pytest.mark.slow
 def test_every_mixing_layer_of_a_run_gets_a_page(run, tmp_path, capsys):
     paths = ShowMixer(recipe=run, text=TEXT, out=str(tmp_path / "pages")).draw()
     lines = capsys.readouterr().out.splitlines()

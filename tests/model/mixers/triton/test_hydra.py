@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from module_results import assert_close, results, rounding
-from nightly import each_value_once, nightly
+from nightly import each_value_once
 from storages import Storages
 from triton_on_cpu import names
 
@@ -48,7 +48,8 @@ def test_layer(on_triton, launched, randomize, options, cu_seqlens, recompute):
     assert counts == [1, 1, 2 if recompute else 1, 2 if recompute else 1]
 
 
-@pytest.mark.parametrize("how", ["padded", "packed", nightly("recompute"), nightly("full"), nightly("op")])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["padded", "packed", "recompute", "full", "op"])
 def test_encoder(on_triton, launched, small_model, how):
     """Two layers; with masks of padding, packed documents, and everything that computes activations again."""
     config = HydraConfig(headdim=16, d_state=4, recompute=how == "recompute")

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from module_results import assert_close, results, rounding
-from nightly import each_value_once, nightly
+from nightly import each_value_once
 from triton_on_cpu import names
 
 from matmix.model.mixers import MIXERS
@@ -87,9 +87,10 @@ def test_other_forms_of_lion_are_composed(on_triton, launched, make, form):
         assert not launched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [CASES[0], nightly(*CASES[3]), nightly(*CASES[7]), nightly("hydra", SMALL | {"recompute": True})],
+    [CASES[0], CASES[3], CASES[7], ("hydra", SMALL | {"recompute": True})],
 )
 def test_compiled(on_triton, make, name, options):
     """Traced whole, with the same numbers."""
