@@ -52,13 +52,12 @@ def references():
     return {name: scenarios.losses_of({"name": "fsdp2"}, STEPS, 1, name) for name in OTHERS}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "engines"),
     [
         (2, {"ddp": OTHERS, "fsdp2": OTHERS, "zero0": ["stable_adamw"], "zero2": ["lion"]}),
-        (3, {"fsdp2": OTHERS}),
-        (4, {"hsdp": OTHERS}),
+        pytest.param(3, {"fsdp2": OTHERS}, marks=pytest.mark.slow),
+        pytest.param(4, {"hsdp": OTHERS}, marks=pytest.mark.slow),
     ],
 )
 def test_every_optimizer_on_shards(references, ranks, engines):

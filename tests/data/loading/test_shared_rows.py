@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 import torch
 from failures import each
 
@@ -65,7 +64,6 @@ def documents(batch: Batch, packing: str) -> list[int]:
     return sorted(borders)
 
 
-@pytest.mark.slow
 @each("kind", KINDS)
 def test_parts_make_up_the_whole(kind, small):
     options = KINDS[kind]

@@ -31,10 +31,9 @@ def evaluated(folder) -> list[float]:
     return [record["loss"] for record in records(folder, "validation")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "engines"),
-    [(8, ["ddp"]), (20, ["fsdp2", "ddp", "zero2"])],
+    [(8, ["ddp"]), pytest.param(20, ["fsdp2", "ddp", "zero2"], marks=pytest.mark.slow)],
 )
 def test_any_number_of_ranks(steps, engines, dataset, tmp_path, monkeypatch):
     """One process; two ranks with each engine; and a run that goes on from 4 ranks, of which two each share rows, to 2

@@ -92,7 +92,6 @@ def test_a_decay_goes_on_as_one_run_would_have(recipe, stable, tmp_path, capsys,
     same(weights(branch), weights(whole))
 
 
-@pytest.mark.slow
 @each(
     "options, message",
     [
