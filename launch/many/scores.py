@@ -82,9 +82,14 @@ def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def write_tables(folder: Path, text: str, files: Mapping[str, str | bytes], *, is_empty: bool) -> str:
+def write_tables(
+    folder: Path, text: str, files: Mapping[str, str | bytes], *, is_empty: bool, idle: Sequence[str] = ()
+) -> str:
     """Writes the table `text` as table.md and these files into `folder`; returns what is shown of them. Tables that
-    are there stay where no run is finished (`is_empty`): empty ones would say less."""
+    are there stay where no run is finished (`is_empty`): empty ones would say less. idle: entries that the table leaves
+    out because none of their runs has begun."""
+    if idle:
+        text += f"\n\nNot begun: {'; '.join(idle)}."
     if is_empty and (folder / "table.md").is_file():
         return f"{text}\n\nNo run of this table is finished: {folder} is left as it was."
     folder.mkdir(parents=True, exist_ok=True)

@@ -269,9 +269,7 @@ def write_report(comparison: Comparison) -> str:
     files = {"table.csv": table_csv(parts), "plot.png": picture(parts)}
     is_empty = not any(result.values("loss") for part in parts for result in part.results)
     text = _report_text(comparison, parts)
-    if idle:
-        text += f"\n\nNot begun: {'; '.join(idle)}."
-    return write_tables(comparison.home / "report", text, files, is_empty=is_empty)
+    return write_tables(comparison.home / "report", text, files, is_empty=is_empty, idle=idle)
 
 
 def begun(comparison: Comparison) -> tuple[Comparison, list[str]]:

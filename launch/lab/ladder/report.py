@@ -114,9 +114,7 @@ def write_report(ladder: Ladder) -> str:
     }
     is_empty = not any(family.points for family in families)
     text = _text(ladder, families, gaps)
-    if idle:
-        text += f"\n\nNot begun: {'; '.join(idle)}."
-    return write_tables(ladder.comparison.home / "report", text, files, is_empty=is_empty)
+    return write_tables(ladder.comparison.home / "report", text, files, is_empty=is_empty, idle=idle)
 
 
 def _begun(ladder: Ladder) -> tuple[Ladder, list[str]]:
