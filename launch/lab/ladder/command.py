@@ -13,6 +13,8 @@ from matmix.train.arguments import Recipe, check_overrides
 from matmix.train.process.exits import EXIT_OK
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matmix.launch.lab.ladder.sizes import Ladder as LadderRuns
     from matmix.launch.many.runs import Ended
 
@@ -70,34 +72,35 @@ class Ladder:
         runs.check_parallel(self.parallel)
         array.check_slurm(self.slurm, self.profile, self.slurm_options)
         ladder = rates.with_rates(read_ladder(self.recipe, rest, self._given()))
-        tasks, first = tasks_of(ladder.comparison, self.only), rates.tuning_tasks(ladder, self.only)
+        only = ladder.settings.named(self.only)
+        tasks, first = tasks_of(ladder.comparison, only), rates.tuning_tasks(ladder, only)
         if self.report:
             print(report.write_report(ladder))
             return EXIT_OK
-        ready = tasks_of(ladder.comparison, self.only, ready=True)
+        ready = tasks_of(ladder.comparison, only, ready=True)
         rates.check_rates(ladder)
         planned.check_directories([*first, *ready], tuning.advice(ladder.comparison))
-        every = [*rates.tuning_tasks(ladder, self.only, every=True), *tasks]
+        every = [*rates.tuning_tasks(ladder, only, every=True), *tasks]
         if self.slurm:
             planned.check_same_data(every)
             return array.submit(
                 ladder.comparison.home, [*first, *ready], self.profile, self.slurm_options, typed,
-                plan=report.plan_text(ladder, self.only), keep=lambda: keep_recipe(ladder.comparison),
+                plan=report.plan_text(ladder, only), keep=lambda: keep_recipe(ladder.comparison),
                 dry_run=self.dry_run, again=bool(first),
             )  # fmt: skip
         if self.dry_run:
-            seconds = {} if self.no_speed else self._seconds(ladder)
-            print(report.plan_text(ladder, self.only, seconds, self.parallel))
+            seconds = {} if self.no_speed else self._seconds(ladder, only)
+            print(report.plan_text(ladder, only, seconds, self.parallel))
             return EXIT_OK
         planned.check_data(every)
-        return runs.train_and_tell(lambda: self._train(ladder), lambda: report.write_report(ladder))
+        return runs.train_and_tell(lambda: self._train(ladder, only), lambda: report.write_report(ladder))
 
     def _given(self) -> dict[str, Any]:
         """Returns what goes over the table [ladder]."""
         given = {name: getattr(self, name) for name in ("sizes", "tokens_per_parameter", "tune_sizes")}
         return {name: value for name, value in given.items() if value is not None}
 
-    def _seconds(self, ladder: LadderRuns) -> dict[str, float]:
+    def _seconds(self, ladder: LadderRuns, only: Sequence[str]) -> dict[str, float]:
         """Measures a training step of all that is asked for in this process; returns its seconds by title."""
         import torch
 
@@ -107,21 +110,21 @@ class Ladder:
 
         torch.set_num_threads(threads(self.parallel))
         found = {}
-        for entry in asked_for(ladder, self.only):
+        for entry in asked_for(ladder, only):
             times = timed_steps(entry.config, warm_up=1, steps=2, seconds=0)
             found[entry.title] = statistics.median(times) * entry.config.global_batch_size / entry.config.micro_batch(1)
         return found
 
-    def _train(self, ladder: LadderRuns) -> Ended:
+    def _train(self, ladder: LadderRuns, only: Sequence[str]) -> Ended:
         """Tunes and trains on this host, the smallest sizes first."""
         from matmix.launch.lab.compare import tuning
         from matmix.launch.lab.compare.config import keep_recipe, tasks_of
         from matmix.launch.lab.ladder import rates, report
         from matmix.launch.many import planned, runs
 
-        runs.say(f"{report.plan_text(ladder, self.only)}\n")
+        runs.say(f"{report.plan_text(ladder, only)}\n")
         keep_recipe(ladder.comparison)
-        ladder, ended = rates.tune(ladder, self.only, self.parallel)
-        tasks = tasks_of(ladder.comparison, self.only, ready=True)
+        ladder, ended = rates.tune(ladder, only, self.parallel)
+        tasks = tasks_of(ladder.comparison, only, ready=True)
         planned.check_directories(tasks, tuning.advice(ladder.comparison))
         return ended if ended.stopped else ended.then(runs.run_tasks(tasks, self.parallel))

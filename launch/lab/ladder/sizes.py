@@ -61,10 +61,21 @@ class LadderConfig:
         """Returns the tokens that models of a size are trained on."""
         return self.tokens_per_parameter * self.counts[size]
 
+    def named(self, words: Sequence[str]) -> list[str]:
+        """Returns names of entries and of sizes, of the latter as `counts` has them however they are written: 264k is
+        0.264M."""
+        names = {count: name for name, count in self.counts.items()}
+        return [names.get(_count(word), word) for word in words]
+
+
+def _count(text: str) -> int:
+    """Returns the number that a text such as 0.5M or 60k says; 0 where it says none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)([kMG]?)", text.strip())
+    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
+
 
 def _parameters(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)([kMG]?)", text.strip())
-    count = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    count = _count(text)
     require(count > 0, f"sizes: {text.strip()!r} is no number of parameters such as 0.5M or 60k")
     return count
 

@@ -157,6 +157,12 @@ def test_entries_of_which_nothing_has_begun_are_named_and_not_tabulated(ladder):
     assert "| Hydra" in said
 
 
+def test_a_size_may_be_written_in_any_unit():
+    settings = LadderConfig(sizes="33k,264000,0.5M")
+    written = "264k", "Hydra", "500k", ".033M", "1M"
+    assert settings.named(written) == ["0.264M", "Hydra", "0.5M", "0.033M", "1M"]
+
+
 def test_what_is_wrong_is_one_line(tmp_path):
     for table, message in (
         ({"sizes": "4k,four"}, r"'four' is no number of parameters such as 0\.5M"),
@@ -223,7 +229,7 @@ def test_a_ladder_trains_and_goes_on_in_its_folder(dataset, tmp_path, capsys):
     command = ["ladder", str(path), "--sizes", "4k,8k,16k,32k", "--run-dir", str(home), *words]
     assert main([*command, "--dry-run"]) == 0
     assert "measured now" in capsys.readouterr().out
-    assert main([*command, "--only", "0.008M"]) == 0
+    assert main([*command, "--only", "8k"]) == 0
     assert "attention, 0.004M seed 1 (missing)" in capsys.readouterr().out
     assert main(["ladder", str(home)]) == 0
     said = capsys.readouterr().out
