@@ -191,8 +191,9 @@ def _gap_text(gaps: Sequence[Gap], sizes: Sequence[str]) -> str:
     if not rows:
         return ""
     about = (
-        "Loss of the control minus that of the entry, with the same seeds, in nats: positive where the entry is better."
-        " The last column: by how much it grows with ten times the parameters, ± standard error of a straight line."
+        "Loss of the control, moved along its own slope to the N of the entry, minus that of the entry, with the same"
+        " seeds, in nats: positive where the entry is better. The last column: by how much it grows with ten times the"
+        " parameters, ± standard error of a straight line."
     )
     return f"{markdown(['gap', *sizes, 'per tenfold N'], rows)}\n\n{about}"
 

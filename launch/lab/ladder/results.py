@@ -56,6 +56,18 @@ class Family:
         """(parameters, loss) of each finished run."""
         return [(rung.parameters, loss) for rung in self.rungs.values() for loss in rung.losses.values()]
 
+    def loss_at(self, parameters: int, size: str, seed: int) -> float:
+        """Returns the loss at a size and with a seed, as it would be with other parameters there: along the slope of
+        the losses with this seed over the logarithm of N, where there are several sizes."""
+        there = {name: rung for name, rung in self.rungs.items() if seed in rung.losses}
+        rung = there[size]
+        if len(there) == 1 or rung.parameters == parameters:
+            return rung.losses[seed]
+        logs = np.log([one.parameters for one in there.values()])
+        losses, order = [one.losses[seed] for one in there.values()], min(2, len(there) - 1)
+        slope = np.gradient(losses, logs, edge_order=order)[list(there).index(size)]
+        return float(rung.losses[seed] + slope * math.log(parameters / rung.parameters))
+
     @functools.cached_property
     def fit(self) -> Fit | None:
         """Its law; None where `why_no_law` says why."""
@@ -83,7 +95,8 @@ class Gap:
     entry: Entry
     control: Entry
     differences: Mapping[str, list[float]]
-    """Name of the size -> loss of the control minus that of the entry, of each seed that both have finished."""
+    """Name of the size -> loss of the control, at the entry's N, minus that of the entry, of each seed that both have
+    finished. Their own N differ by up to twice the tolerance, which may be as much as what is to be seen."""
     parameters: Mapping[str, int]
 
     @functools.cached_property
@@ -117,7 +130,8 @@ def gaps_of(families: Sequence[Family], counts: Mapping[str, int]) -> list[Gap]:
         for family in (family for family in families if not family.entry.control):
             differences = {}
             for size, rung in family.rungs.items():
-                theirs = control.rungs[size].losses
-                differences[size] = [theirs[seed] - loss for seed, loss in rung.losses.items() if seed in theirs]
+                both = [seed for seed in rung.losses if seed in control.rungs[size].losses]
+                theirs = {seed: control.loss_at(rung.parameters, size, seed) for seed in both}
+                differences[size] = [theirs[seed] - rung.losses[seed] for seed in both]
             gaps.append(Gap(entry=family.entry, control=control.entry, differences=differences, parameters=counts))
     return gaps
