@@ -47,6 +47,12 @@ def field_names(cls: type, prefix: str = "") -> list[str]:
     return names
 
 
+def given_keys(words: Sequence[str]) -> list[str]:
+    """Lists the keys that words of a command line give, each once and as recipes write them: optimizer.weight_decay."""
+    names = (word[2:].split("=", 1)[0] for word in words if word.startswith("--"))
+    return list(dict.fromkeys(name.replace("-", "_") for name in names))
+
+
 def unknown_key(key: str, cls: type, where: str) -> ValueError:
     """Returns the error for a key that `cls` does not have, naming the nearest one that it has."""
     known = field_names(cls)
@@ -301,7 +307,7 @@ def parse_arguments(
         return default
     registry = _registry()
     described = "--help" in arguments or "-h" in arguments
-    keys = [argument[2:].split("=", 1)[0].replace("-", "_") for argument in arguments if argument.startswith("--")]
+    keys = given_keys(arguments)
     _with_fields(registry, only, described, {part for key in keys for part in key.split(".")})
     options = {"default": default, "config": _STYLE, "registry": registry}
     if described:
@@ -375,9 +381,9 @@ def check_rest(verb: Any, arguments: list[str], rest: list[str], prog: str) -> N
 def check_overrides(verb: Any, overrides: Sequence[str], cls: type) -> None:
     """Raises ValueError for a key that neither the verb nor the config class `cls` has, naming the nearest of both."""
     known = {*_flags(verb), *(name.replace("_", "-") for name in field_names(cls))}
-    for word in overrides:
-        if word.startswith("--") and word[2:].split("=", 1)[0].replace("_", "-") not in known:
-            raise _unknown_option(word, known)
+    for key in given_keys(overrides):
+        if key.replace("_", "-") not in known:
+            raise _unknown_option(key, known)
 
 
 def _flags(verb: Any) -> set[str]:

@@ -25,7 +25,7 @@ from matmix.launch.many.planned import PlannedRun, of_seed
 from matmix.model.config import NO_MIXER, ModelConfig
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.convolutions.short import Convolution
-from matmix.train.arguments import field_names, parse_arguments, read_table, unknown_key
+from matmix.train.arguments import field_names, given_keys, parse_arguments, read_table, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
 from matmix.train.recipe import config_from_dict, merged, plain
@@ -86,7 +86,7 @@ def given_values(words: Sequence[str]) -> dict[Key, Any]:
     """Path of each key that is given -> its value, of the right type. Raises ValueError (one line)."""
     if not words:
         return {}
-    keys = dict.fromkeys(word[2:].split("=", 1)[0].replace("-", "_") for word in words if word.startswith("--"))
+    keys = given_keys(words)
     for key in keys:
         table, _, name = key.partition(".")
         if key.startswith("comparison.tune."):

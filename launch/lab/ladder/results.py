@@ -61,7 +61,7 @@ class Family:
         the losses with this seed over the logarithm of N, where there are several sizes."""
         there = {name: rung for name, rung in self.rungs.items() if seed in rung.losses}
         rung = there[size]
-        if len(there) == 1 or rung.parameters == parameters:
+        if len(there) == 1:
             return rung.losses[seed]
         logs = np.log([one.parameters for one in there.values()])
         losses, order = [one.losses[seed] for one in there.values()], min(2, len(there) - 1)

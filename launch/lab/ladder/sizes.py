@@ -16,7 +16,7 @@ from matmix.launch.lab.compare.config import LADDER, Comparison, Entry, read_com
 from matmix.launch.lab.compare.width import matched, with_facts
 from matmix.model.build import build_model, parameters_of
 from matmix.model.config import ModelConfig
-from matmix.train.arguments import read_table
+from matmix.train.arguments import given_keys, read_table
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
 
@@ -96,7 +96,7 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     """A ladder from the recipe of a comparison (path or bundled name) or its own folder, overrides for all entries, and
     values that go over its table [ladder]. Raises FileNotFoundError for a missing recipe or data set, and ValueError
     (one line) for what is wrong in it and for entries that have no width at a size."""
-    keys = [word[2:].split("=", 1)[0].replace("-", "_") for word in overrides if word.startswith("--")]
+    keys = given_keys(overrides)
     for key, reason in _OWN_KEYS.items():
         require(key not in keys, f"--{key}: {reason}")
     comparison = read_comparison(recipe, overrides, runs=Path("runs", LADDER))
