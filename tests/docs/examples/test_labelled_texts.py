@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
+import random
 import shutil
+import subprocess
 import tarfile
 import zipfile
 from collections import Counter
@@ -77,6 +80,40 @@ def test_splice_junctions_are_letters_and_a_name(tmp_path):
     found = {row["text"]: row["label"] for split in splits(tmp_path / "out").values() for row in split}
     names = ("exon to intron", "intron to exon", "neither")
     assert found == {"".join(letters[n // 4**k % 4] for k in range(5)): names[n % 3] for n in range(120)}
+
+
+def test_promoters_share_no_base(tmp_path):
+    """Of transcripts that begin less than 2,000 bases apart the first counts; windows with unknown bases do not."""
+    draw = random.Random(0)
+
+    def bases(count: int) -> str:
+        return "".join(draw.choices("acgt", k=count))
+
+    found = [("chr2L", 10_000 * n + 1, bases(2000)) for n in range(60)]
+    found += [("chr2L", start + 1999, bases(2000)) for _, start, _ in found[:30]]
+    found += [("chrX", -500, bases(2000)), ("chr4", 1, "n" + bases(1999)), ("chr4", 2001, bases(2000))]
+    records = [
+        f">NM_{number}_up {chromosome}:{start}-{start + 1999}\n{text[:1000]}\n{text[1000:]}\n"
+        for number, (chromosome, start, text) in enumerate(found + found[:5])
+    ]
+    draw.shuffle(records)
+    folder = tmp_path / "package"
+    (folder / "DEBIAN").mkdir(parents=True)
+    (folder / "DEBIAN" / "control").write_text(
+        "Package: a\nVersion: 1\nArchitecture: all\nMaintainer: b\nDescription: c\n"
+    )
+    (folder / "usr" / "extdata").mkdir(parents=True)
+    (folder / "usr" / "extdata" / "dm3_upstream2000.fa.gz").write_bytes(gzip.compress("".join(records).encode()))
+    package = tmp_path / "a.deb"
+    subprocess.run(["dpkg-deb", "--build", str(folder), str(package)], check=True, capture_output=True)
+    write(TEXTS["promoters"], package, tmp_path / "out")
+    examples = [row for split in splits(tmp_path / "out").values() for row in split]
+    kept = [text.upper() for _, _, text in found[:60] + found[90:]]
+    assert {row["text"] for row in examples if row["label"] == "promoter"} == {text[-256:] for text in kept}
+    assert {row["text"] for row in examples if row["label"] == "upstream"} == {
+        text[:256] for text in kept if "N" not in text
+    }
+    assert len(examples) == 2 * len(kept) - 1
 
 
 def test_emails_are_their_subject_and_body(tmp_path):
@@ -176,6 +213,7 @@ def fetched(name: str, folder: Path) -> Path:
         ("r52", (6_532, 2_568), 52),
         ("opinions", (1_543, 197), 3),
         ("spam", (5_447, 599), 2),
+        ("promoters", (18_436, 2_124), 2),
     ],
 )
 def test_the_packages_hold_what_they_should(tmp_path, name, counts, labels):
