@@ -84,20 +84,20 @@ def match_width(model: ModelConfig, target: int, tolerance: float, *, embeddings
     high = widths.first_from(low + 1)
     reach = 2 + math.ceil(3 * tolerance * high)  # parameters grow about as fast as the width, or faster
     near = [width for width in range(max(1, low - reach), high + reach + 1) if widths.at(width) is not None]
-    within = [width for width in near if abs(deviation(width)) <= tolerance]
-    if not within:
+    kinds: dict[tuple[bool, int], list[int]] = {}
+    for width in near:
+        sizes = headdims(widths.at(width))
+        kind = sizes != headdims(model), max(8 // math.gcd(8, size) for size in (width, *sizes.values()))
+        kinds.setdefault(kind, []).append(width)
+    # A kind at a time, since only counting takes time.
+    within = ([width for width in kinds[kind] if abs(deviation(width)) <= tolerance] for kind in sorted(kinds))
+    best = min(next(filter(None, within), []), key=lambda width: abs(deviation(width)), default=None)
+    if best is None:
         nearest = sorted(sorted(near, key=lambda width: abs(deviation(width)))[:2])
         sizes = [f"{widths.count(width):,} ({deviation(width):+.2%}) at d_model = {width}" for width in nearest]
         lack = f"no width has {target:,} parameters within {tolerance:.2%}; the nearest: {', '.join(sizes) or 'none'}"
         advice = "raise comparison.tolerance, or give the entry another headdim or number of layers"
         raise ValueError(f"{lack}; {advice}")
-
-    def preference(width: int) -> tuple[bool, int, float]:
-        sizes = (width, *headdims(widths.at(width)).values())
-        changed = headdims(widths.at(width)) != headdims(model)
-        return changed, max(8 // math.gcd(8, size) for size in sizes), abs(deviation(width))
-
-    best = min(within, key=preference)
     config = widths.at(best)
     counted = parameters_of(build_model(config, device="meta"), embeddings=embeddings)
     assert counted == widths.count(best), "layers of one kind have equally many parameters"
