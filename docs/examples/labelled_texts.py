@@ -116,12 +116,12 @@ def _splice(package: Path) -> Iterator[tuple[str, Example]]:
             yield "", {"text": "".join(bases), "label": names[label]}
 
 
-PROMOTER = 256
+PROMOTER = 128
 """Bases of a promoter: those right before the gene."""
 
 
 def _promoters(package: Path) -> Iterator[tuple[str, Example]]:
-    """The bases right before genes of a fly (its genome dm3), and as many that end 1,744 bases before them. No two
+    """The bases right before genes of a fly (its genome dm3), and as many that end 1,872 bases before them. No two
     examples share a base: of transcripts that begin less than 2,000 bases apart the first counts, on either strand."""
     ends: dict[str, int] = {}
     for (chromosome, start, end), bases in sorted(_upstream(package)):

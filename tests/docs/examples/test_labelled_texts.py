@@ -109,9 +109,9 @@ def test_promoters_share_no_base(tmp_path):
     write(TEXTS["promoters"], package, tmp_path / "out")
     examples = [row for split in splits(tmp_path / "out").values() for row in split]
     kept = [text.upper() for _, _, text in found[:60] + found[90:]]
-    assert {row["text"] for row in examples if row["label"] == "promoter"} == {text[-256:] for text in kept}
+    assert {row["text"] for row in examples if row["label"] == "promoter"} == {text[-128:] for text in kept}
     assert {row["text"] for row in examples if row["label"] == "upstream"} == {
-        text[:256] for text in kept if "N" not in text
+        text[:128] for text in kept if "N" not in text
     }
     assert len(examples) == 2 * len(kept) - 1
 
@@ -213,7 +213,7 @@ def fetched(name: str, folder: Path) -> Path:
         ("r52", (6_532, 2_568), 52),
         ("opinions", (1_543, 197), 3),
         ("spam", (5_447, 599), 2),
-        ("promoters", (18_436, 2_124), 2),
+        ("promoters", (18_471, 2_098), 2),
     ],
 )
 def test_the_packages_hold_what_they_should(tmp_path, name, counts, labels):
