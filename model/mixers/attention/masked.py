@@ -122,17 +122,6 @@ def tree_product(x: Tensor, decay: Tensor, branches: int) -> Tensor:
     return torch.cat(levels, -1)
 
 
-def graph_distances(adjacency: Tensor, longest: int) -> Tensor:
-    """The number of edges between any two nodes of a graph (L, L), symmetric, of floating-point zeros and ones:
-    int64, and `longest` where there are as many or more, or no way."""
-    eye = torch.eye(adjacency.shape[0], dtype=adjacency.dtype, device=adjacency.device)
-    reached, distances = eye, torch.zeros_like(adjacency, dtype=torch.int64)
-    for _ in range(longest):
-        distances = distances + (reached == 0)
-        reached = (reached @ (adjacency + eye)).clamp(max=1)
-    return distances
-
-
 def masked_product(q: Tensor, k: Tensor, v: Tensor, product: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """(L * Q K^T) V in the linear order: y_i = sum over n of q_in (L (k_n v_p))_i.
 
@@ -156,8 +145,9 @@ class MaskedAttentionConfig(HeadsConfig):
     """Options of structured masked attention, the same for all masks."""
 
     contraction: Literal["auto", "quadratic", "linear", "associative"] = "auto"
-    """Order of the contraction: quadratic makes all scores first, linear (auto) contracts keys and values first and
-    applies the mask by its fast algorithm; associative is linear with causal masks applied by an associative scan."""
+    """Order of the contraction: quadratic makes all scores first, linear contracts keys and values first and applies
+    the mask by its fast algorithm; associative is linear with causal masks applied by an associative scan. auto: linear
+    with causal masks, which have a scan in chunks, otherwise that of fewer operations at the length of the input."""
     bias: bool = False
     """Biases in the four projections."""
 
@@ -196,8 +186,15 @@ class MaskedAttention(Mixer):
     def mixing_flops(cls, d_model: int, config: MaskedAttentionConfig, seqlen: int, causal: bool) -> float:
         nheads, headdim = head_count(d_model, config), config.headdim
         seen = (seqlen + 1) / 2 if causal else seqlen
-        quadratic = config.contraction == "quadratic"
+        quadratic = cls.is_quadratic(config, seqlen)
         return nheads * (4 * seen * headdim if quadratic else cls.linear_flops(config, seqlen))
+
+    @classmethod
+    def is_quadratic(cls, config: MaskedAttentionConfig, seqlen: int) -> bool:
+        """Whether all scores of `seqlen` tokens are made first."""
+        if config.contraction == "auto" and not cls.causal_form:
+            return 4 * seqlen * config.headdim < cls.linear_flops(config, seqlen)
+        return config.contraction == "quadratic"
 
     @classmethod
     def linear_flops(cls, config: MaskedAttentionConfig, seqlen: int) -> float:
@@ -218,14 +215,18 @@ class MaskedAttention(Mixer):
         raise NotImplementedError
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
-        quadratic = self.config.contraction == "quadratic"
         whole = self.config.contraction in ("quadratic", "associative") or not self.causal_form
         if cu_seqlens is not None and whole and self.context is None:
             return self.forward_by_document(x, cu_seqlens)
-        if not quadratic:
+        if self.context is not None or not self.is_quadratic(self.config, x.shape[1]):
             return self.combine(self.linear_order(x, cu_seqlens), x)
+        return self.combine(recomputed(self.quadratic_order, x), x)
+
+    def quadratic_order(self, x: Tensor) -> Tensor:
+        """Y (B, L, H, P) from all scores, which are made again in the backward pass: they are L times as many as x has
+        tokens."""
         v = self.values(x)
-        return self.combine(self.mix(self.matrix(x).to(v.dtype), v), x)
+        return self.mix(self.matrix(x).to(v.dtype), v)
 
     def matrix(self, x: Tensor) -> Tensor:
         q, k, _ = self.project(x)
@@ -380,7 +381,7 @@ class SmaGraphConfig(MaskedAttentionConfig):
 
 class SmaGraph(MaskedAttention):
     """L[i, j] = gamma^(edges between i and j) in a graph of the positions (arXiv 2107.07999), gamma =
-    sigmoid(gamma_logit) learned per head. A subclass with an `adjacency` of its own has the masks of that graph, with
+    sigmoid(gamma_logit) learned per head. A subclass with `distances` of its own has the masks of that graph, with
     contraction = "quadratic"."""
 
     Config = SmaGraphConfig
@@ -406,26 +407,27 @@ class SmaGraph(MaskedAttention):
         # Four scans of four operations, and their sums; or two to go up and three to go down. Three contract.
         return config.headdim**2 * (23.0 if config.graph == "grid" else 8.0)
 
-    def adjacency(self, length: int, device: torch.device) -> tuple[Tensor, int]:
-        """The graph (L, L) of the first `length` positions, symmetric, bool, and the largest distance in it."""
+    def distances(self, length: int, device: torch.device) -> Tensor:
+        """The number of edges between any two of the first `length` positions: (L, L), int64."""
         node = torch.arange(length, device=device)
-        later = node.unsqueeze(1)
-        if self.config.graph == "tree":
-            edges = (later - 1).div(self.config.branches, rounding_mode="floor") == node
-            longest = 2 * (len(tree_levels(length, self.config.branches)) - 1)
-        else:
-            edges = (later - node == self.columns) | ((later - node == 1) & (later % self.columns > 0))
-            longest = min(length, self.columns) + length // self.columns
-        return edges | edges.mT, longest
+        if self.config.graph == "grid":
+            places = node // self.columns, node % self.columns
+            return sum((place[:, None] - place).abs() for place in places)
+        one, other = torch.broadcast_tensors(node[:, None], node)
+        edges = torch.zeros_like(one)
+        # Of two nodes the later one is no higher up: it climbs until both are the same.
+        for _ in range(2 * (len(tree_levels(length, self.config.branches)) - 1)):
+            edges = edges + (one != other)
+            above = (torch.maximum(one, other) - 1).div(self.config.branches, rounding_mode="floor")
+            one, other = torch.where(one == other, one, above), torch.minimum(one, other)
+        return edges
 
     def log_decays(self) -> Tensor:
         """log gamma (H,), in float32 at least."""
         return F.logsigmoid(working(self.gamma_logit))
 
     def mask(self, x: Tensor) -> Tensor:
-        edges, longest = self.adjacency(x.shape[1], x.device)
-        logs = self.log_decays()
-        return (logs[:, None, None] * graph_distances(edges.to(logs.dtype), longest)).exp().unsqueeze(0)
+        return (self.log_decays()[:, None, None] * self.distances(x.shape[1], x.device)).exp().unsqueeze(0)
 
     def linear_order(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if self.config.graph == "tree":

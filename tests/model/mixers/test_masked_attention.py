@@ -96,17 +96,17 @@ def test_masks_of_a_tree_are_decays_to_the_distance(make, branches):
 
 
 class _Ring(SmaGraph):
-    def adjacency(self, length, device):
-        along = torch.ones(length - 1, device=device).diag(1)
-        along[0, -1] = 1
-        return (along + along.mT) > 0, length
+    def distances(self, length, device):
+        steps = (torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)) % length
+        return torch.minimum(steps, length - steps)
 
 
-def test_any_adjacency_gives_a_mask(randomize):
+def test_a_graph_of_ones_own_gives_its_mask(randomize):
     config = _Ring.Config(headdim=6, contraction="quadratic")
     mixer = randomize(_Ring(D_MODEL, config, causal=False, max_seqlen=9, output_std=0.02), 0.5, torch.float64)
-    steps = (torch.arange(9)[:, None] - torch.arange(9)) % 9
-    wanted = torch.sigmoid(mixer.gamma_logit)[:, None, None] ** torch.minimum(steps, 9 - steps)
+    wanted = torch.sigmoid(mixer.gamma_logit)[:, None, None] ** torch.tensor(
+        [[min(abs(i - j), 9 - abs(i - j)) for j in range(9)] for i in range(9)]
+    )
     torch.testing.assert_close(mixer.mask(torch.randn(1, 9, D_MODEL, dtype=torch.float64))[0], wanted)
 
 
