@@ -50,6 +50,22 @@ def test_both_orders_agree_for_packed_documents(make, name):
     torch.testing.assert_close(linear, quadratic, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("name", ["sma_toeplitz", "sma_fourier", "sma_graph"])
+def test_masks_without_scans_take_the_order_of_fewer_operations(make, name):
+    chosen = set()
+    for length in (5, 300):
+        mixers = {order: make(name, length, contraction=order) for order in ("auto", "linear", "quadratic")}
+        flops = {order: mixer.mixing_flops(D_MODEL, mixer.config, length, False) for order, mixer in mixers.items()}
+        fewer = min(("linear", "quadratic"), key=flops.get)
+        chosen.add(fewer)
+        assert flops["auto"] == flops[fewer]
+        x = torch.randn(1, length, D_MODEL, dtype=torch.float64)
+        found = {order: mixer(x) for order, mixer in mixers.items()}
+        assert torch.equal(found["auto"], found[fewer])
+        assert not torch.equal(found["linear"], found["quadratic"]), "bits tell the orders apart"
+    assert chosen == {"linear", "quadratic"}
+
+
 def _formula(mixer, x, i, j):
     """L[i, j] of every head for x (1, L, d_model)."""
     ones, length = torch.ones(mixer.nheads, dtype=x.dtype), x.shape[1]
