@@ -34,6 +34,16 @@ def test_words_with_capitals_are_others_where_that_is_wanted(tmp_path, capsys):
         assert f"accuracy {wanted}" in capsys.readouterr().out.splitlines()[1].replace("  ", " ")
 
 
+def test_letters_tell_texts_without_spaces_apart(tmp_path, capsys):
+    rows = [
+        {"text": "ACCA" * n + ("TATA" if n % 2 else "TAAT"), "label": "box" if n % 2 else "none"} for n in range(20)
+    ]
+    write(tmp_path, "train", rows)
+    write(tmp_path, "test", rows)
+    assert main([str(tmp_path)]) == 0
+    assert "accuracy 100.00%" in capsys.readouterr().out.splitlines()[1].replace("  ", " ")
+
+
 def test_fewer_examples_to_learn_from(tmp_path, capsys):
     write(tmp_path, "train", [{"text": "a ship", "label": "sea"}, {"text": "a sword", "label": "war"}] * 2)
     write(tmp_path, "tenth", [{"words": ["run"], "tags": ["nn"]}])
