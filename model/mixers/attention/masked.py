@@ -223,8 +223,7 @@ class MaskedAttention(Mixer):
         return self.combine(recomputed(self.quadratic_order, x), x)
 
     def quadratic_order(self, x: Tensor) -> Tensor:
-        """Y (B, L, H, P) from all scores, which are made again in the backward pass: they are L times as many as x has
-        tokens."""
+        """Y (B, L, H, P) from all scores, L for each token, which are made again in the backward pass."""
         v = self.values(x)
         return self.mix(self.matrix(x).to(v.dtype), v)
 
