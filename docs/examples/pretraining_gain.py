@@ -25,13 +25,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import tyro
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
 
 from matmix.data.artifacts import parse_json, read_json_lines
 from matmix.data.storage.files import write_atomic
 from matmix.data.tokenizer import Tokenizer
+from matmix.studies.terms import fitted_to_terms
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
 from matmix.use.finetuning import finetuning_config
@@ -223,12 +221,7 @@ def _rounded(rate: float) -> float:
 
 
 def _tf_idf(train: list[dict[str, str]], test: list[dict[str, str]], read: Callable[[str], str]) -> float:
-    texts = [read(row["text"]) for row in train]
-    has_words = any(" " in text for text in texts)  # DNA has none: all runs of one to six letters
-    terms = {"ngram_range": (1, 2)} if has_words else {"ngram_range": (1, 6), "analyzer": "char"}
-    vectorizer = TfidfVectorizer(**terms, min_df=2, sublinear_tf=True, max_features=200_000)
-    model = make_pipeline(vectorizer, LogisticRegression(C=10.0, max_iter=200))
-    model.fit(texts, [row["label"] for row in train])
+    model = fitted_to_terms([read(row["text"]) for row in train], [row["label"] for row in train])
     return 100 * float(model.score([read(row["text"]) for row in test], [row["label"] for row in test]))
 
 

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import accuracy_score, f1_score
-from sklearn.pipeline import make_pipeline
 
 from matmix.data.artifacts import read_json_lines
+from matmix.studies.terms import fitted_to_terms
 from matmix.train.arguments import parse_arguments
 from matmix.train.process.console import guarded
 
@@ -36,18 +34,14 @@ def predictions(
         return _tags(train, test)
     labels = [example["label"] for example in test]
     most = collections.Counter(example["label"] for example in train).most_common(1)[0][0]
-    has_words = any(" " in example["text"] for example in train)
-    terms = {"ngram_range": (1, 2)} if has_words else {"ngram_range": (1, 6), "analyzer": "char"}
-    options = {"min_df": 2, "sublinear_tf": True, "max_features": 200_000}
-    vectorizer = TfidfVectorizer(lowercase=not capitals, **terms, **options)
-    model = make_pipeline(vectorizer, LogisticRegression(C=10.0, max_iter=200))
-    model.fit([_text(example) for example in train], [example["label"] for example in train])
+    texts = [_text(example) for example in train]
+    model = fitted_to_terms(texts, [example["label"] for example in train], capitals=capitals)
     found = model.predict([_text(example) for example in test]).tolist()
     return {"most frequent label": (labels, [most] * len(labels)), "TF-IDF, logistic regression": (labels, found)}
 
 
 def _text(example: Example) -> str:
-    return f"{example['text']} {example.get('pair', '')}"
+    return f"{example['text']} {example['pair']}" if "pair" in example else example["text"]
 
 
 def _tags(train: list[Example], test: list[Example]) -> dict[str, tuple[list[str], list[str]]]:
