@@ -169,7 +169,7 @@ class TextPreparation(base.Preparation):
         found = ", ".join(f"{role} {index}" for role, index in tokenizer.special.items() if index is not None)
         lacking = ", ".join(role for role, index in tokenizer.special.items() if index is None)
         lines.append(("special", "; ".join(filter(None, [found, lacking and f"no {lacking}"]))))
-        if (met := tokenizer.round_trip) is not None:
+        if (met := tokenizer.round_trip) is not None and met["texts"]:
             lines.append(("round trip", _said(**met)))
         if (report := manifest.cleaning) is not None:
             left_out = f"{report['documents'] - report['kept']:,} of {report['documents']:,} documents of the input"
