@@ -396,8 +396,9 @@ class SmaGraph(MaskedAttention):
     def check(cls, d_model: int, config: SmaGraphConfig) -> None:
         super().check(d_model, config)
         cls.require_least(config, columns=0, branches=2)
-        known = cls.distances is SmaGraph.distances or config.contraction == "quadratic"
-        cls.require(known, config, "contraction", f"knows grids and trees alone; {cls.__name__} needs quadratic")
+        foreign = cls.distances is not SmaGraph.distances and cls.linear_order is SmaGraph.linear_order
+        fits = not foreign or config.contraction == "quadratic"
+        cls.require(fits, config, "contraction", f"knows grids and trees alone; {cls.__name__} needs quadratic")
 
     @classmethod
     def why_no_context(cls, config: SmaGraphConfig, causal: bool) -> str:

@@ -126,6 +126,8 @@ def test_a_graph_of_ones_own_gives_its_mask(randomize):
     torch.testing.assert_close(mixer.mask(torch.randn(1, 9, D_MODEL, dtype=torch.float64))[0], wanted)
     with pytest.raises(ValueError, match="contraction = 'auto': knows grids and trees alone; _Ring needs quadratic"):
         _Ring.check(D_MODEL, _Ring.Config(headdim=6))
+    own = type("_FastRing", (_Ring,), {"linear_order": lambda self, x, cu_seqlens: self.quadratic_order(x)})
+    own.check(D_MODEL, own.Config(headdim=6))
 
 
 def test_the_fourier_mask_keeps_its_digits_in_float32():
