@@ -13,10 +13,13 @@ from matmix.kernels.mru.constructions import bounded_rows
 from matmix.model.initialization import constant_init
 from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, gated, zero_state
 from matmix.model.mixers.mru import draw_fading, fading_rates
+from matmix.model.mixers.products import ProductHeads
 from matmix.model.mixers.scans.delta_rule import transition_matrix
+from matmix.model.parameter_rules import ParameterRule
 
-State = tuple[Tensor, Tensor]
-"""The last inputs of the convolution (batch, d_inner, d_conv - 1), and S (batch, H, headdim, d_state)."""
+State = tuple[Tensor, ...]
+"""The last inputs of the convolution (batch, d_inner, d_conv - 1), S (batch, H, headdim, d_state), and with `products`
+those (batch, products, 4, 4)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,9 @@ class MatrixMemoryConfig:
     """Inner width over d_model."""
     d_conv: int = 4
     """Width of the causal depthwise convolution (2 to 9)."""
+    products: int = 0
+    """Heads beside the memory that multiply nearly orthogonal 4 x 4 matrices up, made from the token itself: what word
+    problems need."""
     norm: bool = False
     """An RMSNorm in front of the gate, as in Hydra's block."""
     bias: bool = False
@@ -43,7 +49,7 @@ class MatrixMemory(Mixer):
 
     A_t is made of the head's own values, and rows of absolute sum at most 1 bound it; keys k and queries q are those of
     all heads. It is the affine product of matrices of the MRU (`matrix_product_scan`), X_t = [[A_t, 0],
-    [v_t (rates k_t)^T, I]], of which one block is read, by an address.
+    [v_t (rates k_t)^T, I]], of which one block is read, by an address. With `products` what these heads give is added.
     """
 
     Config = MatrixMemoryConfig
@@ -52,10 +58,10 @@ class MatrixMemory(Mixer):
     static_step = True
     carries = True
     rank_option = "d_state"
-    not_decayed = ("turn_base", "key_rates")
+    not_decayed = ("turn_base", "key_rates", "products.fade_root")
 
-    def __init__(self, d_model: int, config: MatrixMemoryConfig, **options):
-        super().__init__(d_model, config, **options)
+    def __init__(self, d_model: int, config: MatrixMemoryConfig, *, output_std: float, **options):
+        super().__init__(d_model, config, output_std=output_std, **options)
         self.d_inner = config.expand * d_model
         self.nheads, order = self.d_inner // config.headdim, config.d_state
         self.value_proj = nn.Linear(d_model, self.d_inner, bias=config.bias)
@@ -68,6 +74,7 @@ class MatrixMemory(Mixer):
         self.skip = nn.Parameter(torch.empty(self.d_inner))
         self.norm = RMSNormWeight(self.d_inner) if config.norm else None
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=config.bias)
+        self.products = ProductHeads(d_model, config.products, output_std) if config.products else None
         self.init_rules |= {
             # So that S holds about as much as one value, however slowly it fades.
             "key_rates": draw_rates,
@@ -81,6 +88,7 @@ class MatrixMemory(Mixer):
         super().check(d_model, config)
         cls.require(1 <= config.d_state <= 32, config, "d_state", "must be from 1 to 32")
         cls.require(2 <= config.d_conv <= 9, config, "d_conv", "must be from 2 to 9")
+        cls.require_least(config, products=0)
         cls.require_inner_width(d_model, config)
 
     @classmethod
@@ -91,7 +99,14 @@ class MatrixMemory(Mixer):
     def mixing_flops(cls, d_model: int, config: MatrixMemoryConfig, seqlen: int, causal: bool) -> float:
         """A is made, turns the state, which is added to and read."""
         order = config.d_state
-        return 2.0 * config.expand * d_model * (2 * order**2 + 3 * order)
+        memory = 2.0 * config.expand * d_model * (2 * order**2 + 3 * order)
+        return memory + ProductHeads.mixing_flops(config.products)
+
+    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
+        rules = super().parameter_rules(seqlen)
+        if self.products is not None:  # every few rows make a matrix of their own: no linear map that could be rotated
+            rules["products.in_proj.weight"] = ParameterRule(blocks=())
+        return rules
 
     def source(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -127,18 +142,24 @@ class MatrixMemory(Mixer):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> Tensor:
         source, _ = self.source(x, cu_seqlens=cu_seqlens)
-        return self.finish(self.remember(source, cu_seqlens=cu_seqlens), source, x)
+        y = self.finish(self.remember(source, cu_seqlens=cu_seqlens), source, x)
+        return y if self.products is None else y + self.products(x, cu_seqlens=cu_seqlens, context=self.context)[0]
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> State:
-        """Zeros."""
+        """Zeros; products begin at the identity."""
         window = zero_state(self.conv1d, device, batch_size, self.d_inner, self.config.d_conv - 1)
         memory = self.nheads, self.config.headdim, self.config.d_state
-        return window, zero_state(self.conv1d, device, batch_size, *memory, exact=True)
+        state = window, zero_state(self.conv1d, device, batch_size, *memory, exact=True)
+        return state if self.products is None else (*state, self.products.initial_state(batch_size, device))
 
     def forward_with_state(self, x: Tensor, state: State, cu_seqlens: Tensor | None = None) -> tuple[Tensor, State]:
         source, window = self.source(x, state[0], cu_seqlens)
         y, memory = self.remember(source, initial_state=state[1], return_final_state=True, cu_seqlens=cu_seqlens)
-        return self.finish(y, source, x), (window, memory)
+        y = self.finish(y, source, x)
+        if self.products is None:
+            return y, (window, memory)
+        more, products = self.products(x, initial_state=state[2], cu_seqlens=cu_seqlens, context=self.context)
+        return y + more, (window, memory, products)
 
     # -- the definition -------------------------------------------------------------------------------------------
 
@@ -162,7 +183,8 @@ class MatrixMemory(Mixer):
         return self.heads(self.source(x)[0])
 
     def combine(self, mixed: Tensor, x: Tensor) -> Tensor:
-        return self.finish(mixed, self.source(x)[0], x)
+        y = self.finish(mixed, self.source(x)[0], x)
+        return y if self.products is None else y + self.products.definition(x)
 
     def overflow_advice(self) -> str:
         return "what it remembers is bounded, so its input was not finite already; try a lower optimizer.lr"

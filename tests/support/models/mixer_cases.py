@@ -16,7 +16,7 @@ from matmix.model.mixers.base import Mixer
 
 D_MODEL = 16
 SMALL = {"headdim": 8, "d_state": 4, "qk_dim": 4, "order": 4, "window": 2, "rank": 4, "landmarks": 4, "columns": 4}
-SMALL |= {"rounds": 2, "buckets": 4, "chunk": 4}
+SMALL |= {"rounds": 2, "buckets": 4, "chunk": 4, "products": 2}
 """Options that get small values wherever a mixer has them."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mru-chunked-cayley": ("mru", {"input": "chunked", "nheads": 2, "order": 2, "output_scale": 2.0, "bias": True}),
     "mru-convolution": ("mru", {"shift": "conv", "d_conv": 3}),
     "matrix_memory-narrow": ("matrix_memory", {"headdim": 4, "d_state": 3, "expand": 1, "d_conv": 3, "bias": True}),
-    "matrix_memory-normed": ("matrix_memory", {"norm": True}),
+    "matrix_memory-normed": ("matrix_memory", {"norm": True, "products": 0}),
     "mru-convolution-alone": ("mru", {"shift": "conv", "construction": "identity_plus"}),
     "mru-padded": ("mru", {"order": 2, "nheads": 8, "construction": "qr", "decay": True}),
     "attention-wide": ("attention", {"value_headdim": 4, "nheads": 3, "bias": True}),

@@ -8,11 +8,15 @@ from matmix.model import HeadConfig, ModelConfig, build_model, initialize
 from matmix.model.architecture import Outputs
 from matmix.model.config import MixerOptions
 from matmix.model.mixers.attention.softmax_attention import AttentionConfig
+from matmix.model.mixers.matrix_memory import MatrixMemoryConfig
 from matmix.model.mixers.mru import MRUConfig
 from matmix.model.mixers.scans.hydra import HydraConfig
 
 MIXERS = MixerOptions(
-    mru=MRUConfig(order=4), hydra=HydraConfig(d_state=8, headdim=8), attention=AttentionConfig(headdim=8)
+    mru=MRUConfig(order=4),
+    matrix_memory=MatrixMemoryConfig(products=2),
+    hydra=HydraConfig(d_state=8, headdim=8),
+    attention=AttentionConfig(headdim=8),
 )
 
 FIRST = MixerOptions(mru=MRUConfig(order=4, construction="identity_plus", input="chunked"))

@@ -152,7 +152,7 @@ def test_every_mixer_says_what_its_matrices_hold():
             if parameter.dim() != 2:
                 continue
             blocks = rules.get(name)
-            elements = case.mixer == "mru" and name == "in_proj.weight"
+            elements = name == "products.in_proj.weight" or (case.mixer == "mru" and name == "in_proj.weight")
             is_map = name.rsplit(".", 1)[-1] not in NOT_MAPS and "filter." not in name and not elements
             assert (blocks != ()) == is_map, (title, name)
             if blocks:

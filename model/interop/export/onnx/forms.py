@@ -19,6 +19,7 @@ from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.matrix_memory import MatrixMemory
 from matmix.model.mixers.mru import MRU
+from matmix.model.mixers.products import CONSTRUCTION, ORDER
 
 # -- onnx constructions --------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class ProductForm(DoublingForm):
 
 
 class MemoryForm(DoublingForm):
-    """A matrix memory: above the states stand products of the matrices that turn them."""
+    """A matrix memory: above the states stand products of the matrices that turn them; and its heads of products."""
 
     def forward(self, x: Tensor, cu_seqlens: None = None, max_seqlen: None = None) -> Tensor:
         """x (B, L, d_model), L <= longest -> same shape."""
@@ -150,7 +151,11 @@ class MemoryForm(DoublingForm):
 
         states = self.doubled(torch.cat((turns, values.unsqueeze(-1) * keys.unsqueeze(-2)), dim=-2), join)
         read = states[..., order:, :] @ queries.unsqueeze(-1)
-        return self.mixer.finish(read.squeeze(-1), source, x)
+        y = self.mixer.finish(read.squeeze(-1), source, x)
+        if (heads := self.mixer.products) is None:
+            return y
+        made = heads.faded(state_matrices_form(heads.elements(x), CONSTRUCTION, ORDER))
+        return y + heads.read(self.doubled(made, torch.matmul), x)
 
 
 class OnnxForm(nn.Module):
