@@ -54,6 +54,14 @@ def cache_blocks(rows: int, width: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
+def lane_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a (n, k, ...) times b (k, m, ...): small matrices, whose numbers lie beside those of the others."""
+    out = torch.mul(a[:, 0, None], b[None, 0], out=out)
+    for k in range(1, len(b)):
+        out.addcmul_(a[:, k, None], b[None, k])
+    return out
+
+
 def call_each(function: Callable, samples: int, in_dims: tuple, args: tuple) -> tuple[Any, Any]:
     """The outputs of all samples, stacked, and their dimensions of samples, as a rule of torch.vmap returns them.
 

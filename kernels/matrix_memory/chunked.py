@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from matmix.kernels.documents import chunk_layout
-from matmix.kernels.functions import Form, Operation, cache_blocks, in_pytorch, outside_autocast, working_dtype
+from matmix.kernels.functions import (
+    Form,
+    Operation,
+    cache_blocks,
+    in_pytorch,
+    lane_product,
+    outside_autocast,
+    working_dtype,
+)
 from matmix.kernels.mru.constructions import bounded_rows, bounded_rows_gradient
 
 CHUNK = 16
@@ -108,7 +116,7 @@ class Lanes:
 
     def advance(self, state: Tensor, step: int, block: slice, out: Tensor | None = None) -> Tensor:
         """The states (width, order, lanes, heads) after a step, from those before it."""
-        state = turned(state, self.turns[step, :, :, block], out)
+        state = lane_product(state, self.turns[step, :, :, block], out)
         return state.addcmul_(self.values[step, :, None, block], self.written[step, None, :, block])
 
 
@@ -120,14 +128,6 @@ def transitions(elements: Tensor) -> tuple[Tensor, Tensor]:
     for i in range(order):
         rows[:, i, i] += 1
     return bounded_rows(rows, 2)
-
-
-def turned(state: Tensor, turn: Tensor, out: Tensor | None = None) -> Tensor:
-    """state (n, order, ...) times turn (order, order, ...)."""
-    out = torch.mul(state[:, 0, None], turn[None, 0], out=out)
-    for j in range(1, turn.shape[0]):
-        out.addcmul_(state[:, j, None], turn[None, j])
-    return out
 
 
 def add_read(y: Tensor, state: Tensor, query: Tensor) -> None:
@@ -144,7 +144,7 @@ def products_within(lanes: Lanes) -> tuple[Tensor, Tensor]:
         spare = torch.empty_like(p)
         for step in range(lanes.steps):
             if step:
-                p, spare = turned(p, lanes.turns[step, :, :, block], spare), p
+                p, spare = lane_product(p, lanes.turns[step, :, :, block], spare), p
             add_read(seen[step, :, block], p, lanes.queries[step, :, block])
         product[:, :, block] = p
     return product, seen
@@ -167,7 +167,7 @@ def memory_forward(given: MemoryInputs) -> MemoryOutputs:
     for chunks, owners in lanes.successions:
         state = final[:, :, owners]
         edges[:, :, chunks] = state
-        final[:, :, owners] = passed[:, :, chunks] + turned(state, product[:, :, chunks])
+        final[:, :, owners] = passed[:, :, chunks] + lane_product(state, product[:, :, chunks])
     for block in lanes.blocks():
         for step in range(lanes.steps):
             add_read(y[step, :, block], edges[:, :, block], seen[step, :, block])
@@ -190,7 +190,7 @@ def memory_backward(
     dinitial = lanes.states(cotangents.final)
     for chunks, owners in reversed(lanes.successions):
         from_right, own = dinitial[:, :, owners], arriving[:, :, chunks]
-        dinitial[:, :, owners] = own + turned(from_right, product[:, :, chunks].transpose(0, 1))
+        dinitial[:, :, owners] = own + lane_product(from_right, product[:, :, chunks].transpose(0, 1))
         arriving[:, :, chunks] = from_right
 
     dvalues, dturns = torch.zeros_like(lanes.values), torch.zeros_like(lanes.turns)
@@ -209,7 +209,7 @@ def memory_backward(
             dwritten[step, :, block] = (gradient * lanes.values[step, :, None, block]).sum(0)
             for i in range(lanes.width):
                 dturns[step, :, :, block].addcmul_(states[step][i, :, None], gradient[i, None])
-            gradient, spare = turned(gradient, lanes.turns[step, :, :, block].transpose(0, 1), spare), gradient
+            gradient, spare = lane_product(gradient, lanes.turns[step, :, :, block].transpose(0, 1), spare), gradient
     dkeys = (dwritten * lanes.rates).sum(-1, keepdim=True)
     drates = (dwritten * lanes.keys).sum((0, 2)).mT
     delements = bounded_rows_gradient(lanes.turns, lanes.sizes, dturns, 2).flatten(1, 2)

@@ -15,7 +15,6 @@ from matmix.model.mixers.base import Mixer, RMSNormWeight, ShortConv, convolve, 
 from matmix.model.mixers.mru import draw_fading, fading_rates
 from matmix.model.mixers.products import ProductHeads
 from matmix.model.mixers.scans.delta_rule import transition_matrix
-from matmix.model.parameter_rules import ParameterRule
 
 State = tuple[Tensor, ...]
 """The last inputs of the convolution (batch, d_inner, d_conv - 1), S (batch, H, headdim, d_state), and with `products`
@@ -102,11 +101,9 @@ class MatrixMemory(Mixer):
         memory = 2.0 * config.expand * d_model * (2 * order**2 + 3 * order)
         return memory + ProductHeads.mixing_flops(config.products)
 
-    def parameter_rules(self, seqlen: int) -> dict[str, ParameterRule]:
-        rules = super().parameter_rules(seqlen)
-        if self.products is not None:  # every few rows make a matrix of their own: no linear map that could be rotated
-            rules["products.in_proj.weight"] = ParameterRule(blocks=())
-        return rules
+    def blocks(self) -> dict[str, tuple[int, ...]]:
+        # Every few rows make a matrix of their own: as one linear map they mean nothing.
+        return {} if self.products is None else {"products.in_proj.weight": ()}
 
     def source(
         self, x: Tensor, window: Tensor | None = None, cu_seqlens: Tensor | None = None

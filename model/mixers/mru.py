@@ -310,7 +310,7 @@ class MRU(Mixer):
         """X (..., H, order, order) in float32 (float64 for float64) from elements (..., H, E)."""
         matrices = state_matrices(elements, self.config.construction, self.order)
         if self.decay_root is not None:
-            matrices = matrices / (1 + self.decay_root.to(matrices.dtype).square())[:, None, None]
+            matrices = faded(matrices, self.decay_root)
         return matrices
 
     def state_matrices(self, x: Tensor) -> Tensor:
@@ -493,6 +493,11 @@ class MRU(Mixer):
         if self.config.construction in BOUNDED_CONSTRUCTIONS:  # only NaNs that came in do that
             return "its construction is bounded, so its input was not finite already; try a lower optimizer.lr"
         return 'use construction "affine", which is bounded, or a lower optimizer.lr'
+
+
+def faded(matrices: Tensor, root: Tensor) -> Tensor:
+    """Matrices (..., H, o, o) times 1 / (1 + root^2), root (H,): any number gives a factor in (0, 1]."""
+    return matrices / (1 + root.to(matrices.dtype).square())[:, None, None]
 
 
 def pad_order(matrices: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from matmix.kernels import matrix_product_scan
-from matmix.kernels.functions import working
+from matmix.kernels.functions import working_dtype
 from matmix.kernels.mru.chunked import state_matrices
 from matmix.kernels.mru.constructions import construction_products
 from matmix.model.initialization import constant_init, normal_init
+from matmix.model.mixers.mru import faded
 
 ORDER = 4
 CONSTRUCTION = "newton_schulz"
@@ -48,13 +49,9 @@ class ProductHeads(nn.Module):
         """Elements of X (..., H, 16) from x (..., d_model)."""
         return self.in_proj(x).unflatten(-1, (self.nheads, -1))
 
-    def faded(self, matrices: Tensor) -> Tensor:
-        """X (..., H, 4, 4) times the factors of the heads."""
-        return matrices / (1 + self.fade_root.to(matrices.dtype).square())[:, None, None]
-
     def matrices(self, x: Tensor) -> Tensor:
         """fade X (..., H, 4, 4), in float32 at least, from x (..., d_model)."""
-        return self.faded(state_matrices(self.elements(x), CONSTRUCTION, ORDER))
+        return faded(state_matrices(self.elements(x), CONSTRUCTION, ORDER), self.fade_root)
 
     def read(self, states: Tensor, x: Tensor) -> Tensor:
         """What states (..., H, 4, 4) add to the mixer's output, (..., d_model), in the dtype of x."""
@@ -75,6 +72,6 @@ class ProductHeads(nn.Module):
 
     def initial_state(self, batch_size: int, device: torch.device | None = None) -> Tensor:
         """The identity, (batch_size, H, 4, 4), float32 at least."""
-        like = self.fade_root if device is None else self.fade_root.new_empty(0, device=device)
-        identity = torch.eye(ORDER, dtype=working(like).dtype, device=like.device)
+        device = self.fade_root.device if device is None else device
+        identity = torch.eye(ORDER, dtype=working_dtype(self.fade_root), device=device)
         return identity.repeat(batch_size, self.nheads, 1, 1)

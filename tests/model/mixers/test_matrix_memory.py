@@ -10,6 +10,7 @@ from matmix.kernels import matrix_product_scan
 from matmix.kernels.mru.constructions.orthogonal import norm_bound
 from matmix.model.initialization import initialize
 from matmix.model.mixers.matrix_memory import MatrixMemory, MatrixMemoryConfig
+from matmix.model.mixers.mru import faded
 
 D_MODEL = 32
 
@@ -93,7 +94,7 @@ def test_states_go_on_in_the_middle_of_a_text():
 
 def test_products_fade_by_half_at_first():
     heads = _layer(products=4).products
-    torch.testing.assert_close(heads.faded(torch.ones(4, 4, 4)), torch.full((4, 4, 4), 0.5))
+    torch.testing.assert_close(faded(torch.ones(4, 4, 4), heads.fade_root), torch.full((4, 4, 4), 0.5))
 
 
 def test_it_is_a_block_of_a_product_of_affine_matrices():

@@ -18,7 +18,7 @@ from matmix.kernels.mru.constructions.orthogonal import norm_bound
 from matmix.model.backbone import Backbone
 from matmix.model.mixers.base import Mixer
 from matmix.model.mixers.matrix_memory import MatrixMemory
-from matmix.model.mixers.mru import MRU
+from matmix.model.mixers.mru import MRU, faded
 from matmix.model.mixers.products import CONSTRUCTION, ORDER
 
 # -- onnx constructions --------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class ProductForm(DoublingForm):
         mixer = self.mixer
         states = state_matrices_form(mixer.elements(x), mixer.config.construction, mixer.order)
         if mixer.decay_root is not None:
-            states = states / (1 + mixer.decay_root.square())[:, None, None]
+            states = faded(states, mixer.decay_root)
         return mixer.combine(self.doubled(states, torch.matmul), x)
 
 
@@ -154,7 +154,7 @@ class MemoryForm(DoublingForm):
         y = self.mixer.finish(read.squeeze(-1), source, x)
         if (heads := self.mixer.products) is None:
             return y
-        made = heads.faded(state_matrices_form(heads.elements(x), CONSTRUCTION, ORDER))
+        made = faded(state_matrices_form(heads.elements(x), CONSTRUCTION, ORDER), heads.fade_root)
         return y + heads.read(self.doubled(made, torch.matmul), x)
 
 
