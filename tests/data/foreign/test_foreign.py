@@ -14,7 +14,7 @@ from failures import each
 from nightly import nightly
 from PIL import Image
 from streaming import MDSWriter
-from streaming.base.shared import memory
+from streaming.base.shared import memory, prefix
 from webdataset import TarWriter
 
 from matmix.data.config import DataConfig, ImagesConfig
@@ -258,22 +258,27 @@ def test_one_run_at_a_time_reads_through_a_cache(made, tmp_path):
 
 def test_a_process_removes_shared_memory_once(made, monkeypatch):
     """What another run has named in the same way since then stays when the process ends."""
-    gc.collect()
-    at_exit, before = [], set(os.listdir("/dev/shm"))
+    at_exit, own = [], 800_000 + os.getpid() % 90_000
+    # Numbers of its own: the first free ones are those that other tests take as soon as they are let go.
+    monkeypatch.setattr(prefix, "_each_prefix_int", lambda: itertools.count(own))
     monkeypatch.setattr(memory.atexit, "register", at_exit.append)
     loader = loader_of(made["streaming", "text"], "streaming")
-    names = sorted(set(os.listdir("/dev/shm")) - before)
+    names = _shared_memory_of(own)
     del loader
     gc.collect()
     assert at_exit
     assert names
-    assert not set(names) & set(os.listdir("/dev/shm"))
+    assert not _shared_memory_of(own)
     for name in names:
-        Path("/dev/shm", name).write_bytes(b"of another")
+        name.write_bytes(b"of another")
     try:
         for clean_up in at_exit:
             clean_up()
-        assert set(names) <= set(os.listdir("/dev/shm"))
+        assert _shared_memory_of(own) == names
     finally:
         for name in names:
-            Path("/dev/shm", name).unlink(missing_ok=True)
+            name.unlink(missing_ok=True)
+
+
+def _shared_memory_of(number):
+    return sorted(Path("/dev/shm").glob(f"{number:06}_*"))
