@@ -141,7 +141,7 @@ LADDER = "ladder"
 """The table that `matmix ladder` reads beside this one."""
 TUNING = "tune"
 """The folder of an entry's tuning runs."""
-_FILES = "comparison.toml", "speed.json", "lock.json", ".comparison.toml.tmp", ".speed.json.tmp"
+_FILES = "comparison.toml", "speed.json", "lock.json", ".speed.json.tmp"
 _OWN = "report", "launch", "logs", FINETUNED, TUNING, *_FILES
 """What lies beside the folders of the entries, and of their variants."""
 
@@ -436,7 +436,7 @@ def keep_recipe(comparison: Comparison) -> None:
     values = {**comparison.recipe, "run_dir": str(comparison.home)}
     if comparison.settings.tune:
         values["comparison"] = {**values["comparison"], "tune_seed": comparison.settings.tuned_with}
-    write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values))
+    write_atomic(comparison.home / "comparison.toml", tomli_w.dumps(values), alone=False)
 
 
 def entries_of(comparison: Comparison, only: Sequence[str] = ()) -> list[Entry]:

@@ -1,6 +1,7 @@
 """Recipes of comparisons: what an entry is, equal parameters, equal data."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -147,6 +148,23 @@ def test_the_folder_of_a_comparison_stands_for_its_recipe_with_overrides(recipe,
     assert [entry.config.steps for entry in again.entries] == [7, 7]
     with pytest.raises(FileNotFoundError, match=r"no comparison\.toml"):
         read_comparison(str(tmp_path))
+
+
+def test_two_commands_may_begin_a_comparison_at_once(recipe, tmp_path, monkeypatch):
+    """As two that train other entries of it: neither takes away the file that the other is about to rename."""
+    comparison = read_comparison(recipe(TINY + ENTRIES), ["--run-dir", str(tmp_path / "home")])
+
+    def replace(*paths, original=os.replace):
+        monkeypatch.setattr(os, "replace", original)
+        with monkeypatch.context() as another:
+            another.setattr(os, "getpid", lambda: 1)
+            keep_recipe(comparison)
+        original(*paths)
+
+    monkeypatch.setattr(os, "replace", replace)
+    keep_recipe(comparison)
+    assert os.listdir(tmp_path / "home") == ["comparison.toml"]
+    assert read_comparison(str(tmp_path / "home")).settings == comparison.settings
 
 
 def test_comparisons_are_not_offered_for_training(capsys):
