@@ -81,7 +81,7 @@ class Compare:
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         runs.check_parallel(self.parallel)
         array.check_slurm(self.slurm, self.profile, self.slurm_options)
-        comparison = tuning.tuned(matched(config.read_comparison(self.recipe, rest)))
+        comparison = tuning.tuned(matched(config.read_comparison(self.recipe, rest), only=self.only))
         tasks, first = config.tasks_of(comparison, self.only), tuning.tuning_tasks(comparison, self.only)
         if self.report:
             print(report.write_report(comparison))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matmix.data.loading.loader import Loader
-from matmix.launch.lab.compare.config import Comparison, Entry
+from matmix.launch.lab.compare.config import Comparison, Entry, entries_of
 from matmix.model.build import at_width, build_model, count_parameters, headdims, parameters_of
 from matmix.model.config import ModelConfig
 from matmix.train.config import RunConfig
@@ -20,12 +20,13 @@ from matmix.train.optim.groups import parameter_groups
 from matmix.train.recipe import config_to_dict, differences
 
 
-def matched(comparison: Comparison, sizes: Mapping[str, int] | None = None) -> Comparison:
+def matched(comparison: Comparison, sizes: Mapping[str, int] | None = None, only: Sequence[str] = ()) -> Comparison:
     """Returns the comparison with the widths at which all entries of a variant have equally many parameters: those that
     the recipe names, else those of the first entry there. sizes: by variant, the parameters without embeddings that are
-    matched instead. Raises ValueError (one line) for an entry that has no such width, FileNotFoundError and ValueError
-    where the vocabulary is left to data that cannot be opened."""
-    settings = comparison.settings
+    matched instead. only: names of entries and of variants; others are left out where this fails. Raises ValueError
+    (one line) for an entry that has no such width and for unknown names, FileNotFoundError and ValueError where the
+    vocabulary is left to data that cannot be opened."""
+    settings, asked = comparison.settings, {entry.title for entry in entries_of(comparison, only)}
     targets: dict[str, int] = {}
     entries = []
     for entry in with_facts(comparison.entries):
@@ -38,6 +39,8 @@ def matched(comparison: Comparison, sizes: Mapping[str, int] | None = None) -> C
             model = match_width(own, target, settings.tolerance, embeddings=sizes is None)
             config = _with_checked_rules(dataclasses.replace(entry.config, model=model), bool(entry.control))
         except ValueError as error:
+            if entry.title not in asked:
+                continue
             advice = "; or compare without controls (--comparison.controls False)" if entry.control else ""
             raise ValueError(f'entry "{entry.title}": {error}{advice}') from None
         facts = {"parameters": count_parameters(model), "target": target, "own_headdims": headdims(own)}

@@ -227,6 +227,11 @@ def test_a_control_that_cannot_be_matched_says_how_to_do_without(recipe):
     text = text.split('[[comparison.entry]]\nname = "Hydra')[0]
     with pytest.raises(ValueError, match=r'entry "no mixer": no width .*--comparison\.controls False\)$'):
         matched(read_comparison(recipe(text)))
+    others = matched(read_comparison(recipe(text)), only=["attention"]).entries  # which is asked for and can be
+    assert "attention" in [entry.name for entry in others]
+    assert "no mixer" not in [entry.name for entry in others]
+    with pytest.raises(ValueError, match=r'^--only: no entry and no variant is called "atention"'):
+        matched(read_comparison(recipe(text)), only=["atention"])
 
 
 @pytest.mark.parametrize(
