@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from matmix.kernels.context import Context
 from matmix.kernels.functions import working
 from matmix.model.architecture import Architecture
-from matmix.model.blocks import Block, make_norm
+from matmix.model.blocks import Block
 from matmix.model.calls import Called, is_quantised
 from matmix.model.carrying import CarriedRows, LayerStates
 from matmix.model.config import ModelConfig
 from matmix.model.mixers import MIXERS
+from matmix.model.norms import make_norm
 from matmix.model.positions import in_one_row, unpad_indices
 
 
@@ -41,6 +42,7 @@ def check_context(config: ModelConfig) -> None:
         "reads documents from both ends": kind.strands > 1,
         "has one output for each document": kind.per_document,
         "reads whole images": kind.inputs == "images",
+        "normalises over whole documents (model.norm_kind)": config.norm_kind == "instance",
     }
     if why := next((why for why, holds in reasons.items() if holds), ""):
         raise ValueError(f"engine.context: {config.architecture} {why}; set it to 1")

@@ -13,8 +13,9 @@ from matmix.model.carrying import LayerStates
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
-from matmix.model.mixers.base import RMSNorm, ScanOrders
+from matmix.model.mixers.base import ScanOrders
 from matmix.model.mixers.structured.channels import CHANNEL_MAPS
+from matmix.model.norms import InstanceNorm, make_norm, normed
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -32,13 +33,6 @@ def residual_std(config: ModelConfig) -> float:
     """
     additions = sum((mixer is not None) + has_mlp for mixer, has_mlp in config.layer_kinds())
     return config.matrix_std / math.sqrt(additions) if config.norm == "pre" else config.matrix_std
-
-
-def make_norm(config: ModelConfig, *, eps: float, bias: bool) -> nn.Module:
-    """A norm over d_model of the model's kind; bias: of a LayerNorm."""
-    if config.norm_kind == "rms":
-        return RMSNorm(config.d_model, eps)
-    return nn.LayerNorm(config.d_model, eps=eps, bias=bias)
 
 
 class MLP(nn.Module):
@@ -103,7 +97,8 @@ class Block(Called):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(config.drop_path * index / max(config.n_layers - 1, 1))
         self.mixer = self.mlp = None
-        norm = partial(make_norm, config, eps=config.norm_eps, bias=config.norm_bias)
+        make = partial(InstanceNorm, config.d_model) if config.norm_kind == "instance" else partial(make_norm, config)
+        norm = partial(make, eps=config.norm_eps, bias=config.norm_bias)
         scale = partial(LayerScale, config) if config.layer_scale else nn.Identity
         if mixer is not None:
             self.norm_mixer = norm()
@@ -116,11 +111,11 @@ class Block(Called):
             self.mlp = MLP(config)
             self.scale_mlp = scale()
 
-    def forward(self, x: Tensor, *inputs: Any) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, *inputs: Any) -> Tensor:
         """inputs: the further ones of `mix`."""
         if self.mixer is not None:
-            x = self.add(x, self.mix(x, *inputs), self.norm_mixer)
-        return self.after_mixer(x)
+            x = self.add(x, self.mix(x, cu_seqlens, *inputs), self.norm_mixer)
+        return self.after_mixer(x, cu_seqlens)
 
     def mix(
         self,
@@ -132,7 +127,7 @@ class Block(Called):
     ) -> Tensor:
         """Returns what the mixer adds to the stream x (B, L, d_model), read in `orders` where they are given, or going
         on from states that are `carried`."""
-        x = self.norm_mixer(x) if self.pre else x
+        x = normed(self.norm_mixer, x, cu_seqlens) if self.pre else x
         if carried is not None:
             fresh = self.mixer.initial_state(cu_seqlens.numel(), x.device)
             y, states = self.mixer(x, carried.of_documents(fresh), cu_seqlens, method="forward_with_state")
@@ -146,11 +141,12 @@ class Block(Called):
         """The mixer's matrix (B, H, L, L) for the stream x (B, L, d_model), one document a row."""
         return self.mixer(self.norm_mixer(x) if self.pre else x, method="matrix")
 
-    def after_mixer(self, x: Tensor) -> Tensor:
+    def after_mixer(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """The MLP half."""
         if self.mlp is None:
             return x
-        return self.add(x, self.scale_mlp(self.mlp(self.norm_mlp(x) if self.pre else x)), self.norm_mlp)
+        y = normed(self.norm_mlp, x, cu_seqlens) if self.pre else x
+        return self.add(x, self.scale_mlp(self.mlp(y)), self.norm_mlp)
 
     def add(self, x: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """Add y to the stream, and normalise the sum in post-norm models."""

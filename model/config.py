@@ -98,8 +98,9 @@ class ModelConfig:
     """Activation of the MLPs."""
     norm: Literal["pre", "post"] = "pre"
     """pre: x + f(norm(x)) with a final norm; post: norm(x + f(x)), as in the published Hydra encoder."""
-    norm_kind: Literal["layer", "rms"] = "layer"
-    """LayerNorm, or RMSNorm (arXiv 1910.07467), which subtracts no mean and has no biases."""
+    norm_kind: Literal["layer", "rms", "instance"] = "layer"
+    """LayerNorm, RMSNorm (arXiv 1910.07467), which subtracts no mean and has no biases, or instance: the norms in the
+    layers are of each channel over all positions of a document (arXiv 1607.08022), the others LayerNorms."""
     norm_eps: float = 1e-5
     """Epsilon of the norms in the layers."""
     norm_bias: bool = False
@@ -177,6 +178,8 @@ class ModelConfig:
         self._check_mlp()
         if self.norm_bias and self.norm_kind == "rms":
             raise ValueError('model.norm_bias = true: RMSNorm has no biases; set it to false, or norm_kind to "layer"')
+        if self.norm_kind == "instance" and (why := self._why_no_instance_norm()):
+            raise ValueError(f'model.norm_kind = "instance": {why}; set it to "layer"')
         if self.embedding_norm != "auto":
             self._check_use("embedding_norm", lambda known: known.inputs == "tokens")
         # The latter: runs of version 0.1.0 say so, whatever their architecture.
@@ -192,6 +195,13 @@ class ModelConfig:
             raise ValueError(
                 f"model.{option} is of no use to model.architecture = {self.architecture!r}, but to {able}"
             )
+
+    def _why_no_instance_norm(self) -> str:
+        if self.norm == "post":
+            return 'after each sum (model.norm = "post") it would take away what positions have in common'
+        if self.causal or self.model_class.separated:
+            return f"{self.architecture} predicts from earlier positions, and it reads all of a document"
+        return ""
 
     def _check_mlp(self) -> None:
         for option in ("mlp_rank", "mlp_blocks"):

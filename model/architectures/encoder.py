@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.backbone import Backbone, embedding_norm, final_norm
-from matmix.model.blocks import activate, make_norm
+from matmix.model.blocks import activate
 from matmix.model.calls import matrix_of, weight_of
 from matmix.model.config import ModelConfig
+from matmix.model.norms import make_norm
 from matmix.model.positions import document_positions
 
 # -- the body that all encoders share: embeddings, blocks that see both sides, and the final norm --------------------

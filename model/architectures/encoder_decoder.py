@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from matmix.model.architecture import register_architecture
 from matmix.model.architectures.language_model import LanguageModel
-from matmix.model.blocks import Block, make_norm, residual_std
+from matmix.model.blocks import Block, residual_std
 from matmix.model.config import ModelConfig
 from matmix.model.initialization import normal_init
 from matmix.model.mixers.attention.cross import (
@@ -20,6 +20,7 @@ from matmix.model.mixers.attention.cross import (
     CrossLinearAttention,
     CrossLinearAttentionConfig,
 )
+from matmix.model.norms import make_norm
 
 CROSS = ("softmax", "linear", "none")
 

@@ -129,6 +129,14 @@ def test_a_config_survives_json():
         ({"layers": ("mru", "mlp"), "mlp_ratio": 0.0}, ["mlp_ratio is 0"]),
         ({"logit_softcap": -1.0}, ["model.logit_softcap = -1.0", "0 (none) or more"]),
         ({"norm_kind": "rms", "norm_bias": True}, ["norm_bias = true", "RMSNorm has no biases"]),
+        (
+            {"norm_kind": "instance", "layers": ("mru",)},
+            ["norm_kind", "language_model predicts from earlier positions"],
+        ),
+        (
+            {"norm_kind": "instance", "norm": "post", "architecture": "encoder", "layers": ("hydra",)},
+            ['norm_kind = "instance"', 'model.norm = "post"', "take away what positions have in common"],
+        ),
         ({"embedding_norm": "first"}, ["'first'", "auto, layers, none"]),
         (
             {"architecture": "image_classifier", "layers": ("hydra",), "embedding_norm": "layers"},
