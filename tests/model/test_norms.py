@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from failures import each
 
+from matmix.model.backbone import check_context
 from matmix.model.norms import InstanceNorm
 
 WIDTH = 5
@@ -72,3 +73,10 @@ def test_every_parameter_learns(small_model):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
+
+
+def test_ranks_cannot_share_its_rows(small_config):
+    with pytest.raises(
+        ValueError, match=r"context: encoder normalises over whole documents \(model\.norm_kind\); set it to 1$"
+    ):
+        check_context(small_config("encoder", ("hydra",), norm_kind="instance"))
