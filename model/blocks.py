@@ -15,7 +15,7 @@ from matmix.model.initialization import constant_init, normal_init
 from matmix.model.mixers import MIXERS
 from matmix.model.mixers.base import ScanOrders
 from matmix.model.mixers.structured.channels import CHANNEL_MAPS
-from matmix.model.norms import InstanceNorm, make_norm, normed
+from matmix.model.norms import block_norm, normed
 
 
 def activate(x: Tensor, name: str) -> Tensor:
@@ -97,17 +97,15 @@ class Block(Called):
         self.dropout = nn.Dropout(config.dropout)
         self.drop_path = DropPath(config.drop_path * index / max(config.n_layers - 1, 1))
         self.mixer = self.mlp = None
-        make = partial(InstanceNorm, config.d_model) if config.norm_kind == "instance" else partial(make_norm, config)
-        norm = partial(make, eps=config.norm_eps, bias=config.norm_bias)
         scale = partial(LayerScale, config) if config.layer_scale else nn.Identity
         if mixer is not None:
-            self.norm_mixer = norm()
+            self.norm_mixer = block_norm(config)
             form = {"causal": config.mixer_is_causal(mixer), "max_seqlen": config.longest}
             options = config.mixer_config(mixer)
             self.mixer = MIXERS[mixer](config.d_model, options, output_std=residual_std(config), **form)
             self.scale_mixer = scale()
         if has_mlp:
-            self.norm_mlp = norm()
+            self.norm_mlp = block_norm(config)
             self.mlp = MLP(config)
             self.scale_mlp = scale()
 

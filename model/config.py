@@ -199,7 +199,7 @@ class ModelConfig:
     def _why_no_instance_norm(self) -> str:
         if self.norm == "post":
             return 'after each sum (model.norm = "post") it would take away what positions have in common'
-        if self.causal or self.model_class.separated:
+        if self.causal:
             return f"{self.architecture} predicts from earlier positions, and it reads all of a document"
         return ""
 

@@ -44,6 +44,12 @@ class InstanceNorm(nn.Module):
         return (y if self.bias is None else y + self.bias).to(x.dtype)
 
 
+def block_norm(config: ModelConfig) -> nn.Module:
+    """A norm in the layers of the model."""
+    kind = {"eps": config.norm_eps, "bias": config.norm_bias}
+    return InstanceNorm(config.d_model, **kind) if config.norm_kind == "instance" else make_norm(config, **kind)
+
+
 def normed(norm: nn.Module, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Applies a norm of a layer to the stream (B, L, d_model) of documents."""
     return norm(x, cu_seqlens) if isinstance(norm, InstanceNorm) else norm(x)

@@ -3,7 +3,6 @@ mix the source with a matrix of T rows and S columns."""
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from matmix.model.mixers.attention.cross import (
     CrossLinearAttention,
     CrossLinearAttentionConfig,
 )
-from matmix.model.norms import make_norm
+from matmix.model.norms import block_norm
 
 CROSS = ("softmax", "linear", "none")
 
@@ -92,9 +91,8 @@ class TargetBlock(Block):
         self.cross = None
         if options.cross == "none":
             return
-        norm = partial(make_norm, config, eps=config.norm_eps, bias=config.norm_bias)
-        self.norm_cross = norm()
-        self.norm_source = norm() if self.pre else nn.Identity()
+        self.norm_cross = block_norm(config)
+        self.norm_source = block_norm(config) if self.pre else nn.Identity()
         shape = {"nheads": options.heads, "headdim": max(1, config.d_model // options.heads)}
         if options.cross == "softmax":
             self.cross = CrossAttention(config.d_model, config.d_model, CrossAttentionConfig(**shape))

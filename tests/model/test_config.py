@@ -134,6 +134,10 @@ def test_a_config_survives_json():
             ["norm_kind", "language_model predicts from earlier positions"],
         ),
         (
+            {"norm_kind": "instance", "architecture": "encoder_decoder", "layers": ("mru",)},
+            ["norm_kind", "encoder_decoder predicts from earlier positions"],
+        ),
+        (
             {"norm_kind": "instance", "norm": "post", "architecture": "encoder", "layers": ("hydra",)},
             ['norm_kind = "instance"', 'model.norm = "post"', "take away what positions have in common"],
         ),

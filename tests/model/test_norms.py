@@ -54,7 +54,7 @@ def test_half_precision_is_computed_in_float32(norm):
 def test_neither_neighbours_nor_padding_change_a_document(small_model, architecture):
     """Nor does reading it in a row of its own."""
     kind = {"norm_kind": "instance", "norm_bias": True, "dtype": torch.float64}
-    model = small_model(architecture, ("hydra", "attention"), **kind).eval()
+    model = small_model(architecture, ("hydra", "attention"), **kind)
     first, second = torch.randint(61, (1, 6)), torch.randint(61, (1, 9))
     packed = model(torch.cat([first, second], 1), cu_seqlens=lengths_of(6, 9))
     padded = torch.cat([F.pad(first, (0, 3)), second])
