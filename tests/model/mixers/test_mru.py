@@ -272,8 +272,8 @@ def test_affine_states_forget_at_first():
     assert left.max() > 0.3
 
 
-def test_elements_see_the_token_before_and_no_other():
-    layer = _layer(dtype=torch.float64)
+def test_blended_elements_see_the_token_before_and_no_other():
+    layer = _layer(shift="blend", dtype=torch.float64)
     torch.nn.init.normal_(layer.state_up)
     torch.nn.init.uniform_(layer.shift_share, 0.2, 0.8)
     x = torch.randn(1, 6, D_MODEL, dtype=torch.float64)

@@ -260,9 +260,9 @@ def test_a_causal_convolution_is_not_taken_for_an_encoder():
     assert found["d_conv"] == 7
     assert missing_controls([causal])["convolution only"]["model"]["mixers"] == {"convolution": {}}
     mru = ModelConfig(layers=("mru",), d_model=64)
-    assert "convolution only" not in missing_controls([mru])
-    convolved = dataclasses.replace(mru, mixers=MixerOptions(mru=MIXERS["mru"].Config(shift="conv")))
-    found = missing_controls([convolved])["convolution only"]["model"]["mixers"]["convolution"]
+    blended = dataclasses.replace(mru, mixers=MixerOptions(mru=MIXERS["mru"].Config(shift="blend")))
+    assert "convolution only" not in missing_controls([blended])
+    found = missing_controls([mru])["convolution only"]["model"]["mixers"]["convolution"]
     assert found == {"d_conv": 4, "bias": False, "expand": 1, "project": False, "norm": False}
 
 
