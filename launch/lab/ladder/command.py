@@ -71,7 +71,7 @@ class Ladder:
         check_overrides(self, [word for word in rest if not word.startswith("--comparison.")], RunConfig)
         runs.check_parallel(self.parallel)
         array.check_slurm(self.slurm, self.profile, self.slurm_options)
-        ladder = rates.with_rates(read_ladder(self.recipe, rest, self._given()))
+        ladder = rates.with_rates(read_ladder(self.recipe, rest, self._given(), self.only))
         only = ladder.settings.named(self.only)
         tasks, first = tasks_of(ladder.comparison, only), rates.tuning_tasks(ladder, only)
         if self.report:

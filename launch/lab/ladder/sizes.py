@@ -92,10 +92,11 @@ class Ladder:
 
 
 @errors_in_one_line()
-def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any]) -> Ladder:
+def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any], only: Sequence[str] = ()) -> Ladder:
     """A ladder from the recipe of a comparison (path or bundled name) or its own folder, overrides for all entries, and
-    values that go over its table [ladder]. Raises FileNotFoundError for a missing recipe or data set, and ValueError
-    (one line) for what is wrong in it and for entries that have no width at a size."""
+    values that go over its table [ladder]. only: names of entries and of sizes; other entries are left out at sizes
+    that they have no width for. Raises FileNotFoundError for a missing recipe or data set, and ValueError (one line)
+    for what is wrong in it and for entries that have no width at a size."""
     keys = given_keys(overrides)
     for key, reason in _OWN_KEYS.items():
         require(key not in keys, f"--{key}: {reason}")
@@ -117,7 +118,9 @@ def read_ladder(recipe: str, overrides: Sequence[str], given: Mapping[str, Any])
     entries = (_at_size(entry, size, ratio, settings) for size, ratio in ratios.items() for entry in own)
     kept = {**comparison.recipe, LADDER: table}
     comparison = dataclasses.replace(comparison, entries=tuple(entries), recipe=kept)
-    comparison = matched(comparison, settings.counts)
+    # A rate may come from another size than the one that is asked for, so that an entry is asked for at all.
+    named = [word for word in settings.named(only) if word not in settings.counts]
+    comparison = matched(comparison, settings.counts, named)
     parameters = {entry.title: _parameters_at(entry.config.model) for entry in comparison.entries}
     return Ladder(comparison=comparison, settings=settings, parameters=parameters)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from functools import partial
 
 import pytest
 from comparisons import ENTRIES, TINY, VARIANTS, finish
@@ -193,6 +194,19 @@ def test_what_is_wrong_is_one_line(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             read_ladder(str(path), ["--model.vocab-size", "64", "--comparison.tune", tune], {"sizes": "4k"})
+
+
+def test_an_entry_that_is_not_asked_for_needs_no_width(tmp_path):
+    """No Hydra is within 2 % of 3,000 or 32,000 parameters here; attention is within 2 % of both."""
+    path = tmp_path / "mine.toml"
+    path.write_text(MLPS + FAMILY.replace("tolerance = 0.1", "tolerance = 0.02"))
+    read = partial(read_ladder, str(path), ["--model.vocab-size", "64"], {"sizes": "3k,32k"})
+    for only in ((), ["32k"], ["Hydra, 2 x"]):  # a rate for the larger size may come from the smaller one
+        with pytest.raises(ValueError, match=r'entry "Hydra, 2 x, 0\.003M": no width '):
+            read(only=only)
+    kept = {entry.title for entry in read(only=["attention", "32k"]).comparison.entries}
+    assert kept >= {"attention, 0.003M", "attention, 0.032M"}
+    assert "Hydra, 2 x, 0.003M" not in kept
 
 
 def test_a_ladder_keeps_the_seed_it_was_tuned_with_and_not_that_of_a_comparison(tmp_path, monkeypatch):
