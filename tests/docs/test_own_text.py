@@ -58,7 +58,7 @@ def test_it_trains(dataset, tmp_path):
         ("runs/tiny", ("hydra",), False),
         ("runs/own_text_attention", ("attention",), False),
         ("runs/own_text_no_mixer", ("none",), False),
-        ("runs/own_text_lm", ("mru",), True),
+        ("runs/own_text_lm", ("matrix_memory",), True),
     ],
 )
 def test_what_the_page_changes_of_it_is_a_recipe(run_dir, layers, causal):
