@@ -150,6 +150,6 @@ def test_as_much_is_sent_whatever_the_length():
         # Backward goes what is a gradient of each rank's.
         assert gathered["gated_delta"] == [4 * 2 * 4 * (8 + 4), 2 * 4 * 2 * 4 * (8 + 4)]
         assert gathered["rwkv7"] == [4 * 2 * 8 * (8 + 8), 2 * 4 * 2 * 8 * (8 + 8)]
-        # The token before the part, and back its gradient.
+        # The three tokens before the part, once more in the backward pass, and back their gradients.
         rows = [size for kind, size in sent["mru", 256] if kind == "batch_isend_irecv"]
-        assert rows == ([4 * 16, 0] if rank == 0 else [0, 4 * 16])
+        assert rows == ([3 * 4 * 16, 3 * 4 * 16, 0] if rank == 0 else [0, 0, 3 * 4 * 16])
