@@ -28,10 +28,8 @@ RULE = {"match": "*.in_proj.weight", "lr": (2 / 64) ** 0.5 / 8, "clip": (64 / 2)
 
 
 def mru(construction: str, *, rule: bool = False, **options: Any) -> dict[str, Any]:
-    """Overrides of an MRU with these options, without a gate and shift that are not among them; rule: whether its dense
-    elements are trained by mru-lm's rule."""
-    options = {"construction": construction, "gate": "none", "shift": "none", **options}
-    model = {"layers": ["mru"], "mixers": {"mru": options}}
+    """Overrides of an MRU with these options; rule: whether its dense elements are trained by mru-lm's rule."""
+    model = {"layers": ["mru"], "mixers": {"mru": {"construction": construction, **options}}}
     return {"model": model, "optimizer": {"mixer_rules": False, "rule": [RULE] if rule else []}}
 
 

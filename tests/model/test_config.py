@@ -71,6 +71,10 @@ def test_a_config_survives_json():
     assert ModelConfig(**(plain | parts)) == config
 
 
+def of_mru(**options):
+    return {"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(**options))}
+
+
 @each(
     "fields, words",
     [
@@ -79,23 +83,14 @@ def test_a_config_survives_json():
         ({"layers": ("hydra",)}, ["'hydra'", "language_model", "encoder"]),
         ({"layers": ("mru",), "architecture": "encoder"}, ["'mru'", "encoder cannot use it"]),
         ({"layers": ("mru",), "d_model": 72}, ["72", "order^2 / 4 = 16"]),
-        ({"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(nheads=5))}, ["5 * 8", "256"]),
-        ({"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(construction="svd"))}, ["'svd'", "cayley"]),
-        ({"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(input="first"))}, ["'first'", "dense, chunked"]),
-        ({"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(element_scale=-1.0))}, ["element_scale = -1.0"]),
-        (
-            {"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(output_scale=float("nan")))},
-            ["output_scale = nan"],
-        ),
-        ({"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(order=1, construction="cayley"))}, ["from 2 to 32"]),
-        (
-            {"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(order=1, construction="householder"))},
-            ["from 2 to 32"],
-        ),
-        (
-            {"layers": ("mru",), "mixers": MixerOptions(mru=MRUConfig(order=64, nheads=1, construction="ldu"))},
-            ["order = 64", "from 1 to 32"],
-        ),
+        (of_mru(nheads=5), ["5 * 8", "256"]),
+        (of_mru(construction="svd"), ["'svd'", "cayley"]),
+        (of_mru(input="first"), ["'first'", "dense, chunked"]),
+        (of_mru(element_scale=-1.0), ["element_scale = -1.0"]),
+        (of_mru(output_scale=float("nan")), ["output_scale = nan"]),
+        (of_mru(order=1, construction="cayley"), ["from 2 to 32"]),
+        (of_mru(order=1, construction="householder"), ["from 2 to 32"]),
+        (of_mru(order=64, nheads=1, construction="ldu"), ["order = 64", "from 1 to 32"]),
         ({"layers": ("attention",), "d_model": 100}, ["headdim = 64", "100"]),
         (
             {"layers": ("attention",), "mixers": MixerOptions(attention=AttentionConfig(headdim=1))},
