@@ -172,8 +172,10 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
     if stage == 3:
         gathered = sum(weight.elements for weight, passes in _gathered_by_zero(sizes) if passes < 2)
         return Held(2 * part, moments, gathered, BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
-    standing = whole if stage == 1 else part
-    return Held(whole + part, moments, buffers=BUCKET, standing=standing, share=0.0, whole=part)
+    if stage == 2:
+        return Held(whole + part, moments, buffers=BUCKET, standing=part, share=0.0, whole=part)
+    again = sizes.accumulation > 1
+    return Held(whole + part, moments, buffers=BUCKET, standing=whole * again, share=float(not again), whole=part)
 
 
 def _offloaded(zero: Held, stage: int, part: float, sizes: Sizes) -> Held:
