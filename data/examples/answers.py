@@ -72,10 +72,13 @@ class Answers(Examples):
         answers, cell = self.answers(row), self.cell("label", row)
         if not answers:
             return None
-        stated = isinstance(cell, dict) and cell.get("answer_start")
-        begin = int(stated[0]) if stated else text.find(answers[0])
-        if begin < 0 and not stated:
-            raise ValueError(f"{self.rows.where(row)}: the answer {answers[0]!r:.60} is not in the text")
+        stated = cell.get("answer_start") if isinstance(cell, dict) else None
+        if isinstance(stated, list):
+            stated = stated[0] if stated else None
+        begin = text.find(answers[0]) if stated is None else stated
+        if not isinstance(begin, int) or begin < 0 or not text.startswith(answers[0], begin):
+            there = "" if stated is None else f" at answer_start {stated!r:.20}"
+            raise ValueError(f"{self.rows.where(row)}: the answer {answers[0]!r:.60} is not in the text{there}")
         end = begin + len(answers[0])
         inside = [number for number, (left, right) in enumerate(spans) if left < end and right > begin]
         tokens = np.flatnonzero(np.isin(words, inside))

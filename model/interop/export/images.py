@@ -115,8 +115,7 @@ class MatmixImageProcessor(BaseImageProcessor):
             raise ValueError(f"an image is a {type(image).__name__}: give images of Pillow, or arrays of 8 bits")
         image = with_three_or_one(ImageOps.exif_transpose(image), len(self.mean))
         short = int(self.size / self.crop)
-        scale = short / min(image.size)
-        sides = [short if side == min(image.size) else int(side * scale) for side in image.size]
+        sides = [short * side // min(image.size) for side in image.size]  # in whole numbers, as torchvision rounds
         image = image.resize(sides, Image.Resampling[self.interpolation.upper()])
         left, top = (round((side - self.size) / 2) for side in image.size)
         image = image.crop((left, top, left + self.size, top + self.size))

@@ -108,6 +108,21 @@ def test_every_token_of_a_long_text_is_in_a_window_and_answers_come_back(tmp_pat
     assert set(found) == {(0, ""), (0, "word7 word8")}
 
 
+@pytest.mark.parametrize("start", [[14], 14, [None], [], None])
+def test_an_answer_is_where_it_is_said_to_be(tmp_path, start):
+    label = {"text": ["word2"], "answer_start": start}
+    example = _open(Answers, tmp_path, [{"text": "word9", "pair": "word1 word3   word2", "label": label}])[0]
+    first, last = example.labels[0].tolist()
+    assert example.documents[0].ids[example.positions[first : last + 1]].tolist() == _ids("word2")
+
+
+@pytest.mark.parametrize("start", [[-1], [0], [700], 0, ["x"]])
+def test_an_answer_that_is_not_where_it_is_said_to_be_is_refused(tmp_path, start):
+    row = {"text": "word9", "pair": "word1 word2", "label": {"text": ["word2"], "answer_start": start}}
+    with pytest.raises(ValueError, match="row 1: the answer 'word2' is not in the text at answer_start"):
+        _open(Answers, tmp_path, [row])
+
+
 def test_each_choice_is_a_document(tmp_path):
     rows = [{"text": "word1", "choices": ["word2", "word3 word4"], "label": 1}]
     example = _open(Choices, tmp_path, rows)[0]
