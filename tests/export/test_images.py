@@ -193,3 +193,15 @@ def test_timms_mistakes_are_one_line(options, words):
     with pytest.raises(ValueError, match=words) as caught:
         matmix_image_classifier(**options)
     assert "\n" not in str(caught.value)
+
+
+@each("width, height", [(98, 49), (147, 49), (196, 98), (103, 206), (500, 375), (256, 256)])
+def test_pictures_of_any_shape_are_as_in_the_evaluation_of_the_training(width, height):
+    """Sides are rounded alike: a pixel more or less moves the whole picture."""
+    from matmix.model.interop.export.images import MatmixImageProcessor  # needs transformers, which takes seconds
+
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    picture, norm = Image.fromarray(noise), {"mean": (0.5,) * 3, "std": (0.2,) * 3}
+    evaluated = make_transform(ImagesConfig(path="x", size=224, crop=0.875), **norm, training=False)(picture)
+    processor = MatmixImageProcessor(**norm, crop=0.875, size=224)
+    assert np.abs(processor.pixels(picture) - evaluated.numpy()).max() <= 0.05
