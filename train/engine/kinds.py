@@ -172,10 +172,9 @@ def _held_by_zero(stage: int, ranks: int, sizes: Sizes) -> Held:
     if stage == 3:
         gathered = sum(weight.elements for weight, passes in _gathered_by_zero(sizes) if passes < 2)
         return Held(2 * part, moments, gathered, BUCKET, standing=part, share=0.0, whole=2 * sizes.block)
-    if stage == 2:
-        return Held(whole + part, moments, buffers=BUCKET, standing=part, share=0.0, whole=part)
-    again = sizes.accumulation > 1
-    return Held(whole + part, moments, buffers=BUCKET, standing=whole * again, share=float(not again), whole=part)
+    grow = stage == 1 and sizes.accumulation == 1  # gradients come one by one in the step's only backward pass
+    standing = part if stage == 2 else whole * (not grow)
+    return Held(whole + part, moments, buffers=BUCKET, standing=standing, share=float(grow), whole=part)
 
 
 def _offloaded(zero: Held, stage: int, part: float, sizes: Sizes) -> Held:
