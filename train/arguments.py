@@ -53,12 +53,33 @@ def given_keys(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.replace("-", "_") for name in names))
 
 
+def _joined(words: Sequence[str], cls: type) -> list[str]:
+    """Returns the words of a command line in which each list of tables is given once: later ones follow the first."""
+    groups: dict[str, list[str]] = {"": []}
+    group = groups[""]
+    for word in words:
+        key, equals, value = word.partition("=")
+        [name] = given_keys([key]) or [""]
+        if name and row_type(_hint(name, cls)) is not None:
+            group = groups.setdefault(name, [key])
+            group += [value] if equals else []
+        elif name:
+            group = groups[f"{len(groups)}"] = [word]
+        else:
+            group.append(word)
+    return [word for group in groups.values() for word in group]
+
+
+def _hint(key: str, cls: type) -> Any:
+    """Returns the type of the values of a dotted key of a config class."""
+    return functools.reduce(lambda of, part: key_types(of)[part], key.split("."), cls)
+
+
 def unknown_key(key: str, cls: type, where: str) -> ValueError:
     """Returns the error for a key that `cls` does not have, naming the nearest one that it has."""
     known = field_names(cls)
     table, _, option = key.rpartition(".")
-    hint = functools.reduce(lambda of, part: key_types(of)[part], table.split("."), cls) if table in known else None
-    if hint == dict[str, Any]:
+    if (_hint(table, cls) if table in known else None) == dict[str, Any]:
         return ValueError(f"{where}: \"{table}\" is given as one table, as in '{{{option} = VALUE}}'")
     # The same last word in another table is a likelier slip than a similar spelling of the whole key.
     same_leaf = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
@@ -220,12 +241,12 @@ def _registry() -> constructors.ConstructorRegistry:
                 metavar="[{KEY = VALUE, ...} ...]",
                 instance_from_str=lambda words: tuple(read_table(cls, _read_table(word), word) for word in words),
                 is_instance=lambda value: isinstance(value, tuple) and all(isinstance(row, cls) for row in value),
-                str_from_instance=lambda rows: [_inline(dataclasses.asdict(row)) for row in rows],
+                str_from_instance=lambda rows: [inline(dataclasses.asdict(row)) for row in rows],
             )
         if info.type is bool:
             kind, metavar, read, write = bool, "{True,False}", _read_boolean, str
         elif info.type == dict[str, Any]:
-            kind, metavar, read, write = dict, "{KEY = VALUE, ...}", _read_table, _inline
+            kind, metavar, read, write = dict, "{KEY = VALUE, ...}", _read_table, inline
         else:
             return None
         return constructors.PrimitiveConstructorSpec(
@@ -249,13 +270,13 @@ def _read_table(word: str) -> dict[str, Any]:
     return table
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
     """Writes a value as TOML in one line, without keys of a table that are None or empty tables."""
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if item is not None and item != {}}
-        return "{" + ", ".join(f"{_key(key)} = {_inline(item)}" for key, item in kept.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {inline(item)}" for key, item in kept.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_inline, value)) + "]"
+        return "[" + ", ".join(map(inline, value)) + "]"
     return str(value) if isinstance(value, float) else json.dumps(value)
 
 
@@ -316,7 +337,8 @@ def parse_arguments(
     for key in keys:
         if key not in known:
             raise unknown_key(key, cls, "command line")
-    return read_quietly(lambda: tyro.cli(cls, args=arguments, prog=prog, **options), lambda: prog)
+    words = _joined(arguments, cls)
+    return read_quietly(lambda: tyro.cli(cls, args=words, prog=prog, **options), lambda: prog)
 
 
 # -- Verbs -------------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def _train(config: RunConfig, *, is_last: bool = True) -> tuple[int, bool]:
 
 
 def _closing_words(config: RunConfig, result: Result, *, is_last: bool = True) -> str:
-    step = f"step {result.step} of {config.steps}"
+    step = f"step {result.step} of {result.steps}"
     if not result.saved:
         return (
             f"{step.capitalize()} is not saved: its checkpoint could not be written (see above). "

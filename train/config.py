@@ -2,6 +2,7 @@
 (TOML) < command line. Validation lives in ``__post_init__`` only, so that a config that exists is a valid one."""
 
 import dataclasses
+import math
 import operator
 from typing import Annotated, Any, Literal
 
@@ -313,6 +314,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         refuse_secrets(self.run_dir, "run_dir")
         require_at_least(self, "", steps=1, epochs=0)
+        require(math.isfinite(self.epochs), f"epochs must be a finite number, got {self.epochs}")
         shape = self.schedule.decay_shape
         shaped = self.schedule.name == "wsd" or shape == "linear" or self.init.decay  # which makes it wsd
         require(shaped, f'schedule.decay_shape = "{shape}" is for wsd: set schedule.name = "wsd"')

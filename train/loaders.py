@@ -57,15 +57,19 @@ def with_data_facts(config: RunConfig, loader: Loader) -> RunConfig:
 
 def with_steps(config: RunConfig, loader: Loader) -> RunConfig:
     """Returns `config` with the steps of its `epochs`, if it has any. Raises ValueError (one line) for data that has no
-    epochs."""
+    epochs, and for a `stop_step` beyond them."""
     if not config.epochs:
         return config
     if loader.samples_per_epoch is None:
         raise ValueError(
             "generated samples, and data that is not prepared, have no epochs: set steps in place of epochs"
         )
-    steps = math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size)
-    return dataclasses.replace(config, steps=max(1, steps))
+    steps = max(1, math.ceil(config.epochs * loader.samples_per_epoch / config.global_batch_size))
+    if config.stop_step > steps:
+        raise ValueError(
+            f"stop_step = {config.stop_step} lies beyond step {steps}, with which epochs = {config.epochs:g} end"
+        )
+    return dataclasses.replace(config, steps=steps)
 
 
 def with_vocabulary(model: ModelConfig, needed: int) -> ModelConfig:

@@ -118,6 +118,7 @@ class Trainer:
         self.metrics: dict[str, float] = {}  # of the last evaluation, and its "step"
         self.unigram_entropy = None if histogram is None else unigram_entropy(histogram)
         self.rules_before: dict[str, list[float]] = {}  # `rule_record` of the checkpoint that was loaded
+        self.first_step = 0  # where this start begins
         self.unsaved_step = -1  # the step whose checkpoint could not be written
 
     def say_what_begins(self, distributed: Distributed) -> None:
@@ -222,7 +223,7 @@ class Trainer:
         config = self.config
         try:
             self.restore()
-            first = self.state.step
+            self.first_step = self.state.step
             self.call("on_start")
             self.stop_agreed = any(gather_objects(bool(stop.received())))
             if self.evaluation_is_due():
@@ -268,7 +269,8 @@ class Trainer:
                     self.run.place.release()
         return Result(
             step=self.state.step,
-            steps_done=self.state.step - first,
+            steps=config.steps,
+            steps_done=self.state.step - self.first_step,
             finished=finished,
             stopped=self.stop_agreed,
             signal=stop.received(),
@@ -384,7 +386,7 @@ class Trainer:
         if self.state.step == self.unsaved_step:
             return False
         if self.checkpoints.has(self.state.step):
-            if wait:
+            if wait and self.state.step != self.first_step:  # a start that does nothing removes nothing
                 self.checkpoints.clear_up(self.state.step)
             return True
         if self.config.faults.replica_check_every and (difference := self.compare_replicas()) is not None:

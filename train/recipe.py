@@ -43,6 +43,13 @@ def merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
     return result
 
 
+def changed(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a config with `changes` in their places; `steps` among them stand in place of `epochs`."""
+    if "steps" in changes and "epochs" not in changes:
+        values = {key: value for key, value in values.items() if key != "epochs"}
+    return merged(values, changes)
+
+
 def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) -> RunConfig:
     """Reads the config of a recipe (path or bundled name) or of a run (folder or URL). overrides: fields that differ,
     as words of a command line such as ["--optimizer.lr", "3e-4"], or as a mapping such as {"optimizer.lr": 3e-4}.
@@ -54,9 +61,7 @@ def load_config(recipe: str, overrides: Mapping[str, Any] | Sequence[str] = ()) 
         raise ValueError(f"{path} has several phases ({table}), which {takes}; other commands take the folder of one")
     where = str(path)
     if isinstance(overrides, Mapping):
-        if "steps" in overrides:  # in place of the recipe's epochs, as on the command line
-            values.pop("epochs", None)
-        values, run_dir = merged(values, nested(overrides)), overrides.get("run_dir") or run_dir
+        values, run_dir = changed(values, nested(overrides)), overrides.get("run_dir") or run_dir
         where, overrides = f"{path} with overrides", ()
     return resolved_config(values, where, overrides, run_dir)
 
@@ -95,10 +100,17 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
             if not isinstance(own, dict) or "from" in own:
                 raise ValueError(f"{where}: it begins with the weights of phase {number - 1}: leave init.from out")
             begins = {"init": {**own, "from": configs[-1].run_dir}}
+            before = configs[-1]
+            ends = 0 if before.epochs or before.evaluation.patience else before.steps
+            if own.get("decay") and not ends:
+                raise ValueError(
+                    f"{where}: init.decay begins with a known step, but phase {number - 1} ends by epochs or by "
+                    "evaluation.patience: give it steps alone"
+                )
             if own.get("resume") or own.get("decay"):
-                begins["init"] = {"step": configs[-1].steps, **begins["init"]}
+                begins["init"] = {"step": ends, **begins["init"]}
             values = {**values, "init": {}}
-        config = resolved_config(merged(values, {**table, **begins}), where, overrides, run_dir)
+        config = resolved_config(changed(values, {**table, **begins}), where, overrides, run_dir)
         if number > 1:  # options of [init] on the command line are for the first phase
             config = _with_decay(dataclasses.replace(config, init=config_from_dict(begins, where).init))
         configs.append(dataclasses.replace(config, run_dir=f"{config.run_dir.rstrip('/')}/phase-{number}"))
@@ -151,9 +163,12 @@ def resolved_config(values: dict[str, Any], where: str, overrides: Sequence[str]
 
 
 def with_step(init: InitConfig) -> InitConfig:
-    """Returns `init` with the run and the step of a checkpoint that it names by its path."""
+    """Returns `init` with the run and the step of a checkpoint that it names by its path. Raises ValueError (one line)
+    for an `init.step` that is another one."""
     run, _, name = init.from_.rstrip("/").rpartition("/checkpoints/")
     step = step_of(name) if run else None
+    if step is not None and init.step not in (0, step):
+        raise ValueError(f"init.step = {init.step}, but init.from names {name}: leave init.step out")
     return init if step is None else dataclasses.replace(init, from_=run, step=step)
 
 
@@ -166,6 +181,8 @@ def _with_decay(config: RunConfig) -> RunConfig:
         where = "init.from = RUN/checkpoints/step-..., or init.step"
         raise ValueError(f"init.decay = {init.decay} needs the checkpoint that the decay begins with: {where}")
     schedule = dataclasses.replace(config.schedule, name="wsd", decay=float(init.decay), steps=0)
+    if schedule.parts(init.step + init.decay)[0] > init.step:  # a share of more steps than the source's has
+        schedule = dataclasses.replace(schedule, warmup=0.0)
     return dataclasses.replace(config, steps=init.step + init.decay, epochs=0.0, schedule=schedule)
 
 

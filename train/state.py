@@ -41,6 +41,7 @@ class Result:
     """The result of a call of `train`."""
 
     step: int
+    steps: int  # of the whole run
     steps_done: int  # by this call; 0 if the run had already finished
     finished: bool
     stopped: bool  # whether a signal to any rank asked it to end

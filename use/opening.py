@@ -194,11 +194,13 @@ def open_model(
     """Opens a run (a folder or a URL), an export (the same), or a checkpoint of the published Hydra or mru-lm code.
 
     Args:
-        step: which checkpoint of a run; None = the newest valid one.
+        step: which checkpoint of a run, from 1 on; None = the newest valid one.
         weights: of a run "raw", or "ema", the average that a run with [ema] keeps.
         device: "cpu", "cuda", ...; None = the GPU where there is one.
     Raises FileNotFoundError or ValueError (one line) for what is not there or cannot be used.
     """
+    if step is not None and step < 1:
+        raise ValueError(f"step must be 1 or more, got {step}; without it the newest checkpoint is taken")
     place, path = _device(device), Path(source)
     if not is_url(source):
         if not path.exists():

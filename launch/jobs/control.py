@@ -78,7 +78,7 @@ def _status(home: Path) -> list[str]:
     if jobs:
         last, runs = jobs[-1], runs_of(home, jobs[-1])
         active = bool(local_process(last) if last.kind == "local" else scheduler.active_states(last.job))
-    elif (home / "launch").is_dir():
+    elif (home / "launch").is_dir() and not (home / "config.toml").is_file():
         lines.append("  nothing was submitted: the last matmix launch failed before there was a job")
     if runs == [home]:
         return lines + [f"  {line}" for line in _run_lines(home, active=active)]

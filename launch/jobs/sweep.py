@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matmix.train.arguments import field_names, inline
+from matmix.train.config import RunConfig
 from matmix.train.recipe_files import read_toml
+
+Words = tuple[str, ...]
+"""A value as on the command line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -15,7 +20,7 @@ class Point:
     """One run of a sweep."""
 
     name: str  # of its directory below the sweep's
-    overrides: tuple[str, ...]  # as on the command line
+    overrides: Words  # as on the command line
 
 
 def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
@@ -35,7 +40,7 @@ def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
         overrides = {**row, **swept}
         name = ",".join(filter(None, [given, _readable(swept)])) if given else _readable(overrides)
         name = re.sub(r"[^A-Za-z0-9._=,+-]+", "-", name).strip("-.")[:200] or "run"
-        words = (word for key, value in overrides.items() for word in (f"--{key}", *value.split(" ")))
+        words = (word for key, value in overrides.items() for word in (f"--{key}", *value))
         points.append(Point(name, tuple(words)))
     names = [point.name for point in points]
     if doubled := next((name for name in names if names.count(name) > 1), None):
@@ -43,9 +48,11 @@ def parse_sweep(axes: Sequence[str], file: str | None = None) -> list[Point]:
     return points
 
 
-def _axis(text: str) -> tuple[str, list[str]]:
+def _axis(text: str) -> tuple[str, list[Words]]:
     key, equals, values = text.partition("=")
-    chosen = [value.strip() for value in values.split(",")]
+    if "{" in values:
+        raise ValueError(f"--sweep: {text} has a table: write it into a file of tables [[run]], for --sweep-file")
+    chosen = [tuple(value.split()) for value in values.split(",")]
     if not equals or not key.strip("- ") or not all(chosen):
         raise ValueError(f"--sweep takes KEY=VALUE,VALUE such as optimizer.lr=1e-3,3e-4, got {text!r}")
     if len(set(chosen)) < len(chosen):
@@ -53,7 +60,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
     return key.strip("- ").replace("-", "_"), chosen
 
 
-def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
+def _read_rows(path: Path) -> list[tuple[str, dict[str, Words]]]:
     """Reads the name, or "", and the overrides of each run."""
     if not path.is_file():
         raise FileNotFoundError(f"sweep file not found: {path}")
@@ -67,17 +74,18 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, str]]]:
     return list(zip(names, map(_flatten, rows), strict=True))
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Words]:
+    flat: dict[str, Words] = {}
     for key, value in table.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and any(name.startswith(f"{prefix}{key}.") for name in field_names(RunConfig)):
             flat |= _flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = " ".join(map(str, value if isinstance(value, list) else [value]))
+            values = value if isinstance(value, list) else [value]
+            flat[prefix + key] = tuple(inline(one) if isinstance(one, dict) else str(one) for one in values)
     return flat
 
 
-def _readable(overrides: dict[str, str]) -> str:
+def _readable(overrides: dict[str, Words]) -> str:
     """Writes lr=1e-3,layers=mru: last words of the keys, as many as it takes to tell them apart."""
     names = {}
     for key in overrides:
@@ -85,4 +93,4 @@ def _readable(overrides: dict[str, str]) -> str:
         endings = (".".join(words[-count:]) for count in range(1, len(words)))
         alone = (short for short in endings if sum(f".{other}".endswith(f".{short}") for other in overrides) == 1)
         names[key] = next(alone, key)
-    return ",".join(f"{names[key]}={value}" for key, value in overrides.items())
+    return ",".join(f"{names[key]}={' '.join(words)}" for key, words in overrides.items())

@@ -166,7 +166,8 @@ def _best(task: PlannedRun, summary: dict[str, Any]) -> dict[str, float]:
         return {}
     records = read_json_lines(task.run.path / "metrics.jsonl")
     its = [one for one in records if one.get("kind") == "validation" and one.get("step") == best.get("step")]
-    return {name: value for name, value in its[-1].items() if name != "kind"} if its else {}
+    values = its[-1].items() if its else ()
+    return {name: math.nan if value is None else value for name, value in values if name != "kind"}
 
 
 SCORES = "seeds.json"

@@ -75,6 +75,9 @@ def test_the_status_of_a_launch_that_was_not_submitted(tmp_path, capsys):
     (tmp_path / "run" / "launch" / "20260101-000000").mkdir(parents=True)
     assert main(["launch", "status", str(tmp_path / "run")]) == 0
     assert "nothing was submitted" in capsys.readouterr().out
+    (tmp_path / "run" / "config.toml").write_text("")  # it was trained without a launch
+    assert main(["launch", "status", str(tmp_path / "run")]) == 0
+    assert "submitted" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

@@ -114,7 +114,15 @@ def test_what_comes_after_a_preparation_is_read_back(tmp_path, monkeypatch, caps
 def test_what_comes_after_a_training_is_read_back(recipe, steps, words):
     config = load_config(recipe, ["--run-dir", AWKWARD, *words])
     ended = Result(
-        step=1, steps_done=1, finished=True, stopped=False, signal=0, saved=True, unigram_entropy=None, metrics=METRICS
+        step=1,
+        steps=1,
+        steps_done=1,
+        finished=True,
+        stopped=False,
+        signal=0,
+        saved=True,
+        unigram_entropy=None,
+        metrics=METRICS,
     )
     line = _closing_words(config, ended).splitlines()[-1]
     look, export = line.removeprefix("Next: ").split(", or ")

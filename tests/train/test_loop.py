@@ -63,6 +63,22 @@ def test_a_finished_run_is_not_done_again(dataset, tmp_path):
     assert len(losses(tmp_path / "run")) == 8
 
 
+def test_a_finished_run_that_is_started_again_keeps_every_checkpoint(dataset, tmp_path):
+    """Also where it is asked for fewer than it was trained with."""
+    kept = ["--checkpoint.every", "2", "--checkpoint.keep-last", "1", "--checkpoint.keep-every", "2"]
+    run_recipe("debug_mru", dataset, tmp_path / "run", *kept)
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert len(checkpoints) == 4
+    assert run_recipe("debug_mru", dataset, tmp_path / "run", "--checkpoint.keep-last", "1").steps_done == 0
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == checkpoints
+
+
+def test_no_step_lies_behind_the_epochs(dataset, tmp_path):
+    options = "--epochs", "0.0001", "--stop-step", "2"
+    with pytest.raises(ValueError, match=r"^stop_step = 2 lies beyond step 1, with which epochs = 0\.0001 end$"):
+        run_recipe("debug_mru", dataset, tmp_path / "run", *options)
+
+
 @pytest.mark.parametrize("recipe", [nightly("debug_mru"), "debug_hydra"])
 def test_micro_batches_do_not_change_the_numbers(recipe, dataset, tmp_path):
     for micro in ("1", "2", "8"):

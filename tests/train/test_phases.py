@@ -110,6 +110,31 @@ def test_mistakes_in_a_phase_are_refused_with_its_number(recipe, text, message):
         load_phases(recipe(text))
 
 
+def test_steps_of_a_phase_stand_in_place_of_the_recipes_epochs(recipe):
+    first, second = load_phases(recipe(), ["--seed", "1"])
+    assert (first.steps, second.steps) == (3, 2)
+    path = Path(recipe())
+    path.write_text(path.read_text().replace("steps = 3", "epochs = 2.0"))
+    first, second = load_phases(str(path))
+    assert (first.epochs, second.epochs, second.steps) == (2, 0, 2)
+
+
+@pytest.mark.parametrize("ends", ["epochs = 2.0", "steps = 9\nevaluation = { best = 'loss', patience = 1 }"])
+def test_a_phase_goes_on_wherever_the_one_before_it_ended(recipe, ends):
+    path = Path(recipe())
+    own = (
+        path.read_text().partition("[[phase]]")[0].replace("steps = 3\n", "").replace("[evaluation]\nbatches = 1\n", "")
+    )
+    own = own.replace("ablation_batches = 0\n", "")
+    after = f"[[phase]]\n{ends}\n[[phase]]\nsteps = 20\ninit.resume = true\n"
+    path.write_text(own + after)
+    (_, second) = load_phases(str(path))
+    assert (second.init.resume, second.init.step) == (True, 0)
+    path.write_text(own + after.replace("init.resume = true", "init.decay = 4"))
+    with pytest.raises(ValueError, match=r"phase 2: init\.decay begins with a known step, but phase 1 ends by epochs"):
+        load_phases(str(path))
+
+
 def test_help_shows_the_fields_of_the_first_phase(recipe, capsys):
     with pytest.raises(SystemExit):
         main([recipe(), "--help"])

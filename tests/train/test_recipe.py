@@ -126,6 +126,9 @@ def test_rules_of_a_recipe_the_command_line_and_the_written_config(recipe, tmp_p
         path, ["--optimizer.rule", "{match = '*.d', clip = inf}", "{match = ['*.b', 'c'], weight_decay = 0}"]
     )
     assert given.optimizer.rule == (RuleConfig(match="*.d", clip=float("inf")), rules[1])
+    words = ["--optimizer.rule", "{match = '*.d', clip = inf}", "--steps", "7"]
+    twice = load_config(path, [*words, "--optimizer.rule={match = ['*.b', 'c'], weight_decay = 0}", "--seed", "3"])
+    assert (twice.optimizer.rule, twice.steps, twice.seed) == (given.optimizer.rule, 7, 3)
     assert load_config(path, ["--optimizer.rule"]).optimizer.rule == ()
     with pytest.raises(SystemExit, match="0"):
         main([path, "--help"])

@@ -1,6 +1,7 @@
 """The loss on the validation split: every target once, the same result for any number of ranks (but of `embedding`,
 which compares the examples of a micro-batch)."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -45,7 +46,8 @@ class ValidationLoss(Evaluator):
 
 
 class Scores(Evaluator):
-    """The metrics of tasks on labelled examples and their controls, the same for any number of ranks."""
+    """The metrics of tasks on labelled examples and their controls, the same for any number of ranks; NaN where the
+    model has predicted a number that is not finite."""
 
     @classmethod
     def applies(cls, config: RunConfig, task: Task) -> bool:
@@ -61,7 +63,10 @@ class Scores(Evaluator):
     def finish(self, evaluation: Evaluation) -> dict[str, float]:
         predicted = in_order(evaluation.gather(self.parts))
         examples = evaluation.loader.facts.examples
-        return self.task.scores(predicted, examples) | as_controls(self.task.control(predicted, examples))
+        scores = self.task.scores(predicted._replace(values=np.nan_to_num(predicted.values)), examples)
+        if not np.isfinite(predicted.values).all():  # as the loss of such a model is none
+            scores = dict.fromkeys(scores, math.nan)
+        return scores | as_controls(self.task.control(predicted, examples))
 
 
 def in_order(parts: list[Predicted]) -> Predicted:

@@ -28,7 +28,7 @@ from matmix.model.mixers.convolutions.short import Convolution
 from matmix.train.arguments import field_names, given_keys, parse_arguments, read_table, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
-from matmix.train.recipe import config_from_dict, merged, plain
+from matmix.train.recipe import changed, config_from_dict, merged, plain
 from matmix.train.recipe_files import find_recipe, read_toml
 
 Control = Literal["no mixer", "convolution only"]
@@ -333,7 +333,8 @@ def read_comparison(recipe: str, overrides: Sequence[str] = (), *, runs: Path = 
     require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
     if ("steps",) in given and ("epochs",) not in given:
         given[("epochs",)] = 0.0  # they stand in place of a recipe's
-    for row, key in itertools.product([*rows, {"comparison": values["comparison"]}], given):
+    replaced = [*given, *([("steps",)] if given.get(("epochs",)) else [])]
+    for row, key in itertools.product([*rows, {"comparison": values["comparison"]}], replaced):
         _remove(row, key)
     for key, value in given.items():
         for name in reversed(key):
@@ -420,12 +421,12 @@ def _entries(own: Mapping[str, Any], settings: ComparisonConfig) -> tuple[Entry,
     """Every entry in every variant; where both set a key, the entry's value counts. own: the recipe's values."""
     entries = []
     for variant in settings.variant or (None,):
-        values = merged(own, variant.overrides) if variant else own
+        values = changed(own, variant.overrides) if variant else own
         for row in settings.entry:
             folder, words = row.folder, f'entry "{row.name}"'
             if variant:
                 folder, words = f"{folder}/{variant.folder}", f'{words}, variant "{variant.name}"'
-            config = config_from_dict(merged(values, row.overrides), words)
+            config = config_from_dict(changed(values, row.overrides), words)
             entries.append(Entry(name=row.name, folder=folder, config=config, variant=variant.name if variant else ""))
     return tuple(entries)
 

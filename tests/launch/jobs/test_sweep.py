@@ -41,9 +41,24 @@ def test_runs_from_a_file(tmp_path):
     assert names == ["wide,seed=0", "wide,seed=1", "d_model=32,lr=0.001,seed=0", "d_model=32,lr=0.001,seed=1"]
 
 
+def test_a_file_holds_tables_and_values_with_spaces(tmp_path):
+    file = tmp_path / "runs.toml"
+    file.write_text(
+        '[[run]]\nname = "one"\ndata.path = "my data"\nmodel.architecture = "sequence_classifier"\n'
+        'objective = { name = "sequence_classification", options = { label_smoothing = 0.1 } }\n'
+        '[[run.optimizer.rule]]\nmatch = "*.weight"\nlr = 0.1\n[[run.optimizer.rule]]\nmatch = "*.bias"\nlr = 0.2\n'
+    )
+    (point,) = parse_sweep([], str(file))
+    config = load_config("debug_hydra", point.overrides)
+    assert config.data.path == "my data"
+    assert config.objective.options == {"label_smoothing": 0.1}
+    assert [(rule.match, rule.lr) for rule in config.optimizer.rule] == [("*.weight", 0.1), ("*.bias", 0.2)]
+
+
 @each(
     "axes, words",
     [
+        (["optimizer.rule={match = 'a', lr = 1}"], "has a table: write it into a file"),
         (["optimizer.lr"], "KEY=VALUE"),
         (["optimizer.lr="], "KEY=VALUE"),
         (["seed=1", "seed=2"], "given twice"),

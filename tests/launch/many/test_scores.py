@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 
 import pytest
@@ -112,6 +113,10 @@ def test_best_evaluations_are_summarised_where_each_run_knows_its_own(task):
     text = scores.text()
     assert "the best evaluation of each seed by accuracy (step 4, 8)" in text
     assert scores.json()["steps"] == {"0": 4, "1": 8}
+    with (tasks[1].run.path / "metrics.jsonl").open("a") as file:  # records hold no NaN
+        file.write(json.dumps({"kind": "validation", **_found(8, 0.75), "loss": None}) + "\n")
+    assert math.isnan(read_scores(tasks).values("loss")[1])
+    assert "nan" in read_scores(tasks).text()
     (tasks[1].run.path / "metrics.jsonl").unlink()  # then no seed's best stands beside another's last
     scores = read_scores(tasks)
     assert scores.values("f1") == [0.25, 0.25]

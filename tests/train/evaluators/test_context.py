@@ -262,7 +262,7 @@ def test_without_ablation_batches_only_positions_are_measured(dataset, tmp_path)
 
 
 def closing_words(run_dir, metrics):
-    flags = {"steps_done": 8, "step": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
+    flags = {"steps_done": 8, "step": 8, "steps": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
     config = load_config("debug_mru", ["--run-dir", str(run_dir)])
     return _closing_words(config, Result(**flags, metrics=metrics, unigram_entropy=3.0)).splitlines()
 

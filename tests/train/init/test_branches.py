@@ -9,6 +9,8 @@ from failures import each
 from runs import losses, records, weights
 
 from matmix.train.entry import main
+from matmix.train.optim.config import rate_share
+from matmix.train.recipe import load_config
 
 TEXT = """
 seed = 3
@@ -62,6 +64,22 @@ def stable(recipe, tmp_path_factory):
 def same(found, expected):
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_long_decay_begins_at_the_peak_rate(recipe):
+    """A share of its steps would be a longer warm-up than the source's."""
+    words = ["--schedule.warmup", "0.2", "--init.from", "runs/x/checkpoints/step-00000003", "--init.decay", "30"]
+    config = load_config(recipe, words)
+    rates = [rate_share(step, config.steps, config.schedule) for step in range(3, 34)]
+    assert rates[0] == 1
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_step_that_differs_from_the_checkpoints_is_refused(recipe):
+    words = ["--init.from", "runs/x/checkpoints/step-00000003", "--init.resume", "True"]
+    assert load_config(recipe, [*words, "--init.step", "3"]).init.step == 3
+    with pytest.raises(ValueError, match=r"init\.step = 2, but init\.from names step-00000003: leave init\.step out"):
+        load_config(recipe, [*words, "--init.step", "2"])
 
 
 @pytest.mark.slow

@@ -65,6 +65,24 @@ def test_every_task_trains_and_scores(task, packing, tmp_path):
         assert result.metrics[metric] >= least
 
 
+@pytest.mark.parametrize("task", SCORES)
+def test_a_model_that_has_diverged_has_no_scores(task, tmp_path, monkeypatch):
+    """The run ends as others do, and says so."""
+    config = _config(tmp_path, task, "--steps", "1", "--evaluation.every", "0")
+    kind = type(config.task())
+    forward = kind.forward
+
+    def diverged(model, batch):
+        return forward(model, batch) * (1 if model.training else torch.nan)
+
+    monkeypatch.setattr(kind, "forward", staticmethod(diverged))
+    result = train(config)
+    assert result.finished
+    assert np.isnan(result.metrics["loss"])
+    if task != "token_classification":  # it predicts classes
+        assert np.isnan(result.metrics[SCORES[task][0]])
+
+
 def test_metrics_are_those_of_scikit_learn_on_the_whole_split(tmp_path):
     config = _config(tmp_path)
     result = train(config)
@@ -268,6 +286,8 @@ def test_the_best_window_answers(tmp_path):
             outputs[start + first, 0] = outputs[start + last, 1] = 9.0 if first else 4.0
         parts.append(Predicted(*(values.numpy() for values in task.predictions(outputs, batch))))
     assert task.scores(in_order(parts), examples) == {"exact_match": 1.0, "f1": 1.0}
+    nothing = task.example_batch(torch.zeros(1, 1, dtype=torch.long))  # a window without a place for an answer
+    assert task.predictions(torch.zeros(1, 2), nothing).values.isfinite().all()
 
 
 def test_pairs_come_close_and_others_do_not(tmp_path):

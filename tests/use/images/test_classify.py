@@ -117,6 +117,7 @@ def test_mistakes_are_one_line(run, export, photo, dataset, tmp_path, capsys):
         ([str(run), str(tmp_path / "half.png")], "half.png gives no picture: it is truncated or damaged"),
         ([str(run), str(tmp_path / "empty.png")], "empty.png gives no picture: it is empty"),
         ([str(run), picture, "--step", "4"], "no checkpoint of step 4; there are: 6"),
+        ([str(run), picture, "--step", "0"], "step must be 1 or more, got 0"),
         ([str(text), picture], "'encoder', which reads no pictures; matmix generate"),
         ([str(tmp_path / "no_run"), picture], "no run or export at"),
         ([str(tmp_path), picture], "is neither a run (no config.toml) nor an export"),

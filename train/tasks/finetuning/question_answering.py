@@ -58,6 +58,7 @@ class QuestionAnswering(ExampleTask):
         values = logits.new_zeros(windows, 4)
         for value, pair in zip(values, logits, strict=True):
             scores = (pair[:, None, 0] + pair[None, :, 1]).masked_fill(~reach, -torch.inf)
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)  # a text without a token has no answer
             first, last = divmod(int(scores.argmax()), width)
             value[0], value[1], value[2], value[3] = first, last, scores[first, last], pair[0].sum()
         starts = F.pad(_windows(batch).diff() != 0, (1, 0), value=True)[: len(batch.examples)]  # there may be none

@@ -30,6 +30,11 @@ def test_an_entry_is_the_recipe_with_its_own_keys_and_the_command_lines(recipe):
     assert first.steps == second.steps == 7
     comparison = read_comparison(recipe("epochs = 2.0\n" + TINY + ENTRIES), ["--steps", "7"])
     assert [(entry.config.steps, entry.config.epochs) for entry in comparison.entries][:2] == [(7, 0)] * 2
+    text = "epochs = 2.0\n" + TINY.replace("steps = 4\n", "") + ENTRIES + "steps = 5\n"
+    _, own = (entry.config for entry in read_comparison(recipe(text)).entries)
+    assert (own.steps, own.epochs) == (5, 0)
+    _, own = (entry.config for entry in read_comparison(recipe(text), ["--epochs", "3"]).entries)
+    assert own.epochs == 3
     assert (first.model.layers, second.model.layers) == (("attention",), ("hydra",))
     (begun, *_) = read_comparison(recipe(TINY + ENTRIES), ["--init.from", "runs/x"]).entries
     assert begun.config.init.from_ == "runs/x"

@@ -368,7 +368,7 @@ def test_matrices_of_single_channels_are_called_so():
 
 
 def test_training_ends_with_a_look_at_mixers_that_cannot_generate():
-    flags = {"steps_done": 8, "step": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
+    flags = {"steps_done": 8, "step": 8, "steps": 8, "finished": True, "stopped": False, "signal": 0, "saved": True}
     result = Result(**flags, metrics={"loss": 1.0, "masked_accuracy": 0.5}, unigram_entropy=3.0)
     fixed = ["--model.layers", "dense", "--model.max-seqlen", "32", "--data.packing", "rows"]
     masked = "generate runs/debug_hydra --prompt 'TEXT <mask> TEXT'"
