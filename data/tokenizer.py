@@ -8,6 +8,7 @@ text`` for every text without U+2581, which sentencepiece itself uses for the sp
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -87,6 +88,11 @@ class Tokenizer:
         tokenizer = FastTokenizer(file, raw)
         said = with_roles(raw, tokenizer.special, named_roles(folder))
         return tokenizer if said is raw else FastTokenizer(file, said)
+
+    @functools.cached_property
+    def marks_words(self) -> bool:
+        """Whether a word alone has the tokens that it has behind another one."""
+        return self.encode("a a") == 2 * self.encode("a")
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, without any special token."""

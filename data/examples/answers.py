@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from matmix.data.examples.base import Document, Example, Examples, as_list
+from matmix.data.examples.base import Document, Example, Examples
 from matmix.data.loading.masking import IGNORED
 
 
@@ -44,12 +44,12 @@ class Answers(Examples):
             self._add(row)
 
     def _add(self, row: int) -> None:
-        where, text = self.rows.where(row), str(self.cell("pair", row))
+        where, (asked, text) = self.rows.where(row), self.texts(row)
         spans = [match.span() for match in re.finditer(r"\S+", text)]
         pieces = self.encoder.words([text[begin:end] for begin, end in spans])
         words = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         tokens = [token for piece in pieces for token in piece]
-        [question] = self.encoder.tokens([str(self.cell("text", row))])
+        [question] = self.encoder.tokens([asked])
         length = self.encoder.max_length
         around = 1 + 2 * (self.encoder.suffix is not None)
         question = question[: max(0, (length - around) // 2)]
@@ -88,10 +88,9 @@ class Answers(Examples):
         """Returns the right answers of a row; [] = there is none."""
         cell = self.cell("label", row)
         if isinstance(cell, dict):
-            cell = cell.get("text") or []
-        if isinstance(cell, str):
-            cell = [cell] if cell else []
-        return [str(answer) for answer in ([] if cell is None else as_list(cell))]
+            cell = cell.get("text")
+        given = cell if isinstance(cell, list) else [cell]
+        return [self.as_text(answer, "label", row) for answer in given if answer not in (None, "")]
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -121,4 +120,4 @@ class Answers(Examples):
         words = self._words[window.row]
         left, right = (words[window.first + position - 1] for position in (first, last))
         spans = self._spans[window.row]
-        return window.row, str(self.cell("pair", window.row))[spans[left][0] : spans[right][1]]
+        return window.row, self.texts(window.row)[1][spans[left][0] : spans[right][1]]

@@ -96,9 +96,11 @@ class Encoder:
         """Returns the tokens of each text, without special ones."""
         return self.tokenizer.encode_batch(list(texts))
 
-    def words(self, words: Sequence[str], *, first: bool = True) -> list[list[int]]:
-        """Returns the tokens of each word of a text, of which there may be none. first: the text begins with them."""
-        return self.tokens([word if first and number == 0 else f" {word}" for number, word in enumerate(words)])
+    def words(self, words: Sequence[str]) -> list[list[int]]:
+        """Returns the tokens of each word of a text, of which there may be none."""
+        if self.tokenizer.marks_words:  # a space more would be a token more
+            return self.tokens(words)
+        return self.tokens([word if number == 0 else f" {word}" for number, word in enumerate(words)])
 
     def document(self, parts: Sequence[Sequence[int]], where: str) -> Document:
         """Returns one or two texts with their special tokens; `where` names them in errors. Raises ValueError (one
@@ -188,6 +190,7 @@ class Examples:
         self.prepare()
         for number in range(len(self.rows)):
             self.label(number)
+            self.texts(number)
 
     def prepare(self) -> None:
         """Readies what labels and examples need, once the rows are read."""
@@ -226,6 +229,19 @@ class Examples:
     def cell(self, name: str, row: int) -> Any:
         """Returns the row's value in a column; None where there is no such column."""
         return self.rows.columns[name][row] if name in self.rows.columns else None
+
+    def texts(self, row: int) -> list[str]:
+        """Returns the texts of a row. Raises ValueError (one line) for what is none."""
+        cells = ((name, self.cell(name, row)) for name in ("text", "pair"))
+        return [self.as_text(cell, name, row) for name, cell in cells if cell is not None]
+
+    def as_text(self, value: Any, name: str, row: int) -> str:
+        """Returns a value of a column as text: a text or a number. Raises ValueError (one line) for others, which a
+        model would read as Python writes them."""
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+        column = self.config.columns.get(name, name)
+        raise ValueError(f"{self.rows.where(row)}: {column} holds {value!r:.40}, which is no text")
 
     @property
     def nothing(self) -> np.ndarray:

@@ -14,8 +14,7 @@ class Texts(Examples):
     optional = ("pair",)
 
     def __getitem__(self, number: int) -> Example:
-        texts = [str(text) for name in ("text", "pair") if (text := self.cell(name, number)) is not None]
-        document = self.encoder.document(self.encoder.tokens(texts), self.rows.where(number))
+        document = self.encoder.document(self.encoder.tokens(self.texts(number)), self.rows.where(number))
         return Example((document,), self.label(number))
 
 
@@ -88,7 +87,7 @@ class TextPairs(Examples):
 
     def __getitem__(self, number: int) -> Example:
         where = self.rows.where(number)
-        texts = self.encoder.tokens([str(self.cell(name, number)) for name in self.needed])
+        texts = self.encoder.tokens(self.texts(number))
         return Example(tuple(self.encoder.document([part], where) for part in texts), np.zeros(1, np.int64))
 
     @property
@@ -108,7 +107,8 @@ class Choices(Examples):
     outputs = 1
 
     def prepare(self) -> None:
-        self.documents = len(self.rows.columns["choices"][0])
+        first = self.rows.columns["choices"][0]
+        self.documents = len(first) if isinstance(first, list) else 0
         for number, choices in enumerate(self.rows.columns["choices"]):
             as_many = isinstance(choices, list) and len(choices) == self.documents >= 2
             if not as_many or None in choices:
@@ -116,8 +116,13 @@ class Choices(Examples):
 
     def __getitem__(self, number: int) -> Example:
         where = self.rows.where(number)
-        text, *choices = self.encoder.tokens([str(self.cell("text", number)), *map(str, self.cell("choices", number))])
+        text, *choices = self.encoder.tokens(self.texts(number))
         return Example(tuple(self.encoder.document([text, choice], where) for choice in choices), self.label(number))
+
+    def texts(self, row: int) -> list[str]:
+        """Returns the text and its choices."""
+        choices = (self.as_text(choice, "choices", row) for choice in self.cell("choices", row))
+        return [*super().texts(row), *choices]
 
     def label(self, row: int) -> np.ndarray:
         cell, where = self.cell("label", row), self.rows.where(row)
@@ -143,14 +148,17 @@ class Words(Examples):
 
     def words(self, number: int) -> tuple[list[str], np.ndarray]:
         """Returns the words of an example, and bool (words,): those that have a token which was not cut off."""
-        return self._words(number), self._encoded(number)[2]
+        return self.texts(number), self._encoded(number)[2]
 
-    def _words(self, number: int) -> list[str]:
-        return list(map(str, as_list(self.cell("text", number))))
+    def texts(self, row: int) -> list[str]:
+        """Returns the words."""
+        cell = self.cell("text", row)
+        words = cell if isinstance(cell, list) else as_list(self.as_text(cell, "text", row))
+        return [self.as_text(word, "text", row) for word in words]
 
     def _encoded(self, number: int) -> tuple[Document, np.ndarray, np.ndarray]:
         """Returns the tokens of all words; of each word the number of its first token, and whether it is there."""
-        tokens = self.encoder.words(self._words(number))
+        tokens = self.encoder.words(self.texts(number))
         document = self.encoder.document([[token for word in tokens for token in word]], self.rows.where(number))
         lengths = np.array([len(word) for word in tokens], np.int64)
         ends = np.cumsum(lengths)
@@ -158,7 +166,7 @@ class Words(Examples):
         return document, begins, (begins < document.kept[0]) & (begins < ends)
 
     def label(self, row: int) -> np.ndarray:
-        count, cell = len(self._words(row)), self.cell("label", row)
+        count, cell = len(self.texts(row)), self.cell("label", row)
         if cell is None or (self.split == "test" and cell == ""):
             return np.full(count, IGNORED, np.int64)
         labels = as_list(cell)

@@ -6,15 +6,17 @@ import os
 
 import numpy as np
 import pytest
+import sentencepiece
 from failures import each
 from labelled import CLASSES, FIRST, WORDS, texts, write_jsonl, write_tokenizer
 
 from matmix.data.config import DataConfig, ExamplesConfig
 from matmix.data.examples.answers import Answers
-from matmix.data.examples.base import longest_first
-from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, ValueTexts, Words
+from matmix.data.examples.base import Encoder, longest_first
+from matmix.data.examples.texts import Choices, ClassTexts, MultiLabelTexts, TextPairs, ValueTexts, Words
 from matmix.data.loading.masking import IGNORED
 from matmix.data.modalities.examples import open_examples
+from matmix.data.tokenizer import Tokenizer
 
 CLS, SEP = 4, 5
 
@@ -84,6 +86,41 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path):
     assert (cut[0].positions.tolist(), cut[0].labels.tolist()) == ([1, 2], [0, 1])
     with pytest.raises(ValueError, match="row 1: 2 words and 1 labels"):
         _open(Words, tmp_path, [{"text": "word1 word2", "label": "N"}])
+
+
+@pytest.mark.parametrize("keeps_spaces", [True, False])
+@pytest.mark.parametrize("begins", [True, False])
+def test_words_have_the_tokens_of_their_text(tmp_path, keeps_spaces, begins):
+    """Also where the tokenizer puts a space in front of what it is given, as that of Llama does."""
+    options = {"add_dummy_prefix": begins, "remove_extra_whitespaces": not keeps_spaces, "vocab_size": 60}
+    lines, name = ["New York is big and New York is old", "the old man is big"] * 30, str(tmp_path / "own")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=name, model_type="bpe", minloglevel=2, num_threads=1, **options
+    )
+    tokenizer = Tokenizer.load(f"{name}.model")
+    encoder = Encoder(tokenizer=tokenizer, prefix=None, suffix=None, max_length=50, truncate=True)
+    text = "New York is old"
+    assert [token for word in encoder.words(text.split()) for token in word] == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "column"),
+    [
+        (ClassTexts, {"text": ["New", "York"], "label": "a"}, "text"),
+        (ClassTexts, {"text": "one", "pair": {"a": 1}, "label": "a"}, "pair"),
+        (TextPairs, {"text": "one", "pair": True}, "pair"),
+        (Choices, {"text": "one", "choices": ["two", ["three"]], "label": 1}, "choices"),
+        (Words, {"text": ["one", None], "label": ["a", "b"]}, "text"),
+        (Answers, {"text": "one", "pair": ["two"], "label": "two"}, "pair"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path, kind, row, column):
+    good = {"text": 1984, "pair": "two", "choices": ["two", 3], "label": row.get("label")}
+    rows = [{name: row[name] if number else good[name] for name in row} for number in range(2)]
+    if kind is Words:
+        rows[0] = {"text": ["one", 2], "label": ["a", "b"]}
+    with pytest.raises(ValueError, match=f"row 2: {column} holds .*, which is no text"):
+        _open(kind, tmp_path, rows)
 
 
 def test_every_token_of_a_long_text_is_in_a_window_and_answers_come_back(tmp_path):
