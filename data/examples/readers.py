@@ -5,7 +5,7 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ def read_rows(
     if not Path(path).exists():
         raise FileNotFoundError(f"examples not found: {path}")
     form = _Form(config.header, config.skip_malformed, config.more_fields)
-    changed = Path(path).stat().st_mtime_ns
+    inside = Path(path).rglob("*") if Path(path).is_dir() else ()
+    changed = max(one.stat().st_mtime_ns for one in (Path(path), *inside))
     return _read(Path(path), changed, tuple(names.items()), frozenset(needed), frozenset(filled), form)
 
 
@@ -95,10 +96,13 @@ def _read(
     if kind not in _READERS:
         known = ", ".join(filter(None, _READERS))
         raise ValueError(f"{path} is no file of examples: give {known}, or a folder with a folder for each class")
-    there, records = _READERS[kind](path, form)
+    asked = {role: [part.strip() for part in name.split(",")] for role, name in names}
+    wanted = {part for parts in asked.values() for part in parts}
+    there, records = _READERS[kind](path, form, wanted)
+    if doubled := [name for name in there if name in wanted and there.count(name) > 1]:
+        raise ValueError(f'{path} has several columns "{doubled[0]}", of which one is meant: rename them')
     parts_of = {}
-    for role, name in names:
-        parts = [part.strip() for part in name.split(",")]
+    for role, parts in asked.items():
         if missing := [part for part in parts if part not in there]:
             if role not in needed:
                 continue
@@ -139,7 +143,7 @@ _Records = tuple[Sequence[str], Iterator[tuple[int, Mapping[str, Any] | None]]]
 """Names of the columns, and number and fields of each row; None for one that is to be left out."""
 
 
-def _delimited(delimiter: str, path: Path, form: _Form) -> _Records:
+def _delimited(delimiter: str, path: Path, form: _Form, wanted: Set[str]) -> _Records:
     """Reads lines. .csv has quotes, .tsv has none: a quotation mark in it is one. Raises ValueError (one line) for a
     quote that does not end with its field, which would swallow the rows after it."""
     csv.field_size_limit(sys.maxsize)
@@ -191,7 +195,7 @@ def _text_lines(path: Path) -> Iterator[str]:
             raise ValueError(f"{path} is not UTF-8 ({error})") from None
 
 
-def _jsonl(path: Path, form: _Form) -> _Records:
+def _jsonl(path: Path, form: _Form, wanted: Set[str]) -> _Records:
     records = []
     for number, line in enumerate(_text_lines(path), start=1):
         if line.strip():
@@ -204,26 +208,33 @@ def _jsonl(path: Path, form: _Form) -> _Records:
     return list(dict.fromkeys(name for _, record in records for name in record)), iter(records)
 
 
-def _parquet(path: Path, form: _Form) -> _Records:
+def _parquet(path: Path, form: _Form, wanted: Set[str]) -> _Records:
+    """Reads no other columns, in which may be what Python has no value for."""
     try:
-        table = pyarrow.parquet.ParquetFile(path).read()
-        return table.column_names, enumerate(table.to_pylist(), start=1)
+        file = pyarrow.parquet.ParquetFile(path)
+        there = file.schema_arrow.names
+        rows = file.read([name for name in there if name in wanted]).to_pylist()
+        return there, enumerate(rows, start=1)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} holds text that is not UTF-8 ({error.reason})") from None
+    except OverflowError as error:  # a date of which Python has none
+        raise ValueError(f"{path}: {error}") from None
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path} is no parquet file, or it is damaged ({one_line(str(error).strip())})") from None
 
 
-def _folder(path: Path, form: _Form) -> _Records:
+def _folder(path: Path, form: _Form, wanted: Set[str]) -> _Records:
     classes = sorted(entry for entry in path.iterdir() if entry.is_dir())
     files = [(entry.name, file) for entry in classes for file in sorted(entry.iterdir()) if file.is_file()]
     records = ({"text": "".join(_text_lines(file)), "label": name} for name, file in files)
     return ("text", "label"), enumerate(records, start=1)
 
 
-_READERS: dict[str, Callable[[Path, _Form], _Records]] = {
+_READERS: dict[str, Callable[[Path, _Form, Set[str]], _Records]] = {
     ".tsv": functools.partial(_delimited, "\t"),
     ".csv": functools.partial(_delimited, ","),
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     "": _folder,
 }
-"""Suffix -> reader; "" = a folder."""
+"""Suffix -> reader of a file, in a form, and of those columns at least that are wanted; "" = a folder."""

@@ -42,6 +42,8 @@ def seed_generators(source: np.random.Generator) -> None:
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs as well
 
 
+_THINNEST = 32
+"""The long side of a picture of which all is resized, in short sides."""
 Transform = Callable[[Image.Image], torch.Tensor]
 
 
@@ -59,7 +61,7 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     fixed = "bicubic" if config.interpolation == "random" else config.interpolation
     if not training:
         transform = create_transform(**options, interpolation=fixed, crop_pct=config.crop, crop_mode="center")
-        return _Channels(transform, channels, config.channels)
+        return _Channels(Compose([_without_far_ends, transform]), channels, config.channels)
     try:
         stages = create_transform(
             **options,
@@ -81,6 +83,14 @@ def make_transform(config: ImagesConfig, mean: Sequence[float], std: Sequence[fl
     if config.train_crop != "random_resized":
         stages = (_whole(config, fixed), *stages[1:])
     return _Channels(Compose(stages), channels, config.channels)
+
+
+def _without_far_ends(image: Image.Image) -> Image.Image:
+    """Cuts off a very thin picture what a central crop leaves out: to resize all of it could fill the memory."""
+    sizes = image.size
+    most = [min(size, _THINNEST * min(sizes) + size % 2) for size in sizes]
+    left, top = ((size - kept) // 2 for size, kept in zip(sizes, most, strict=True))
+    return image if most == list(sizes) else image.crop((left, top, left + most[0], top + most[1]))
 
 
 def _whole(config: ImagesConfig, interpolation: str) -> Callable[[Image.Image], Image.Image]:

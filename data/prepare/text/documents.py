@@ -147,8 +147,11 @@ def split_text(text: str, max_chars: int) -> list[str]:
     start = 0
     while len(text) - start > max_chars:
         window = text[start : start + max_chars]
-        ends = ((window.rfind(mark) + len(mark), len(mark)) for mark in ("\n\n", "\n", " "))
-        cut = next((end for end, least in ends if end >= max(least, max_chars / 4)), max_chars)
+        ends = (
+            max((at + len(mark) for mark in marks if (at := window.rfind(mark)) >= 0), default=0)
+            for marks in (("\n\n", "\n\r\n"), ("\n",), (" ",))
+        )
+        cut = next((end for end in ends if end >= max(1, max_chars / 4)), max_chars)
         pieces.append(window[:cut])
         start += cut
     if start < len(text) or not pieces:

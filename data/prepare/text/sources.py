@@ -136,8 +136,20 @@ class Table(Rows):
             for end, length in enumerate(sizes.tolist(), start=1):
                 size += length
                 if size >= CHUNK_BYTES or end == len(sizes):
-                    yield list(zip(*(column[first:end].to_pylist() for column in columns), strict=True))
+                    yield list(zip(*(_values(column[first:end]) for column in columns), strict=True))
                     first, size = end, 0
+
+
+def _values(column: pyarrow.Array) -> list[str | bytes | None]:
+    """Returns the texts of a column; bytes, which tell the reader of the documents what they are, where any of them is
+    no UTF-8."""
+    import pyarrow
+
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        plain = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+        return plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
 
 
 def _leaves(schema: pyarrow.Schema, depth: int = 32) -> Iterator[tuple[str, pyarrow.DataType]]:

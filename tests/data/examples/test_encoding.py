@@ -88,8 +88,7 @@ def test_the_first_token_of_a_word_has_its_label(tmp_path):
         _open(Words, tmp_path, [{"text": "word1 word2", "label": "N"}])
 
 
-@pytest.mark.parametrize("keeps_spaces", [True, False])
-@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize(("keeps_spaces", "begins"), [(True, True), (True, False), (False, True)])
 def test_words_have_the_tokens_of_their_text(tmp_path, keeps_spaces, begins):
     """Also where the tokenizer puts a space in front of what it is given, as that of Llama does."""
     options = {"add_dummy_prefix": begins, "remove_extra_whitespaces": not keeps_spaces, "vocab_size": 60}

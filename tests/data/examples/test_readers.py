@@ -54,6 +54,28 @@ def test_columns_without_a_header_are_numbers(tmp_path):
     assert rows.columns == {"text": ["A sentence.", "Sentence a."], "label": ["1", "0"]}
 
 
+def test_other_columns_of_a_table_are_not_read(tmp_path):
+    dates = pyarrow.array([8 * 10**18, 0], pyarrow.timestamp("us"))  # there is no such year in Python
+    table = pyarrow.table({"text": ["a", "b"], "label": ["x", "y"], "when": dates})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert read_rows(str(tmp_path / "a.parquet"), ExamplesConfig(), ("text", "label")).columns["text"] == ["a", "b"]
+    config = ExamplesConfig(columns={"text": "when"})
+    with pytest.raises(ValueError, match=r"a\.parquet: "):
+        read_rows(str(tmp_path / "a.parquet"), config, ("text", "label"))
+    (tmp_path / "b.csv").write_text("text,text,label,,\na,b,x,1,2\n")
+    with pytest.raises(ValueError, match=r'b\.csv has several columns "text", of which one is meant'):
+        read_rows(str(tmp_path / "b.csv"), ExamplesConfig(), ("text", "label"))
+    assert read_rows(str(tmp_path / "b.csv"), ExamplesConfig(), ("label",)).columns["label"] == ["x"]
+
+
+def test_a_folder_that_changed_is_read_again(tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_text("a")
+    assert read_rows(str(tmp_path), ExamplesConfig(), ("text",)).columns["text"] == ["a"]
+    (tmp_path / "one" / "b.txt").write_text("b")
+    assert read_rows(str(tmp_path), ExamplesConfig(), ("text",)).columns["text"] == ["a", "b"]
+
+
 def test_a_folder_has_a_folder_for_each_class(tmp_path):
     for name, text in (("b/1.txt", "one"), ("a/2.txt", "two\nlines")):
         (tmp_path / name).parent.mkdir()

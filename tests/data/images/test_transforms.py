@@ -8,6 +8,7 @@ from pictures import pixels
 from PIL import Image
 
 from matmix.data.config import ImagesConfig
+from matmix.data.images import transforms
 from matmix.data.images.transforms import borrowed_generators, make_transform, seed_generators
 
 PICTURE = Image.fromarray(pixels(7, 40, 30))
@@ -39,6 +40,20 @@ def test_one_channel_is_what_three_equal_ones_are(training):
     one, three = (drawn(ImagesConfig(size=16, channels=n), 20, training=training, picture=grey) for n in (1, 3))
     assert torch.equal(one, three[:, :1])
     assert training == (len(one.unique(dim=0)) > 1)
+
+
+@pytest.mark.parametrize("size", [(401, 3), (3, 400)])
+def test_a_thin_picture_is_resized_in_its_middle_alone(size, monkeypatch):
+    place = np.arange(max(size)).reshape([-1 if one == max(size) else 1 for one in size])
+    picture = Image.fromarray(np.broadcast_to(120 + 120 * np.sin(place / 4), size).astype(np.uint8)).convert("RGB")
+    config = ImagesConfig(path="x", size=16, crop=0.8)
+    transform = make_transform(config, (0.5,) * 3, (0.2,) * 3, training=False)
+    found = transform(picture)
+    assert max(transforms._without_far_ends(picture).size) <= 97
+    monkeypatch.setattr(transforms, "_THINNEST", 10**6)
+    expected = transform(picture)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.1)  # half of a resized pixel may be between them
+    assert expected.std() > 0.3
 
 
 def test_nothing_is_changed_where_nothing_is_asked_for():

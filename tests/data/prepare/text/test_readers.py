@@ -259,6 +259,8 @@ def test_split_text(text, limit):
 
 def test_cuts_fall_between_paragraphs_lines_words():
     assert split_text("aaaa\n\nbbbb\n\ncccc\nd", 16) == ["aaaa\n\nbbbb\n\n", "cccc\nd"]
+    crlf = "aaaa\r\nbb\r\n\r\ncccc\r\nd"
+    assert split_text(crlf, 18) == ["aaaa\r\nbb\r\n\r\n", "cccc\r\nd"]
     assert split_text("aaaa aaaa\nbbbb bbbb", 16) == ["aaaa aaaa\n", "bbbb bbbb"]
     assert split_text("aaaa aaaa bbbb bbbb", 16) == ["aaaa aaaa bbbb ", "bbbb"]
     assert split_text("a" * 20, 16) == ["a" * 16, "a" * 4]

@@ -78,6 +78,15 @@ def test_a_template_of_json_fields(tmp_path):
         documents(tmp_path / "a.jsonl", template="{a")
 
 
+@pytest.mark.parametrize("coded", [False, True])
+def test_text_that_is_not_utf8_is_a_malformed_row(tmp_path, coded):
+    column = pa.array([b"one", b"\xff\xfe", b"two"]).view(pa.string())
+    table = pa.table({"text": column.dictionary_encode() if coded else column})
+    one, bad, two = documents(write(tmp_path / "a.parquet", table))
+    assert (one, two) == ("one", "two")
+    assert bad == Malformed(2, "column 'text' is not UTF-8 (byte 1)")
+
+
 def test_columns_that_are_no_text(tmp_path):
     for name in ("a.parquet", "a.arrow"):
         path = write(tmp_path / name, TABLE.drop(["meta.by"]))
