@@ -22,6 +22,7 @@ from matmix.train.engine.build import build_engine
 from matmix.train.engine.mesh import make_mesh
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import Evaluation, evaluate, make_evaluators
+from matmix.train.evaluators.validation import check_targets
 from matmix.train.evaluators.base import averaged_metrics
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
@@ -224,6 +225,9 @@ class Trainer:
         try:
             self.restore()
             self.first_step = self.state.step
+            if not self.first_step:  # not to be told after hours of training
+                evaluation = Evaluation(engine=self.engine, task=self.task, loader=self.validation)
+                check_targets(evaluation, config.evaluation.batches)
             self.call("on_start")
             self.stop_agreed = any(gather_objects(bool(stop.received())))
             if self.evaluation_is_due():

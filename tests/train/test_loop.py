@@ -73,6 +73,13 @@ def test_a_finished_run_that_is_started_again_keeps_every_checkpoint(dataset, tm
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == checkpoints
 
 
+def test_a_validation_split_without_a_target_is_told_before_the_first_step(dataset, tmp_path):
+    options = "--objective.evaluation-masking.probability", "1e-9", "--evaluation.every", "0"
+    with pytest.raises(ValueError, match=r"^the validation split holds no target to evaluate"):
+        run_recipe("debug_hydra", dataset, tmp_path / "run", *options)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_no_step_lies_behind_the_epochs(dataset, tmp_path):
     options = "--epochs", "0.0001", "--stop-step", "2"
     with pytest.raises(ValueError, match=r"^stop_step = 2 lies beyond step 1, with which epochs = 0\.0001 end$"):

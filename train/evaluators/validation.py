@@ -15,6 +15,19 @@ from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.metrics import as_controls
 
 
+_NO_TARGET = "the validation split holds no target to evaluate; prepare more validation data"
+
+
+def check_targets(evaluation: Evaluation, limit: int) -> None:
+    """Raises ValueError (one line) where the first `limit` global batches of the validation split, 0 = all, hold no
+    target. Called on all ranks."""
+    for batch in evaluation.batches(limit):
+        targets = torch.tensor(float(evaluation.task.count_targets(batch)), device=evaluation.engine.device)
+        if evaluation.sum_over_ranks(targets).item():
+            return
+    raise ValueError(_NO_TARGET)
+
+
 class ValidationLoss(Evaluator):
     """`loss`, the mean over the targets, and the metrics that the task computes from its sums."""
 
@@ -32,7 +45,7 @@ class ValidationLoss(Evaluator):
         sums = evaluation.sum_over_ranks(torch.cat([self.sums, self.sums.new_tensor([self.targets])]))
         *totals, count = sums.tolist()
         if count == 0:
-            raise ValueError("the validation split holds no target to evaluate; prepare more validation data")
+            raise ValueError(_NO_TARGET)
         means = dict(zip(("loss", *self.task.recorded), (value / count for value in totals), strict=True))
         return self.task.measures(means, evaluation.loader)
 
