@@ -124,6 +124,8 @@ class ImagesConfig:
     """Number of the classes of a directory that others made, where `classes` does not name them."""
     classes: tuple[str, ...] = ()
     """Names of the classes in the order of their numbers; empty = those of the dataset. A run keeps them here."""
+    background: int | None = None
+    """Brightness, 0 to 255, behind transparent pixels; None = that of the dataset. A run keeps it here."""
     size: int = 224
     """Height and width of what the model reads, in pixels."""
     channels: int = 3

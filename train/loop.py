@@ -22,8 +22,8 @@ from matmix.train.engine.build import build_engine
 from matmix.train.engine.mesh import make_mesh
 from matmix.train.errors import ReplicaError
 from matmix.train.evaluators import Evaluation, evaluate, make_evaluators
-from matmix.train.evaluators.validation import check_targets
 from matmix.train.evaluators.base import averaged_metrics
+from matmix.train.evaluators.validation import check_targets
 from matmix.train.failures import explaining
 from matmix.train.guards.best import BestEvaluation
 from matmix.train.guards.replicas import Replicas

@@ -22,7 +22,7 @@ from matmix.train.recipe_files import find_recipe, read_remote_toml, read_toml
 
 _PHASES, _RAMP = "phase", "ramp"
 _FILLED_IN = (
-    *("data.examples.labels", "data.images.classes", "data.images.mean", "data.images.std"),
+    *("data.examples.labels", *(f"data.images.{name}" for name in ("classes", "mean", "std", "background"))),
     "model.head.outputs",
 )
 """Fields that a run takes from its data where a recipe leaves them empty."""

@@ -228,9 +228,10 @@ def image_inputs(config: RunConfig) -> ImageInputs | None:
     images = config.data.images
     if config.model.model_class.inputs != "images" or not images.datasets:
         return None
-    mean, std = images.mean, images.std
+    mean, std, background = images.mean, images.std, images.background
     if not mean or not std:
         facts = config.modality.facts(config.data)
-        mean, std = mean or facts.mean, std or facts.std
+        mean, std, background = mean or facts.mean, std or facts.std, facts.background
     interpolation = "bicubic" if images.interpolation == "random" else images.interpolation
-    return ImageInputs(mean=mean, std=std, crop=images.crop, size=images.size, interpolation=interpolation)
+    sizes = {"crop": images.crop, "size": images.size, "interpolation": interpolation}
+    return ImageInputs(mean=mean, std=std, background=255 if background is None else background, **sizes)

@@ -52,7 +52,7 @@ def read_pictures(files: Sequence[str | Path], inputs: ImageInputs) -> Tensor:
         if not file.is_file():
             raise FileNotFoundError(f"there is no picture at {file}")
         try:
-            pictures.append(transform(decode(file.read_bytes(), channels=channels)))
+            pictures.append(transform(decode(file.read_bytes(), channels=channels, background=inputs.background)))
         except UnreadablePicture as error:
             raise ValueError(f"{file} gives no picture: {error}") from None
         except OSError as error:

@@ -26,7 +26,7 @@ class PictureFacts(Facts):
     def __init__(self, data: DataConfig, infos: Sequence[ImagesInfo]) -> None:
         config = data.images
         mean, std = _pixels(infos, list(config.datasets.values()), config.channels)
-        self.classes = infos[0].classes
+        self.classes, self.background = infos[0].classes, infos[0].background
         self.mean, self.std = config.mean or mean, config.std or std
         self.outputs = len(self.classes)
         shown = f"{', '.join(self.classes[:10])}{', ...' if self.outputs > 10 else ''}"
@@ -37,7 +37,13 @@ class PictureFacts(Facts):
         if images.classes and images.classes != self.classes:
             named = ", ".join(images.datasets)
             raise ValueError(f"data.images.classes are not those of {named}; leave them out, or prepare it again")
-        images = dataclasses.replace(images, classes=self.classes, mean=tuple(self.mean), std=tuple(self.std))
+        if images.background not in (None, self.background):
+            raise ValueError(
+                f"data.images.background = {images.background}, but the pictures were prepared with {self.background}; "
+                "leave it out, or prepare them again"
+            )
+        pixels = {"mean": tuple(self.mean), "std": tuple(self.std), "background": self.background}
+        images = dataclasses.replace(images, classes=self.classes, **pixels)
         return dataclasses.replace(data, images=images)
 
 

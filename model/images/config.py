@@ -96,8 +96,12 @@ class ImageInputs:
     """Pixels along each side."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How pictures are resized."""
+    background: int = 255
+    """Brightness, 0 to 255, behind transparent pixels."""
 
     def __post_init__(self) -> None:
+        if self.background not in range(256):
+            raise ValueError(f"background = {self.background}: it lies between 0 and 255")
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std) or min(self.std) <= 0:
             raise ValueError(f"mean = {self.mean} and std = {self.std}: give one or three numbers each, std above 0")
         if not 0 < self.crop <= 1 or self.size < 1:

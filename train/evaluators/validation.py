@@ -14,7 +14,6 @@ from matmix.train.tasks.base import Costs, Predicted, Task
 from matmix.train.tasks.finetuning.base import ExampleTask
 from matmix.train.tasks.metrics import as_controls
 
-
 _NO_TARGET = "the validation split holds no target to evaluate; prepare more validation data"
 
 

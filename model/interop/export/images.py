@@ -84,6 +84,7 @@ class MatmixImageProcessor(BaseImageProcessor):
         crop: float = 0.875,
         size: int = 224,
         interpolation: str = "bicubic",
+        background: int = 255,
         **kwargs: Any,
     ):
         refuse_options({name: value for name, value in kwargs.items() if name in _STEPS})
@@ -91,7 +92,7 @@ class MatmixImageProcessor(BaseImageProcessor):
             raise ValueError(f"size = {size!r}: give the pixels of a side as one number")
         super().__init__(**kwargs)
         self.mean, self.std = list(mean), list(std)
-        self.crop, self.size, self.interpolation = crop, size, interpolation
+        self.crop, self.size, self.interpolation, self.background = crop, size, interpolation, background
 
     def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
         return self.preprocess(images, **kwargs)
@@ -113,7 +114,7 @@ class MatmixImageProcessor(BaseImageProcessor):
             image = from_array(image)
         if not isinstance(image, Image.Image):
             raise ValueError(f"an image is a {type(image).__name__}: give images of Pillow, or arrays of 8 bits")
-        image = with_three_or_one(ImageOps.exif_transpose(image), len(self.mean))
+        image = with_three_or_one(ImageOps.exif_transpose(image), len(self.mean), self.background)
         short = int(self.size / self.crop)
         sides = [short * side // min(image.size) for side in image.size]  # in whole numbers, as torchvision rounds
         image = image.resize(sides, Image.Resampling[self.interpolation.upper()])
@@ -148,14 +149,14 @@ def from_array(values: np.ndarray | torch.Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def with_three_or_one(image: Image.Image, channels: int) -> Image.Image:
-    """An image of red, green and blue, or of brightness; white shows behind transparent pixels, and 16 bits of grey
+def with_three_or_one(image: Image.Image, channels: int, background: int = 255) -> Image.Image:
+    """An image of red, green and blue, or of brightness; transparent pixels show `background`, and 16 bits of grey
     become 8. Raises ValueError (one line) for what has no known range (floats, 32 bits) or colours (LAB, HSV)."""
     if image.mode.startswith("I;16"):
         values = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     elif image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        base = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        base = Image.new("RGBA", image.size, (background, background, background, 255))
         base.alpha_composite(image.convert("RGBA"))
         image = base.convert("RGB")
     elif image.mode not in ("1", "L", "P", "RGB", "CMYK", "YCbCr"):

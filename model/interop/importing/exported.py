@@ -92,12 +92,14 @@ def read_image_inputs(directory: Path) -> ImageInputs | None:
     path = directory / PROCESSOR
     if not path.is_file():
         return None
-    values = read_object(path)
+    values = {"background": 255, **read_object(path)}  # exports were made without it
     try:
         known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
         inputs = ImageInputs(**known | {name: tuple(map(float, known[name])) for name in ("mean", "std")})
-        if type(inputs.size) is not int or not all(map(math.isfinite, (*inputs.mean, *inputs.std))):
-            raise ValueError("size is a number of pixels, mean and std are finite")
+        if {type(inputs.size), type(inputs.background)} != {int} or not all(
+            map(math.isfinite, (*inputs.mean, *inputs.std))
+        ):
+            raise ValueError("size is a number of pixels, background a whole number, mean and std are finite")
         if inputs.size > _LARGEST * inputs.crop:
             raise ValueError(f"size / crop is more than {_LARGEST} pixels")
         return inputs

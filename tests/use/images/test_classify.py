@@ -1,17 +1,22 @@
 """`matmix classify`: the classes that the run's evaluation gives, from runs and exports, for pictures of any mode."""
 
+import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pictures
 import pytest
 import torch
+from image_runs import write_image_recipe
 from PIL import Image
 from runs import run_recipe
 
 from matmix.data.modalities import build_loader
 from matmix.launch.cli import main
+from matmix.model.interop.export.images import MatmixImageProcessor
+from matmix.train.loop import train
 from matmix.train.recipe import load_config
 from matmix.use.exporting import export_run
 from matmix.use.opening import open_model
@@ -58,6 +63,28 @@ def test_an_export_says_the_same_as_its_run(run, export, photo, capsys):
     assert said[0][1] == str(photo)
     assert len(said[0]) == 4
     assert all(re.fullmatch(r" +\d+\.\d%  (cat|dog|owl)", line) for line in said[0][2:])
+
+
+def test_transparent_pixels_show_the_background_of_the_dataset(tmp_path):
+    """In a run, whose dataset is gone, in its export and in the export's own image processor."""
+    recipe = load_config(str(write_image_recipe(tmp_path)))
+    clear = [Image.new("RGBA", (9, 9), (10 * number, 0, 0, 0)) for number in range(12)]
+    files = [(f"{number}", number % 3, pictures.encoded(picture)) for number, picture in enumerate(clear)]
+    tree = pictures.write_tree(tmp_path / "clear", files)
+    dataset = pictures.prepare(tree, tmp_path / "dark", background=7, validation_fraction=0.6)
+    images = dataclasses.replace(recipe.data.images, path=str(dataset), mean=(0.0,) * 3, std=(1.0,) * 3)
+    data = dataclasses.replace(recipe.data, images=images)
+    config = dataclasses.replace(recipe, data=data, steps=1, run_dir=str(tmp_path / "run"))
+    train(config)
+    with pytest.raises(ValueError, match=r"data\.images\.background = 9, but the pictures were prepared with 7"):
+        config.modality.facts(data).fill(dataclasses.replace(data, images=dataclasses.replace(images, background=9)))
+    shutil.rmtree(dataset)
+    for source in (tmp_path / "run", export_run(tmp_path / "run", tmp_path / "export")):
+        read = read_pictures([tree / "cat" / "0.png"], open_model(source).image_inputs)
+        assert (read == 7 / 255).all()
+    values = json.loads((tmp_path / "export" / "preprocessor_config.json").read_text())
+    options = {name: values[name] for name in ("mean", "std", "crop", "size", "interpolation", "background")}
+    assert (MatmixImageProcessor(**options).pixels(clear[1]) * 255).round().tolist() == [[[7.0] * 8] * 8] * 3
 
 
 def test_averaged_weights_give_other_probabilities(run, photo, capsys):
