@@ -130,7 +130,7 @@ def test_resuming_in_the_middle_is_bit_identical(tmp_path):
 
 def test_a_classifier_of_a_fixed_length_refuses_longer_texts(tmp_path):
     fixed = ("--model.layers", "dense", "--data.packing", "rows", "--data.seqlen", "8", "--model.max-seqlen", "8")
-    with pytest.raises(ValueError, match=r"train.jsonl, row \d+: \d+ tokens with the special ones"):
+    with pytest.raises(ValueError, match=r"\.jsonl, row \d+: \d+ tokens with the special ones"):
         train(_config(tmp_path, "sequence_classification", *fixed))
 
 
