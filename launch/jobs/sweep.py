@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from matmix.train.arguments import field_names, inline
-from matmix.train.config import RunConfig
 from matmix.train.recipe_files import read_toml
 
 Words = tuple[str, ...]
@@ -68,17 +67,21 @@ def _read_rows(path: Path) -> list[tuple[str, dict[str, Words]]]:
     rows = content.get("run")
     if set(content) != {"run"} or not isinstance(rows, list) or not rows:
         raise ValueError(f"{path}: a sweep is a list of tables [[run]] and nothing else")
+    from matmix.train.config import RunConfig  # with torch, for which no --help waits
+
+    known = field_names(RunConfig)
     names = [row.pop("name", "") for row in rows]
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise ValueError(f"{path}: name should be a string, got {wrong[0]!r}")
-    return list(zip(names, map(_flatten, rows), strict=True))
+    return list(zip(names, (_flatten(row, known) for row in rows), strict=True))
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Words]:
+def _flatten(table: dict[str, Any], known: Sequence[str], prefix: str = "") -> dict[str, Words]:
+    """Returns the words of each option; known: the dotted keys of a config."""
     flat: dict[str, Words] = {}
     for key, value in table.items():
-        if isinstance(value, dict) and any(name.startswith(f"{prefix}{key}.") for name in field_names(RunConfig)):
-            flat |= _flatten(value, f"{prefix}{key}.")
+        if isinstance(value, dict) and any(name.startswith(f"{prefix}{key}.") for name in known):
+            flat |= _flatten(value, known, f"{prefix}{key}.")
         else:
             values = value if isinstance(value, list) else [value]
             flat[prefix + key] = tuple(inline(one) if isinstance(one, dict) else str(one) for one in values)
