@@ -69,7 +69,7 @@ def read_rows(
         raise FileNotFoundError(f"examples not found: {path}")
     form = _Form(config.header, config.skip_malformed, config.more_fields)
     inside = Path(path).rglob("*") if Path(path).is_dir() else ()
-    changed = max(one.stat().st_mtime_ns for one in (Path(path), *inside))
+    changed = max([Path(path).stat().st_mtime_ns, *(one.lstat().st_mtime_ns for one in inside)])
     return _read(Path(path), changed, tuple(names.items()), frozenset(needed), frozenset(filled), form)
 
 
