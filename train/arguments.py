@@ -113,6 +113,7 @@ def _message(box: str) -> str:
     body = itertools.dropwhile(lambda line: not line.strip("─-"), lines[1:])  # a terminal without boxes has rules
     said = itertools.takewhile(lambda line: line.strip("─-"), body)
     message = " ".join(" ".join(said).split()) or "arguments not understood"
+    message = re.sub("^Error parsing [\\w.]+: ", "", message)  # a class says itself what it refuses
     message = message.replace("Failed to parse key-value pairs!", "takes pairs of words: NAME VALUE NAME VALUE ...")
     return _NO_NUMBER.sub(lambda m: f"{m[1]} takes {'a number' if m[2] else 'an integer'}, got {m[3]}", message)
 

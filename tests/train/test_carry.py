@@ -129,5 +129,5 @@ def test_the_plan_knows_the_states(stopped, dataset):
     ],
 )
 def test_what_cannot_carry_is_refused_in_one_line(recipe, options, problem):
-    with pytest.raises(ValueError, match=rf"^command line: Error parsing \w+: {problem}$"):
+    with pytest.raises(ValueError, match=rf"^command line: {problem}$"):
         load_config(recipe, [*OPTIONS, "--run-dir", "x", *options])
