@@ -102,7 +102,7 @@ def load_phases(recipe: str, overrides: Sequence[str] = ()) -> list[RunConfig]:
             begins = {"init": {**own, "from": configs[-1].run_dir}}
             before = configs[-1]
             ends = 0 if before.epochs or before.evaluation.patience else before.steps
-            if own.get("decay") and not ends:
+            if own.get("decay") and not (ends or own.get("step")):
                 raise ValueError(
                     f"{where}: init.decay begins with a known step, but phase {number - 1} ends by epochs or by "
                     "evaluation.patience: give it steps alone"

@@ -130,6 +130,8 @@ def test_a_phase_goes_on_wherever_the_one_before_it_ended(recipe, ends):
     path.write_text(own + after)
     (_, second) = load_phases(str(path))
     assert (second.init.resume, second.init.step) == (True, 0)
+    path.write_text(own + after.replace("init.resume = true", "init = { decay = 4, step = 7 }"))
+    assert load_phases(str(path))[1].steps == 11
     path.write_text(own + after.replace("init.resume = true", "init.decay = 4"))
     with pytest.raises(ValueError, match=r"phase 2: init\.decay begins with a known step, but phase 1 ends by epochs"):
         load_phases(str(path))

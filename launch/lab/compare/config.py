@@ -28,7 +28,7 @@ from matmix.model.mixers.convolutions.short import Convolution
 from matmix.train.arguments import field_names, given_keys, parse_arguments, read_table, unknown_key
 from matmix.train.config import RunConfig
 from matmix.train.errors import require
-from matmix.train.recipe import changed, config_from_dict, merged, plain
+from matmix.train.recipe import changed, config_from_dict, nested, plain
 from matmix.train.recipe_files import find_recipe, read_toml
 
 Control = Literal["no mixer", "convolution only"]
@@ -331,15 +331,11 @@ def read_comparison(recipe: str, overrides: Sequence[str] = (), *, runs: Path = 
         values["run_dir"] = recipe  # it goes on where it lies, wherever it began
     given = given_values(overrides)
     require(("seed",) not in given, f"--seed: {_NOT_AN_ENTRYS['seed']}")
-    if ("steps",) in given and ("epochs",) not in given:
-        given[("epochs",)] = 0.0  # they stand in place of a recipe's
-    replaced = [*given, *([("steps",)] if given.get(("epochs",)) else [])]
+    lengths = {("steps",), ("epochs",)}  # of which either stands in place of both of a row
+    replaced = given.keys() | (lengths if any(map(given.get, lengths)) else set())
     for row, key in itertools.product([*rows, {"comparison": values["comparison"]}], replaced):
         _remove(row, key)
-    for key, value in given.items():
-        for name in reversed(key):
-            value = {name: value}
-        values = merged(values, value)
+    values = changed(values, nested({".".join(key): value for key, value in given.items()}))
     if overrides:
         where = f"{path} with {' '.join(overrides)}"
     own = {key: value for key, value in values.items() if key not in ("comparison", LADDER)}
