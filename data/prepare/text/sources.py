@@ -149,7 +149,7 @@ def _values(column: pyarrow.Array) -> list[str | bytes | None]:
         return column.to_pylist()
     except UnicodeDecodeError:
         plain = column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
-        return plain.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
+        return plain.cast(pyarrow.large_binary()).to_pylist()
 
 
 def _leaves(schema: pyarrow.Schema, depth: int = 32) -> Iterator[tuple[str, pyarrow.DataType]]:

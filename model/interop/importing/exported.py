@@ -96,9 +96,8 @@ def read_image_inputs(directory: Path) -> ImageInputs | None:
     try:
         known = {field.name: values[field.name] for field in dataclasses.fields(ImageInputs)}
         inputs = ImageInputs(**known | {name: tuple(map(float, known[name])) for name in ("mean", "std")})
-        if {type(inputs.size), type(inputs.background)} != {int} or not all(
-            map(math.isfinite, (*inputs.mean, *inputs.std))
-        ):
+        whole = type(inputs.size) is type(inputs.background) is int
+        if not (whole and all(map(math.isfinite, (*inputs.mean, *inputs.std)))):
             raise ValueError("size is a number of pixels, background a whole number, mean and std are finite")
         if inputs.size > _LARGEST * inputs.crop:
             raise ValueError(f"size / crop is more than {_LARGEST} pixels")
