@@ -267,7 +267,11 @@ def _indexed(file: FastaFile, version: tuple[int, int]) -> pyfaidx.Fasta:
             fasta = pyfaidx.Fasta(file.path, indexname=str(index), as_raw=True, rebuild=False)
             fits = not use or all(_fits(file, record) for record in fasta.faidx.index.values())
         except Exception as error:  # of many kinds
-            raise ValueError(f"{beside if use else file.name} cannot be read: {one_line(error)}") from error
+            what = one_line(error)
+            if not use and (isinstance(error, RuntimeError) or "not consistent" in what):
+                what += "; lines of a sequence must be as long as its first, but the last, and none blank: write them anew "
+                what += "(seqtk seq -l 60), or compress the file with gzip, which needs no index"
+            raise ValueError(f"{beside if use else file.name} cannot be read: {what}") from error
     if not fits:
         raise ValueError(f"{beside} does not fit {file.name}: remove it, or make it again (samtools faidx)")
     return fasta
