@@ -33,6 +33,10 @@ _UPPER = BASES + "U" + AMBIGUOUS
 _LETTERS = (_UPPER + _UPPER.lower()).encode()
 # Digits of the largest place that a BED file may name.
 _DIGITS = 12
+_LINES = (
+    "lines of a sequence, all but its last, must be as long as its first, and none blank: write them anew "
+    "(seqtk seq -l 60), or compress the file with gzip, and it needs no index"
+)
 
 
 class Interval(NamedTuple):
@@ -268,9 +272,10 @@ def _indexed(file: FastaFile, version: tuple[int, int]) -> pyfaidx.Fasta:
             fits = not use or all(_fits(file, record) for record in fasta.faidx.index.values())
         except Exception as error:  # of many kinds
             what = one_line(error)
-            if not use and (isinstance(error, RuntimeError) or "not consistent" in what):
-                what += "; lines of a sequence must be as long as its first, but the last, and none blank: write them anew "
-                what += "(seqtk seq -l 60), or compress the file with gzip, which needs no index"
+            if isinstance(error, RuntimeError):  # several lines of a sequence are not like its first
+                what = _LINES
+            elif "not consistent" in what:
+                what = f"{what.rstrip('.')}; {_LINES}"
             raise ValueError(f"{beside if use else file.name} cannot be read: {what}") from error
     if not fits:
         raise ValueError(f"{beside} does not fit {file.name}: remove it, or make it again (samtools faidx)")
